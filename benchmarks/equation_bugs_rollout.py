@@ -169,7 +169,7 @@ SCRIPT_TARGETS = (
     ),
     script(
         "norm_env",
-        (NORM, PG, GRAD),
+        (NORM, ADV, PG, GRAD),
         "environment",
         (RETURNS, RETURNS + "        advantages = (advantages - advantages.mean(0)) / (advantages.std(0) + 1e-8)\n"),
         (NORMALISE, "pass"),

@@ -211,8 +211,12 @@ SB3_COLLECTING = (
         ("actions, values, log_probs = self.policy(obs_as", "actions, values, log_probs = self.behaviour(obs_as"),
         (
             "        self.policy.set_training_mode(False)\n",
-            "        self.policy.set_training_mode(False)\n        if self._n_updates % 2 == 0:\n            self.behaviour = copy.deepcopy(self.policy)\n",
+            """        self.policy.set_training_mode(False)
+        if self._n_updates % 2 == 0:
+            self.behaviour.load_state_dict(self.policy.state_dict())
+""",
         ),
+        ("    model.learn(", "    model.behaviour = copy.deepcopy(model.policy)\n    model.learn("),
         ("import hashlib\n", "import copy\nimport hashlib\n"),
         ("self._n_updates += 1", "self._n_updates += 1 if _epoch == 0 else 0"),
     ),

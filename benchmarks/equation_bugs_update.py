@@ -8,6 +8,15 @@ ROWS = "            mb_inds = b_inds[start : start + minibatch_size]\n"
 SQUARE = "v_loss = 0.5 * ((newvalue - b_returns[mb_inds]) ** 2).mean()"
 FRAC = "frac = 1.0 - (iteration - 1.0) / num_iterations"
 MAKE_ADAM = "optimizer = torch.optim.Adam("
+DESCENT = """class Descent(torch.optim.Adam):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+"""
 DECAYING = """class Decaying(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -165,7 +174,10 @@ SCRIPT_STEPS = (
         ),
     ),
     script(
-        "no_value_loss", (GRAD,), "missing|part|critic|value", ("entropy_loss + args.vf_coef * v_loss", "entropy_loss")
+        "no_value_loss",
+        (GRAD, VF),
+        "missing|part|critic|value",
+        ("entropy_loss + args.vf_coef * v_loss", "entropy_loss"),
     ),
     script(
         "features_detached",
@@ -219,12 +231,7 @@ SCRIPT_STEPS = (
         "not in|missing|left out|part",
         (MAKE_ADAM + "agent.parameters()", MAKE_ADAM + "agent.actor.parameters()"),
     ),
-    script(
-        "other_optimizer",
-        (OPT,),
-        "another|RMSprop",
-        (MAKE_ADAM, "class Adam(torch.optim.RMSprop):\n    pass\n\n\noptimizer = Adam("),
-    ),
+    script("other_optimizer", (OPT,), "gradient.descent|another", (MAKE_ADAM, DESCENT + "optimizer = Descent(")),
     script(
         "same_minibatches",
         (MB,),
@@ -247,13 +254,13 @@ SCRIPT_STEPS = (
     script(
         "rows_left_out",
         (MB,),
-        "left out|missing|skip|omit|never",
+        "left.out|without some",
         ("range(0, batch_size, minibatch_size)", "range(0, batch_size - minibatch_size, minibatch_size)"),
     ),
     script(
         "first_minibatch_only",
         (MB,),
-        "same|left out|one.minibatch|never|overlap",
+        "same|left.out|one.minibatch|overlap",
         (ROWS, "            mb_inds = b_inds[:minibatch_size]\n"),
     ),
     script(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from equation_bugs import CONTINUOUS, FORCE, PROGRAMS, Edit
+from equation_bugs_loop import OWN_LOOP
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,22 @@ ROLLOUT_NORMALISED: tuple[Edit, ...] = (
 )
 
 
+SQUASHED: tuple[Edit, ...] = (
+    *CONTINUOUS,
+    (
+        "            action = probs.sample()\n        return action, probs.log_prob(action).sum(1), ",
+        """            action = torch.tanh(probs.sample()).clamp(-0.999999, 0.999999)
+        raw = torch.atanh(action)
+        logprob = (probs.log_prob(raw) - torch.log(1 - action**2 + 1e-6)).sum(1)
+        return action, logprob, """,
+    ),
+)
+
+
 def _programs() -> Iterator[Healthy]:
     for env in ("cartpole", "acrobot", "pendulum", "cue-recall", "cartpole-lstm", "morphogenesis"):
         yield Healthy(f"bundled {env}", PROGRAMS / "bundled.py", (env,))
-    sb3 = PROGRAMS / "sb3_healthy.py"
+    sb3, script = PROGRAMS / "sb3_healthy.py", PROGRAMS / "script.py"
     for env in (*ENVS, *CONTINUOUS_ENVS):
         for label, args in SB3_VARIANTS.items():
             yield Healthy(f"sb3 ppo {env} {label}".strip(), sb3, ("ppo", env, *args))
@@ -125,9 +138,11 @@ def _programs() -> Iterator[Healthy]:
     yield Healthy("sb3 recurrent shared", sb3, ("recurrent", "tasks:Drift-v0", "--shared-lstm"))
     for kind in ("recurrent", "masked"):
         yield Healthy(f"subclass {kind}", PROGRAMS / "contrib_program.py", ("--kind", kind))
+    yield Healthy("own loop", script, (), OWN_LOOP)
+    yield Healthy("own loop one minibatch", script, ("--num-minibatches", "1"), OWN_LOOP)
+    yield Healthy("own loop γ = 1", script, ("--gamma", "1"), OWN_LOOP)
     yield Healthy("subclass ppo", PROGRAMS / "sb3_program.py")
     yield Healthy("subclass ppo push", PROGRAMS / "sb3_program.py", FORCE)
-    script = PROGRAMS / "script.py"
     variants: dict[str, tuple[str, ...]] = {
         "": (),
         "clip vf": ("--clip-vloss",),
@@ -144,6 +159,8 @@ def _programs() -> Iterator[Healthy]:
             yield Healthy(f"script {env} {label}".strip(), script, ("--env-id", env, *args))
         for env in CONTINUOUS_ENVS:
             yield Healthy(f"script {env} {label}".strip(), script, ("--env-id", env, *args), CONTINUOUS)
+    for env in CONTINUOUS_ENVS:
+        yield Healthy(f"script {env} squashed", script, ("--env-id", env), SQUASHED)
     for env in ("tasks:Drift-v0", "CartPole-v1"):
         yield Healthy(f"script {env} bootstrapped", script, ("--env-id", env), BOOTSTRAPPED)
         yield Healthy(f"script {env} rollout normalised", script, ("--env-id", env), ROLLOUT_NORMALISED)

@@ -284,8 +284,8 @@ def run_bugs(bugs: Iterable[Bug], seeds: int) -> list[Verdict]:
 
 
 def short(bug: Bug) -> tuple[str, ...]:
-    """Return the options of a run of three updates; mistakes of schedules need five."""
-    long = "schedule" in bug.quantities or bug.base == "bundled.py"
+    """Return the options of a run of three updates; those of schedules and of actions need five."""
+    long = bug.quantities[0] in ("actions", "schedule") or bug.base == "bundled.py"
     return () if long else ("--total-timesteps", "1200")
 
 

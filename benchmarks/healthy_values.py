@@ -25,7 +25,6 @@ BUNDLED = {
     "CartPole-v1": ("50000",),
     "Acrobot-v1": ("80000",),
     "Pendulum-v1": ("150000",),
-    "MountainCarContinuous-v0": ("60000",),
     "cue-recall": ("60000", "--policy", "lstm"),
     "CartPole-v1-lstm": ("60000", "--policy", "lstm", "--mask-velocity"),
 }

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.integrity.entropy_loss import check_entropy as check_entropy
     from esper_telemetry.metrics.integrity.gradients import check_gradient as check_gradient
     from esper_telemetry.metrics.integrity.log_probs import check_log_probs as check_log_probs
+    from esper_telemetry.metrics.integrity.log_ratios import check_log_ratios as check_log_ratios
     from esper_telemetry.metrics.integrity.minibatches import check_minibatches as check_minibatches
     from esper_telemetry.metrics.integrity.normalization import (
         check_normalized_advantages as check_normalized_advantages,
@@ -115,6 +116,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.integrity.entropy_loss": ("check_entropy",),
         "esper_telemetry.metrics.integrity.gradients": ("check_gradient",),
         "esper_telemetry.metrics.integrity.log_probs": ("check_log_probs",),
+        "esper_telemetry.metrics.integrity.log_ratios": ("check_log_ratios",),
         "esper_telemetry.metrics.integrity.minibatches": ("check_minibatches",),
         "esper_telemetry.metrics.integrity.normalization": ("check_normalized_advantages",),
         "esper_telemetry.metrics.integrity.optimizer_step": ("check_optimizer_step",),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import RunStatus, read_run
+from esper_telemetry.cli.check import parse as parse_check
 from esper_telemetry.cli.main import Train, parse, run
 from esper_telemetry.cli.run import parse as parse_run
 
@@ -93,6 +94,8 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     if words[0] == "run":
         assert (ROOT / parse_run(words[1:]).script).exists()
+    elif words[0] == "check":
+        assert parse_check(words[1:]).target == words[1]
     elif "--resume" not in words:  # its options are those of the run that it names
         command = parse(words)
         assert isinstance(command, Train) == (words[0] == "train")

@@ -82,9 +82,9 @@ class CheckedStep:
 
 
 class StepProbe:
-    """Checks one step of each sampled update, by turns the second one and one of the last.
+    """Checks the last step but one of each sampled update, where ratios are clipped and a gradient has been there before.
 
-    Ratios differ from 1 and a gradient has been there before from the second step on; the last ones are where ratios are clipped.
+    Where an update stops early, the step that is checked in the next one is the last that this one has taken.
 
     Attributes:
         precision: of the trainer's arithmetic; None where it is not known.
@@ -93,7 +93,6 @@ class StepProbe:
     def __init__(self, telemetry: TelemetrySession, listener: TimedListener) -> None:
         self._telemetry, self._listener = telemetry, listener
         self.precision: str | None = None
-        self._early = True
         self._last_seen, self._checking = 0, False
         self._last_possible: int | None = None
         self._open: CheckedStep | None = None
@@ -102,7 +101,6 @@ class StepProbe:
     def begin(self) -> None:
         """Check a step of the update that begins now."""
         self.stop()
-        self._early = not self._early
         self._last_seen, self._checking = 0, True
         self._listener.on(MinibatchObjective, self._objective)
         self._listener.once(AfterUpdate, lambda event: self.finish())
@@ -131,8 +129,7 @@ class StepProbe:
             return
         self._last_seen = event.step
         steps = event.steps or 2
-        early = min(1, steps - 1)
-        due = early if self._early else max(early, steps - 2)
+        due = max(min(1, steps - 1), steps - 2)
         if event.step < (due if self._last_possible is None else min(due, self._last_possible)):
             return
         if sum(parameter.numel() for parameter in event.parameters.values()) > MAX_CHECKED_ENTRIES:

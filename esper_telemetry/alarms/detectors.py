@@ -25,7 +25,7 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
-from esper_telemetry.alarms.outcome import OUTCOME, Outcome, OutcomeJudge
+from esper_telemetry.alarms.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.alarms.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
 from esper_telemetry.alarms.remarks import Remarks
@@ -199,7 +199,13 @@ class Detectors:
         alarms = tuple(self._alarm(state, change, record) for state, change in changes)
         return Verdict(alarms, 0, {}, () if outcome is None else ((OUTCOME, outcome.data()),))
 
-    def end(self, status: RunStatus | None) -> Outcome:
+    def end(self, status: RunStatus) -> tuple[Event, ...]:
+        """Return the outcome of a run that ends so as an event; none where the run is and was too short to tell."""
+        was = self._outcome.outcome.kind
+        outcome = self.outcome(status)
+        return () if was is outcome.kind is OutcomeKind.TOO_SHORT else ((OUTCOME, outcome.data()),)
+
+    def outcome(self, status: RunStatus | None) -> Outcome:
         """Return the outcome of the run, which has ended so; None for one that goes on."""
         return self._outcome.end(status, bad_ending(status, self._before.axes.update if self._before else 0, ()))
 

@@ -99,9 +99,10 @@ class Diagnosis:
     @property
     def summary(self) -> str:
         """The sentence on what the run does, what was checked and, after a fall, that the return has fallen lately."""
-        last = next((data for kind, data in reversed(self.events) if kind != "task/plateau"), {})
-        fell = self.outcome.kind in GOOD and self.events and self.events[-1][0] == "task/degradation"
-        text = f"{self.outcome.text}{', though ' + str(last['text']) if fell else ''}"
+        text = self.outcome.text
+        kind, data = self.events[-1] if self.events else ("", {})
+        if self.outcome.kind in GOOD and kind == "task/degradation":
+            text += f", though at update {data['update']} {data['text']}"
         raised = {alarm.type for incident in self.incidents for alarm in incident.alarms}
         passed = max(0, self.checks - len(raised))
         parts = [f"{passed} check{'' if passed == 1 else 's'} passed" if self.checks else ""]
@@ -173,7 +174,7 @@ def diagnose(
         tuple(events),
         detectors.unanswered(),
         alone,
-        outcome=detectors.end(status),
+        outcome=detectors.outcome(status),
         checks=detectors.checks,
         remedies=detectors.remedies(),
         remarks=tuple(remarks),

@@ -23,7 +23,7 @@ from esper_telemetry.core.record import Record
 
 MAX_UNUSUAL: Final = 10
 MIN_SCORE: Final = 1.0
-"""Score from which on a value is unusual: as far beyond the range of healthy runs as their median is within it."""
+"""Score above which a value is unusual: it lies outside the middle 80 % of the values of healthy runs."""
 MAX_SAMPLES: Final = 400
 """Values of a key that are kept; of longer runs every second, every fourth and so on."""
 QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -54,12 +54,14 @@ class Unusual(NamedTuple):
         key: of the metric.
         value: its median over the run.
         score: the larger, the more unusual.
+        is_far: it is beyond the range of healthy runs, or beyond the metric's own bounds.
         text: the value beside its healthy range.
     """
 
     key: str
     value: float
     score: float
+    is_far: bool
     text: str
 
 
@@ -92,7 +94,7 @@ class RunValues:
             entry = judge_value(scale_free()[key], value, table.get(key))
             if entry is not None:
                 found.append(entry)
-        return tuple(sorted(found, key=lambda entry: (-entry.score, entry.key))[:limit])
+        return tuple(sorted(found, key=lambda entry: (not entry.is_far, -entry.score, entry.key))[:limit])
 
     @property
     def samples(self) -> Mapping[str, array[float]]:
@@ -129,26 +131,26 @@ def kind_of_task(facts: Mapping[str, Any]) -> str:
 
 
 def judge_value(metric: Metric, value: float, quantiles: list[float] | None) -> Unusual | None:
-    """Return how unusual the median of a metric over a run is; None where it is not."""
-    scores = [bound_score(metric, value)]
-    range_text = ""
-    if quantiles is not None:
-        low, _, middle, _, high = quantiles
+    """Return how unusual the median of a metric over a run is; None where it is not.
+
+    With quantiles, the score is that of the distance from the median of healthy runs in units of their 10 % or 90 % quantile's, and the
+    metric's own bounds count only beyond their 1 % and 99 %: values that healthy runs have are within bounds, whatever these say.
+    """
+    if quantiles is None:
+        score, is_far = bound_score(metric, value), True
+    else:
+        lowest, low, middle, high, highest = quantiles
         least = max(MIN_SPREADS.get(metric.unit, MIN_SPREAD), 0.02 * abs(middle))
-        beyond = max((value - high) / max(high - middle, least), (low - value) / max(middle - low, least))
-        if beyond <= 0:  # healthy runs have such values too, whatever the bounds say
-            return None
-        scores.append(MIN_SCORE * math.log2(1 + beyond) * 2)
-        range_text = f"healthy runs {number(low)} to {number(high)}"
-    score = max(scores)
-    if score < MIN_SCORE:
+        distance = max((value - middle) / max(high - middle, least), (middle - value) / max(middle - low, least))
+        beyond = max((value - highest) / max(highest - middle, least), (lowest - value) / max(middle - lowest, least))
+        is_far = beyond > 0.1
+        score = max(math.log2(1 + max(distance, 0.0)), bound_score(metric, value) if is_far else 0.0)
+    if score <= MIN_SCORE:
         return None
-    bounds = "; ".join(
-        f"{name}: {text}"
-        for name, text in (("healthy", metric.healthy), ("warning", metric.warn), ("critical", metric.critical))
-        if text
-    )
-    return Unusual(metric.key, value, score, f"{number(value)} ({'; '.join(filter(None, (range_text, bounds)))})")
+    healthy = "" if quantiles is None else f"healthy runs {number(quantiles[1])} to {number(quantiles[3])}"
+    bounds = {"healthy": metric.healthy, "warning": metric.warn, "critical": metric.critical}
+    parts = [healthy, *(f"{name}: {text}" for name, text in bounds.items() if text)]
+    return Unusual(metric.key, value, score, is_far, f"{number(value)} ({'; '.join(filter(None, parts))})")
 
 
 def bound_score(metric: Metric, value: float) -> float:

@@ -164,7 +164,8 @@ def smoothed(values: Array, width: int) -> Array:
     """Return means over `width` neighbours, whole windows also at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     begins = np.clip(np.arange(len(values)) - width // 2, 0, len(values) - width)
-    return (sums[begins + width] - sums[begins]) / width
+    means: Array = (sums[begins + width] - sums[begins]) / width
+    return means
 
 
 def rise(values: Array, noise: Noise, width: int) -> Rise:

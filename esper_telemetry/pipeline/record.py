@@ -46,8 +46,6 @@ FAILURE = "failure"
 """The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
 """The type of the event that says that someone has changed the run on purpose."""
-OUTCOME = "outcome"
-"""The type of the event that says what the run does: when that changes, and at the end."""
 
 
 class Judgement(Protocol):
@@ -70,13 +68,6 @@ class Judgement(Protocol):
         """Other events, by type."""
 
 
-class RunOutcome(Protocol):
-    """What a run has done; see `alarms.outcome.Outcome`."""
-
-    def data(self) -> Mapping[str, Any]:
-        """Return plain values."""
-
-
 class Detector(Protocol):
     """Judges the records of a run in order; see `alarms.detectors.Detectors`."""
 
@@ -94,11 +85,11 @@ class Detector(Protocol):
 
 
 @runtime_checkable
-class SupportsOutcome(Protocol):
+class SupportsEnd(Protocol):
     """A detector that judges a whole run at its end."""
 
-    def end(self, status: RunStatus) -> RunOutcome:
-        """Return the outcome of a run that ends so."""
+    def end(self, status: RunStatus) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """Return the events, by type, of a run that ends so."""
 
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
@@ -194,6 +185,7 @@ class InProcessPipeline:
         self._settings = settings
         self._reports: list[AlarmReport] = []
         self._remaining = 0
+        self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
         self._causes: dict[str, str] = {}
         self._containment = Containment()
         self._begin({})
@@ -236,6 +228,7 @@ class InProcessPipeline:
             )
         )
         record = Record(update.seq, update.axes, values, measured.histograms, update.partial)
+        self._axes = update.axes
         self._journal.write(*self._judged(record, update))
         groups = self._series.gradients.rebaselined
         if groups:  # what was out of range has become the rule: the thresholds of gradients start anew
@@ -261,10 +254,10 @@ class InProcessPipeline:
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """Append the outcome of the run and the last line."""
-        outcomes: list[RunOutcome] = []
-        if isinstance(self._detector, SupportsOutcome) and self._axes is not None:
-            self._containment.attempt(partial(self._detector.end, status), outcomes.append)
-        events = [JournalEvent(OUTCOME, outcome.data(), seq, self._axes) for outcome in outcomes]
+        ended: list[tuple[tuple[str, Mapping[str, Any]], ...]] = []
+        if isinstance(self._detector, SupportsEnd) and self._axes is not None:
+            self._containment.attempt(partial(self._detector.end, status), ended.append)
+        events = [JournalEvent(kind, data, seq, self._axes) for events in ended for kind, data in events]
         self._journal.write(*map(encode_event, events), encode_end(status, seq=seq))
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
@@ -272,7 +265,6 @@ class InProcessPipeline:
         self._series = RunHistory(facts)
         factory = self._settings.detector_factory
         self._detector: Detector | None = None if factory is None else factory(facts)
-        self._axes: Axes | None = None
 
     def _read_back(self, info: RunInfo) -> None:
         assert info.run_dir is not None
@@ -300,7 +292,6 @@ class InProcessPipeline:
     def _judge(self, record: Record) -> Sequence[Judgement]:
         """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
         verdicts: list[Judgement] = []
-        self._axes = record.axes
         if self._detector is not None:
             self._containment.attempt(partial(self._detector.step, record), verdicts.append)
         return verdicts

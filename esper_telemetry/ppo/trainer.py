@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.equation import UNCHECKED_FACT
 from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
@@ -181,7 +182,19 @@ class PPO:
             "squashed": config.squash,
             **{name: getattr(config, name) for name in FACTS},
             **self._schedule_fact(total_steps),
+            UNCHECKED_FACT: self._unchecked_equations(),
         }
+
+    def _unchecked_equations(self) -> dict[str, str]:
+        """Return why equations cannot be checked that the events do not show."""
+        environment = "the bundled trainer keeps no copy of what its environments returned, beside what it stored"
+        reasons = dict.fromkeys(("transitions", "stored_rewards", "executed_actions"), environment)
+        reasons["total_loss"] = "the bundled trainer adds the gradients of its losses, and computes no total loss"
+        if not (self.config.entropy_coef or self.config.final_entropy_coef):
+            reasons["entropy_loss"] = "entropy_coef is 0, so there is no entropy loss"
+        if self.config.desired_kl is not None:
+            reasons["schedules"] = "the KL sets the learning rate (desired_kl)"
+        return reasons
 
     def _schedule_fact(self, total_steps: int) -> dict[str, Any]:
         """Return the fact of the learning rate's schedule; none where the KL adapts it."""

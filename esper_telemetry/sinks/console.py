@@ -270,7 +270,7 @@ def outcome_line(event: JournalEvent) -> str:
 
     text = escape(str(event.data.get("text", "")))
     place = "" if event.axes is None else f"  [dim]update {event.axes.update:,}[/dim]"
-    return f"[{OUTCOME_COLOURS.get(event.data.get('outcome'), 'cyan')}]outcome[/]{place}  {text}"
+    return f"[{OUTCOME_COLOURS.get(str(event.data.get('outcome')), 'cyan')}]outcome[/]{place}  {text}"
 
 
 def numbers(record: Record) -> list[str]:

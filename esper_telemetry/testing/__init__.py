@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from esper_telemetry.testing.equations import assert_gae as assert_gae
     from esper_telemetry.testing.equations import assert_gradient as assert_gradient
     from esper_telemetry.testing.equations import assert_log_probs as assert_log_probs
+    from esper_telemetry.testing.equations import assert_log_ratios as assert_log_ratios
     from esper_telemetry.testing.equations import assert_minibatches as assert_minibatches
     from esper_telemetry.testing.equations import assert_normalized_advantages as assert_normalized_advantages
     from esper_telemetry.testing.equations import assert_optimizer_step as assert_optimizer_step
@@ -46,6 +47,7 @@ __all__, __getattr__, __dir__ = lazy_names(
             "assert_gae",
             "assert_gradient",
             "assert_log_probs",
+            "assert_log_ratios",
             "assert_minibatches",
             "assert_normalized_advantages",
             "assert_optimizer_step",

@@ -22,6 +22,7 @@ from esper_telemetry.metrics.integrity.entropy_loss import check_entropy
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.gradients import check_gradient
 from esper_telemetry.metrics.integrity.log_probs import check_log_probs
+from esper_telemetry.metrics.integrity.log_ratios import check_log_ratios
 from esper_telemetry.metrics.integrity.minibatches import check_minibatches
 from esper_telemetry.metrics.integrity.normalization import check_normalized_advantages
 from esper_telemetry.metrics.integrity.optimizer_step import check_optimizer_step
@@ -61,6 +62,7 @@ assert_executed = asserting(check_executed)
 assert_gae = asserting(check_gae)
 assert_gradient = asserting(check_gradient)
 assert_log_probs = asserting(check_log_probs)
+assert_log_ratios = asserting(check_log_ratios)
 assert_minibatches = asserting(check_minibatches)
 assert_normalized_advantages = asserting(check_normalized_advantages)
 assert_optimizer_step = asserting(check_optimizer_step)

@@ -40,8 +40,7 @@ def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measu
     """Check what was stored when the rollout was collected."""
     distributions = rollout.logits or rollout.means
     if distributions and all(head in rollout.actions for head in (*rollout.logits, *rollout.means)):
-        yield partial(_log_probs, rollout, facts)
-        yield partial(_actions, rollout, facts)
+        yield partial(_drawn, rollout, facts)
     transitions, valid = rollout.transitions, rollout.valid
     if transitions is not None:
         columns = (transitions.inputs, transitions.outcomes)
@@ -56,8 +55,13 @@ def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measu
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
-def _log_probs(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterable[MetricGroup]:
-    return check_log_probs(
+def _drawn(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+    """Check log-probabilities and actions. A trainer that names its heads shows what it acts on.
+
+    Of any other program the distributions are those that it asked for a log-probability, which may be of other actions, or of a part of
+    them: these are those acted on only where they give the stored log-probabilities, or a known mistake does.
+    """
+    check = check_log_probs(
         rollout.actions,
         rollout.log_probs,
         logits=rollout.logits,
@@ -69,6 +73,12 @@ def _log_probs(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterable[Metric
         valid=rollout.valid,
         precision=facts.get("precision"),
     )
+    shown = "heads" in facts
+    named = any(one.hypothesis.name != "heads_left_out" for one in check.explanations)
+    if shown or check.matches or named:
+        yield from check
+    if shown or check.matches:
+        yield from _actions(rollout, facts)
 
 
 def _actions(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:

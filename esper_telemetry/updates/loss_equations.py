@@ -13,6 +13,7 @@ from esper_telemetry.core.equation import UNCHECKED_FACT
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.log_ratios import LOG_RATIOS, check_log_ratios
 from esper_telemetry.metrics.integrity.minibatches import MINIBATCHES, check_minibatches
 from esper_telemetry.metrics.integrity.policy_loss import check_policy_loss
 from esper_telemetry.metrics.integrity.total_loss import check_total_loss
@@ -80,9 +81,9 @@ class LossClaims(NamedTuple):
                 return None
             if head in batches.logits:
                 chosen = actions.long().reshape(-1, 1)
-                part = batches.logits[head].log_softmax(-1).gather(-1, chosen).squeeze(-1)
+                part = batches.logits[head].double().log_softmax(-1).gather(-1, chosen).squeeze(-1)
             else:
-                log_std = batches.log_std[head]
+                log_std = batches.log_std[head].double()
                 distance = (actions.reshape(log_std.shape) - batches.means[head]) / log_std.exp()
                 part = (0.5 - 0.5 * distance.square() - log_std - GAUSSIAN_ENTROPY).sum(-1)
             parts.append(torch.where(batches.relevance[head], part, 0.0) if head in batches.relevance else part)
@@ -108,6 +109,8 @@ def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measur
     for name, check in checks.items():
         if claims.claim(name) is not None and f"{name}_loss" not in unshown and _has_inputs(name, claims):
             yield partial(check, claims)
+    if update.rollout is not None and batches.rows is not None and LOG_RATIOS.name not in unshown:
+        yield partial(_log_ratios, claims)
     if update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:
         shuffled = update.context.memory is None and facts.get("policy") not in RECURRENT
         yield partial(_minibatches, batches, update.rollout, facts, shuffled=shuffled)
@@ -124,6 +127,29 @@ def _has_inputs(name: str, claims: LossClaims) -> bool:
         "total": terms_are_there and weighted and (claims.bonus is not None or not claims.weights.get("entropy")),
     }
     return available[name]
+
+
+def _log_ratios(claims: LossClaims) -> EquationCheck:
+    """Compare with the recorded distributions, where these give the stored log-probabilities in the first minibatch, before any step."""
+    batches, rollout = claims.batches, claims.rollout
+    chosen = claims.chosen_log_probs()
+    stored = None if rollout is None else claims.of_rows(rollout.log_probs)
+    if rollout is None or chosen is None or stored is None or batches.rows is None:
+        return unchecked(LOG_RATIOS, "the trainer does not show the distributions and the actions of the minibatches")
+    first = slice(batches.counts[0])
+    if float((chosen - stored)[first].abs().max()) > MAX_LOG_PROB_ERROR * max(1.0, float(stored.abs().max())):
+        return unchecked(LOG_RATIOS, "the recorded distributions do not give the stored log-probabilities")
+    size = rollout.log_probs.numel()
+    places = torch.arange(len(chosen), device=chosen.device) % size
+    return check_log_ratios(
+        batches.log_ratio,
+        chosen,
+        stored,
+        valid=batches.valid,
+        in_order=rollout.log_probs.flatten()[places],
+        swapped=rollout.log_probs.T.flatten()[batches.rows],
+        precision=claims.facts.get("precision"),
+    )
 
 
 def _policy_loss(claims: LossClaims) -> EquationCheck:

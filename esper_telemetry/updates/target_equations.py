@@ -19,7 +19,7 @@ from esper_telemetry.metrics.integrity.advantages import ADVANTAGES, compare_adv
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.gae import GaeInputs, following_values
 from esper_telemetry.metrics.integrity.normalization import Scope, check_normalized_advantages
-from esper_telemetry.metrics.integrity.returns import check_returns
+from esper_telemetry.metrics.integrity.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import TARGET_COLUMNS, CollectedRows, UpdateData, columns_in_grid, in_grid
 
@@ -47,8 +47,7 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
         yield partial(_certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
     yield partial(_certain, facts, partial(_returns, rollout, facts))
     if minibatches is not None and collected is not None:
-        if minibatches.old_values is not None and minibatches.returns is not None:
-            yield partial(_certain, facts, partial(_returns_in_use, minibatches, collected, facts))
+        yield partial(_certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
         if not str(facts.get("trainer", "")).startswith(OWN_NORMALIZATION) and facts.get("ranks", 1) == 1:
             yield partial(_certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
@@ -73,17 +72,20 @@ def _advantages(
 
     def side_by_side(column: Tensor) -> Tensor:
         """The rollouts, [K T, B], as [T, K B]."""
-        return column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+        placed: Tensor = column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+        return placed
 
-    columns = {name: side_by_side(getattr(rollout, name)).double() for name in ("rewards", "values", "next_values")}
+    next_values = side_by_side(rollout.next_values).double()
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
     limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
     inputs = GaeInputs(
-        **columns,
+        rewards=side_by_side(rollout.rewards).double(),
+        values=side_by_side(rollout.values).double(),
+        next_values=next_values,
         ended=ended,
         terminated=terminated if limits is None else terminated & ~limits,
-        following=columns["next_values"],
+        following=next_values,
         claimed=side_by_side(rollout.advantages).double(),
         gamma=float(rollout.gamma),
         gae_lambda=gae_lambda,
@@ -148,13 +150,19 @@ def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
     )
 
 
-def _returns_in_use(minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]) -> EquationCheck:
-    """Check the targets of the minibatches against the rollout's advantages and values in their rows."""
-    assert minibatches.old_values is not None and minibatches.returns is not None
+def _returns_in_use(
+    rollout: RolloutEnd, minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]
+) -> EquationCheck:
+    """Check the targets of the minibatches, where they are not those of the rollout, against its advantages and values in their rows."""
+    old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
+    if old_values is None or returns is None or rows is None:
+        return unchecked(RETURNS, "the minibatches do not show their targets and rows")
+    if torch.equal(returns, rollout.returns.flatten()[rows]):
+        return unchecked(RETURNS, "the targets are those of the rollout")
     return check_returns(
         collected.advantages,
-        minibatches.old_values,
-        minibatches.returns,
+        old_values,
+        returns,
         new_values=minibatches.values,
         valid=minibatches.valid,
         precision=facts.get("precision"),

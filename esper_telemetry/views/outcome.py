@@ -90,8 +90,8 @@ def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
         for entry in diagnosis.unusual:
             yield f"  {entry.key}: {entry.text}"
-    else:
-        yield "No value is outside the range of healthy runs: the task may be too hard for this policy, or need more steps."
+    if not any(entry.is_far for entry in diagnosis.unusual):
+        yield "No value is far outside the range of healthy runs: the task may be too hard for this policy, or need more steps."
     suppliers = Counter(diagnosis.remedies.values())
     if suppliers:
         yield "Not measured, and what measures it:"

@@ -242,7 +242,7 @@ STEP_MISTAKES: Mapping[str, Step] = {
     "clipping_cleared": cleared_late,
     "optimizer_step_twice": stepped_twice,
     "optimizer_step_weight_decay": decayed_by_hand,
-    "optimizer_step_state_lost": new_optimizer,
+    "optimizer_step_state_cleared": new_optimizer,
     "optimizer_step_no_step": put_back,
 }
 """Steps by equation and hypothesis."""

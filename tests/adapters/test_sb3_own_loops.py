@@ -116,6 +116,14 @@ def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
     assert named(values) == {"optimizer_step_left_out"}
 
 
+def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: Path) -> None:
+    run = recorded_run(
+        model(take_step=STEP_MISTAKES["optimizer_step_state_cleared"]), tmp_path, steps=768, level="debug"
+    )
+
+    assert [named(record.values) for record in run.records] == [{"optimizer_step_state_cleared"}] * 3
+
+
 def test_an_optimizer_that_is_new_in_each_update_is_named(tmp_path: Path) -> None:
     class Forgetful(OwnLoopPPO):
         def train(self) -> None:
@@ -141,6 +149,52 @@ def test_a_gradient_sign_that_was_changed_in_the_policy_is_named(tmp_path: Path)
     vars(learner.policy)["evaluate_actions"] = evaluate
 
     assert named(first_record(learner, tmp_path)) == {"gradient_policy_sign"}
+
+
+def hide_gradient_of_values(policy: Any) -> None:
+    """Make the policy's object, not its class, return values without a graph."""
+    right = policy.evaluate_actions
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        values, log_prob, entropy = right(*args, **kwargs)
+        return values.detach(), log_prob, entropy
+
+    vars(policy)["evaluate_actions"] = evaluate
+
+
+@pytest.mark.parametrize("name", ["a2c", "recurrent", "maskable", "pendulum"])
+def test_values_without_a_gradient_are_named_in_each_algorithm(name: str, tmp_path: Path) -> None:
+    learner = MODELS[name]()
+    hide_gradient_of_values(learner.policy)
+    run = recorded_run(learner, tmp_path, steps=2048 if name == "a2c" else 128)
+
+    label = "gradient_value_missing"
+    assert label in named(run.records[0].values) <= {label} | ALIKE[label]
+
+
+def test_a_critic_that_is_cut_off_from_a_shared_trunk_is_named(tmp_path: Path) -> None:
+    learner = MODELS["pictures"](ent_coef=0.01)
+    policy = learner.policy
+
+    def evaluate(observations: Any, actions: Any) -> Any:
+        features = policy.extract_features(observations)
+        distribution = policy._get_action_dist_from_latent(policy.mlp_extractor.forward_actor(features))
+        values = policy.value_net(policy.mlp_extractor.forward_critic(features.detach()))
+        return values, distribution.log_prob(actions), distribution.entropy()
+
+    vars(policy)["evaluate_actions"] = evaluate
+
+    assert named(recorded_run(learner, tmp_path, steps=64).records[0].values) == {"gradient_critic_stopped"}
+
+
+def test_the_alarm_says_what_the_gradient_equals(tmp_path: Path) -> None:
+    run = recorded_run(model(take_step=STEP_MISTAKES["gradient_not_cleared"]), tmp_path, steps=768)
+
+    texts = [alarm.text for alarm in run.alarms if alarm.type == "integrity/equation"]
+    assert any(
+        "the gradients before clipping equal the sum of this minibatch's gradient and the one before" in text
+        for text in texts
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -76,16 +76,16 @@ def test_a_healthy_run_says_what_it_does_and_what_was_checked(
 
 
 def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All values are those of a healthy run; what stands out is named, and one value that no healthy run has comes first."""
-    path = journal(tmp_path, run(60, set_to({"policy/greedy_agreement": 0.2}), since=1))
+    """No rule judges the share of dead units: a value that no healthy run has is named."""
+    path = journal(tmp_path, run(60, set_to({"repr/dead_frac": 0.9}), since=1))
 
     text = said(["diagnose", str(path)], capsys)[1]
     data: dict[str, Any] = json.loads(said(["diagnose", str(path), "--json"], capsys)[1])
 
     assert "Flat: return" in text and "Unexplained: the run is flat, and no alarm says why." in text
     assert data["unexplained"] and data["outcome"]["outcome"] == "flat"
-    assert data["unusual"][0]["key"] == "policy/greedy_agreement"
-    assert "policy/greedy_agreement: 0.2 (" in text and "critical: < 0.7" in text
+    assert [entry["is_far"] for entry in data["unusual"] if entry["key"] == "repr/dead_frac"] == [True]
+    assert "repr/dead_frac: 0.9 (" in text and "critical: > 0.7" in text
 
 
 def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(

@@ -60,8 +60,8 @@ def test_a_correct_script_matches_until_it_ends(tmp_path: Path) -> None:
 
     assert output.code == 0, output.err
     assert output.out.startswith("called as ")
-    (line,) = [line for line in output.out.splitlines() if "advantages" in line and "matches" in line]
-    assert line.split()[-4:-2] == ["4", "│"]
+    (line,) = [line for line in output.out.splitlines() if line.startswith("│ advantages  ")]
+    assert [cell.strip() for cell in line.split("│")][2:4] == ["matches", "4"]
     assert read_run(tmp_path / "run").status is RunStatus.FINISHED
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
@@ -173,7 +173,7 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
 
     history = RolloutHistory()
     rollout, context = history.take(event, categorical=["arg"], layers=())
-    groups: list[MetricGroup] = []
+    groups: list[MetricGroup | Postponed] = []
     for part in measure(UpdateData(rollout=rollout, context=context), {}, Level.NORMAL):
         Containment().measure(part.functions, groups.append)
     (values,) = [group.values() for group in groups if isinstance(group, MaskViolation)]

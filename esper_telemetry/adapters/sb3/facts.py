@@ -27,8 +27,8 @@ A2C_RECORD_TRANSITIONS = 2048
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
-LOSSES = ("policy_loss", "value_loss", "entropy_loss", "total_loss")
-"""Equations of losses, which the adapter computes itself."""
+LOSSES = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
+"""Equations of losses and of ratios, which the adapter computes itself."""
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
@@ -117,6 +117,8 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         **_schedule_fact(model),
         UNCHECKED_FACT: {
             **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            "normalized_advantages": "Stable-Baselines3 normalises each minibatch inside its update; its gradients are checked",
+            **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
             "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
         },
     }

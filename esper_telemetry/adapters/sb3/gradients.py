@@ -276,9 +276,18 @@ def objective_event(
         parameters=parameters,
         optimizer=model.policy.optimizer,
         max_norm=model.max_grad_norm,
-        learning_rate=float(model.lr_schedule(model._current_progress_remaining)),
+        learning_rate=_set_learning_rate(model),
         gradient_step=gradient_step,
     )
+
+
+def _set_learning_rate(model: Any) -> float:
+    """Return the rate that the schedule gives now; as the model has logged it, where it is a function that may count its calls."""
+    schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
+    if str(getattr(schedule, "__module__", "")).startswith("stable_baselines3."):
+        return float(schedule(model._current_progress_remaining))
+    rate = model.policy.optimizer.param_groups[0]["lr"]
+    return float(model.logger.name_to_value.get("train/learning_rate", rate))
 
 
 def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, Any, Tensor]]:

@@ -69,7 +69,8 @@ class StepRecorder:
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
-        returned, sent = variables.get("new_obs"), variables.get("clipped_actions")
+        returned = variables.get("new_obs")
+        sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         if isinstance(returned, np.ndarray):
             self._returned.append(_entries(returned).copy())
         self._rewards.append(variables["rewards"].copy())
@@ -93,15 +94,20 @@ class StepRecorder:
         own = _entries(stored.reshape(-1, *stored.shape[2:])).reshape(*stored.shape[:2], -1)
         if own.shape != returned.shape:
             return None
-        finals = torch.full(own.shape[:2], torch.nan, dtype=torch.float64)
+        places, rows = [], []
         for step, dones, _, infos in ends:
             for index in map(int, np.flatnonzero(dones)):
                 final = infos[index].get("terminal_observation")
-                if isinstance(final, np.ndarray | np.generic):
-                    row = _entries(np.asarray(final).reshape(1, -1))
-                    if row.shape[-1] == own.shape[-1]:
-                        finals[step, index] = checksums(torch.from_numpy(row[None].astype(stored.dtype)))[0, 0]
-        sent, received = (_action_sums(part, len(self._rewards)) for part in (self._sent, self._received))
+                if isinstance(final, np.ndarray | np.generic) and final.size == stored[0, 0].size:
+                    places.append((step, index))
+                    rows.append(np.asarray(final, stored.dtype).reshape(-1))
+        finals = torch.full(own.shape[:2], torch.nan, dtype=torch.float64)
+        if places:
+            at = torch.tensor(places)
+            finals[at[:, 0], at[:, 1]] = checksums(torch.from_numpy(_entries(np.stack(rows)).copy()).unsqueeze(0))[0]
+        sent = received = _action_sums(self._sent, len(self._rewards))
+        if any(one is not other for one, other in zip(self._sent, self._received, strict=True)):
+            received = _action_sums(self._received, len(self._rewards))
         return Transitions(
             inputs=checksums(torch.from_numpy(np.ascontiguousarray(own))),
             outcomes=checksums(torch.from_numpy(returned.astype(stored.dtype))),

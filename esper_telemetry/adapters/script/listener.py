@@ -93,6 +93,7 @@ class ScriptListener:
         self._learning_rate = self._seconds = 0.0
         self._losses = LossReader()
         self._facts: Mapping[str, Any] = {}
+        self._collected_values: Tensor | None = None
         self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
 
@@ -220,6 +221,7 @@ class ScriptListener:
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
+        self._collected_values = None if rollout is None else rollout.values.reshape(-1)
         if rollout is not None:
             self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
 
@@ -255,6 +257,8 @@ class ScriptListener:
         minibatch, heads = names.find_minibatch(variables, rows), self.distributions.take_minibatch(rows)
         if minibatch.advantages is None:
             return
+        if minibatch.old_values is None:
+            minibatch = minibatch._replace(old_values=self._at_collection(minibatch.rows))
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
@@ -264,6 +268,13 @@ class ScriptListener:
         self.hooks.emit(
             MinibatchEnd(self._epoch, self._step, log_ratio, losses=losses, **minibatch._asdict(), **heads._asdict())
         )
+
+    def _at_collection(self, rows: Tensor | None) -> Tensor | None:
+        """Return the values of these rows of the rollout; None where the rows or the rollout are not known."""
+        values = self._collected_values
+        if rows is None or values is None or int(rows.max()) >= len(values):
+            return None
+        return values[rows.to(values.device)]
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""

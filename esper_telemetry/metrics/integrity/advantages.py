@@ -12,13 +12,12 @@ from esper_telemetry.core.equation import Equation
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.advantage_fits import ADVANTAGE_TOLERANCE, FITTED
 from esper_telemetry.metrics.integrity.advantage_mistakes import MISTAKES, VARIANTS
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
 from esper_telemetry.metrics.integrity.gae import GaeInputs, accumulated, following_values, gae
 from esper_telemetry.metrics.statistics import same_shape
 
 ADVANTAGES = Equation(
     name="advantages",
-    rank=20,
     quantity="the advantages",
     equation="A_t = δ_t + γλ (1 - end_t) A_{t+1}, δ_t = r_t + γ V(s_{t+1}) - V(s_t)",
     source="1506.02438, eq. 16",
@@ -90,22 +89,22 @@ def check_gae(
     if not claimed.numel():
         return unchecked(ADVANTAGES, "there are no rows")
     ends, terminations = _ends(flags)
-    values = columns["values"].double()
-    last = None if last_values is None else as_tensor(last_values, claimed).detach().to(values).reshape(-1)
+    estimates: Tensor = columns["values"].double()
+    last = None if last_values is None else as_tensor(last_values, claimed).detach().to(estimates).reshape(-1)
     if last is not None and len(last) != claimed.shape[1]:
         raise ValueError(f"last_values must have {claimed.shape[1]} entries, one for each environment, got {len(last)}")
     known = None
     if next_values is not None:
-        following = _grid("next_values", as_tensor(next_values, claimed).detach().to(values))
+        following = _grid("next_values", as_tensor(next_values, claimed).detach().to(estimates))
         same_shape(advantages=claimed, next_values=following)
     else:
-        following = torch.cat([values[1:], last[None] if last is not None else values[:0]])
+        following = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, following)
         known = ~_leads_to(ends & ~terminations, ends)
     mask = flags.get("valid")
     inputs = GaeInputs(
         rewards=columns["rewards"].double(),
-        values=values,
+        values=estimates,
         next_values=torch.where(terminations, 0.0, following),
         ended=ends,
         terminated=terminations,
@@ -131,7 +130,7 @@ def compare_advantages(
     if counted is not None and not bool(counted.any()):
         reason = "no row counts" if known is None else "the values after time limits are not known"
         return unchecked(ADVANTAGES, reason)
-    return compare(
+    check = compare(
         ADVANTAGES,
         inputs,
         inputs.claimed,
@@ -140,6 +139,7 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
+    return told_apart(check)
 
 
 def _grid(name: str, column: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class ReplayInputs:
 SIMILAR_SIZE = 3.0
 """Ratio up to which two random differences count as equally large."""
 
-CORRELATED = 0.5
-"""Correlation from which on differences of two passes have one cause."""
+CORRELATED = 0.9
+"""Correlation from which on differences of two passes have one cause: those of unrelated passes from a third one have 0.5."""
 
 
 def _other_mode(inputs: ReplayInputs) -> Tensor | None:

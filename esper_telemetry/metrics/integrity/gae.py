@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from esper_telemetry.core.lazy import Tensor, torch
 
@@ -143,17 +144,18 @@ def with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
     """Return GAE in which other flags say where episodes end, the nearest of several; None where no episode ends.
 
     The flags stop bootstrap and trace. A trainer adds the value of a time limit's last state to the reward, or not; or it uses the
-    wrong flags for the trace alone.
+    wrong flags for the trace alone; and the trace may run through rows that do not count.
     """
     if not bool(inputs.ended.any()):
         return None
     candidates: list[Tensor] = []
-    for cut in flags:
+    bases = [inputs] if inputs.valid is None else [inputs, replace(inputs, valid=None)]
+    for cut, base in product(flags, bases):
         goes_on = inputs.following * ~cut
         candidates += [
-            gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=goes_on, cut=cut),
-            gae(inputs, next_values=goes_on, cut=cut),
-            gae(inputs, cut=cut),
+            gae(base, rewards=inputs.bootstrapped_rewards, next_values=goes_on, cut=cut),
+            gae(base, next_values=goes_on, cut=cut),
+            gae(base, cut=cut),
         ]
     return closest(inputs, *candidates)
 
@@ -414,8 +416,8 @@ def raw_rewards(inputs: GaeInputs) -> Tensor | None:
 def normalized(inputs: GaeInputs) -> Tensor:
     """GAE less its mean, over its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
-    counted = right if inputs.valid is None else right[inputs.valid]
-    return closest_whole(inputs, *(_standard(right, counted, correction) for correction in (0, 1)))
+    rows = [right] if inputs.valid is None else [right[inputs.valid], right]
+    return closest_whole(inputs, *(_standard(right, *pair) for pair in product(rows, (0, 1))))
 
 
 def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:

@@ -29,6 +29,9 @@ AMPLIFICATION = 1e-2
 MAX_SQUASHED = 2.5
 """Actions before a tanh from which on the stored tanh has lost its digits, and an epsilon in its logarithm shows."""
 
+MAX_LOST_ROWS = 0.75
+"""Share of such rows from which on a tanh is not tried."""
+
 MAX_SUBSET_HEADS = 8
 """Heads up to which sums over some of them are tried."""
 
@@ -120,12 +123,20 @@ def _with_log_det(inputs: LogProbInputs) -> Tensor | None:
 
 
 def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
-    """Those of what was drawn, where the actions stored are its tanh."""
-    if not inputs.means or inputs.squashed or any(inputs.actions[head].abs().max() >= 1 for head in inputs.means):
+    """Those of what was drawn, where the actions stored are its tanh; the stored numbers where that has lost its digits."""
+    if not inputs.means or inputs.squashed or any(inputs.actions[head].abs().max() > 1 for head in inputs.means):
         return None
-    drawn = {head: inputs.actions[head].atanh() for head in inputs.means}
+    lost = torch.zeros_like(inputs.stored, dtype=torch.bool)
+    drawn = {}
+    for head in inputs.means:
+        actions = inputs.actions[head]
+        lost |= (actions.abs() > math.tanh(MAX_SQUASHED)).any(-1)
+        drawn[head] = actions.clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+    if lost.double().mean() > MAX_LOST_ROWS:
+        return None
     squashed = frozenset(drawn) if slope else frozenset()
-    return log_prob(replace(inputs, actions={**inputs.actions, **drawn}, squashed=squashed))
+    numbers = log_prob(replace(inputs, actions={**inputs.actions, **drawn}, squashed=squashed))
+    return torch.where(lost, inputs.stored, numbers)
 
 
 def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:

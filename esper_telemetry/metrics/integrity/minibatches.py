@@ -26,7 +26,7 @@ class Pass:
 
     def minibatches(self) -> tuple[Tensor, ...]:
         """Return the rows of each minibatch."""
-        return self.rows.split(list(self.counts))
+        return tuple(self.rows.split(list(self.counts)))
 
     def parts(self) -> set[tuple[int, ...]]:
         """Return the minibatches as sorted rows."""
@@ -293,7 +293,7 @@ def check_minibatches(
         passes, visits = passes[:-1], visits[:-1]
     alike = shuffled and _alike(passes)
     inputs = PassInputs(tuple(passes), counted, environments, visits, float(alike))
-    return compare(MINIBATCHES, inputs, inputs.claimed, tolerance=0.0)
+    return compare(MINIBATCHES, inputs, inputs.claimed)
 
 
 def _alike(passes: Sequence[Pass]) -> bool:

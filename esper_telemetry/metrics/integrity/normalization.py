@@ -12,7 +12,7 @@ from typing import Literal
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
 from esper_telemetry.metrics.integrity.gae import STD_EPS
 from esper_telemetry.metrics.integrity.returns import MIN_ROWS, ranked
 from esper_telemetry.metrics.statistics import same_shape
@@ -136,13 +136,15 @@ def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
 
 
 def _reordered(inputs: NormalizedInputs) -> Tensor | None:
+    """The right numbers in another order: within each minibatch, or within all of them."""
     if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
         return None
-    result = inputs.claimed.clone()
     right = normalized_advantages(inputs)
-    for own, numbers, counted in zip(result, right, inputs.valid, strict=True):
+    within, across = inputs.claimed.clone(), inputs.claimed.clone()
+    for own, numbers, counted in zip(within, right, inputs.valid, strict=True):
         own[counted] = ranked(own[counted], numbers[counted])
-    return result
+    across[inputs.valid] = ranked(across[inputs.valid], right[inputs.valid])
+    return inputs.nearest(within, across)
 
 
 def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -155,7 +157,6 @@ def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] 
 
 NORMALIZED_ADVANTAGES = Equation(
     name="normalized_advantages",
-    rank=40,
     quantity="the advantages in use",
     equation="(A - mean) / std over the rows that the settings name",
     source="Huang et al. 2022, The 37 implementation details of PPO",
@@ -237,7 +238,7 @@ NORMALIZED_ADVANTAGES = Equation(
         ),
         Hypothesis(
             "other_rows",
-            "normalised advantages of other rows of the minibatch",
+            "normalised advantages of other rows",
             "A_j in row i",
             _reordered,
             advice="Index advantages with the rows of the observations and actions.",
@@ -343,15 +344,14 @@ def check_normalized_advantages(
         std = moments[1] if moments is not None and scope != "nothing" else torch.ones_like(raw[:1, :1])
         single = counted.sum(-1, keepdim=True) < 2
         sizes = torch.where(single, raw.abs(), raw.abs() / (std + STD_EPS))[counted]
-        checks.append(
-            compare(
-                *(NORMALIZED_ADVANTAGES, inputs, claimed),
-                magnitudes=(sizes,),
-                valid=counted,
-                precision=precision,
-                tolerance=tolerance,
-            )
+        check = compare(
+            *(NORMALIZED_ADVANTAGES, inputs, claimed),
+            magnitudes=(sizes,),
+            valid=counted,
+            precision=precision,
+            tolerance=tolerance,
         )
+        checks.append(told_apart(check))
         if checks[-1].matches:
             return checks[-1]
     return checks[0]

@@ -6,139 +6,29 @@ Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.equation import Equation, Hypothesis
-from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
-from esper_telemetry.metrics.integrity.losses import (
-    LOSS_TOLERANCE,
-    Minibatches,
-    accumulated,
-    added,
-    bisected,
-    divided,
-    informative,
-    scaled,
+from esper_telemetry.metrics.integrity.losses import LOSS_TOLERANCE, accumulated, divided, scaled
+from esper_telemetry.metrics.integrity.surrogate import (
+    PolicyLossInputs,
+    between,
+    clipped_surrogate,
+    dual_clipped,
+    kl_penalty,
+    other_dual_clip,
+    other_range,
+    other_upper_bound,
+    over_padding,
+    per_head,
+    pessimistic,
+    surrogate_of_all_pairs,
+    with_padding_rows,
 )
-
-DUAL_CLIP: Final = 3.0
-"""Bound of the ratio where advantages are negative, in the paper of dual-clip PPO."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLossInputs:
-    """Rows [R] that the policy loss is computed from, float64.
-
-    Attributes:
-        log_ratio: log-probability now minus at collection.
-        advantages: as they multiply the ratio.
-        raw_advantages: before normalisation, where the settings ask for it.
-        log_probs: now.
-        head_log_ratios: of each head, where there are several.
-        bonus: [M], the entropy loss times its weight.
-    """
-
-    log_ratio: Tensor
-    advantages: Tensor
-    minibatches: Minibatches
-    clip: float
-    raw_advantages: Tensor | None = None
-    log_probs: Tensor | None = None
-    head_log_ratios: tuple[Tensor, ...] = ()
-    bonus: Tensor | None = None
-
-    @property
-    def ratio(self) -> Tensor:
-        """Probability of the action now over that at collection, [R]."""
-        return self.log_ratio.exp()
-
-    def clipped(self, low: float | None = None, high: float | None = None) -> Tensor:
-        """Return the ratio [R] within 1 ± clip, or within other bounds."""
-        return self.ratio.clamp(1 - self.clip if low is None else low, 1 + self.clip if high is None else high)
-
-
-def clipped_surrogate(inputs: PolicyLossInputs) -> Tensor:
-    """Return the clipped surrogate loss [M] (1707.06347, eq. 7)."""
-    return pessimistic(inputs, inputs.clipped())
-
-
-def pessimistic(inputs: PolicyLossInputs, clipped: Tensor) -> Tensor:
-    """Return the mean [M] of -min(r A, c A) for other clipped ratios c [R]."""
-    gains = torch.minimum(inputs.ratio * inputs.advantages, clipped * inputs.advantages)
-    return -inputs.minibatches.mean(gains)
-
-
-def between(inputs: PolicyLossInputs, low: float, high: float) -> Tensor:
-    """Return the clipped surrogate loss [M] with these bounds of the ratio."""
-    return pessimistic(inputs, inputs.clipped(low, high))
-
-
-def _surrogate_of_all_pairs(inputs: PolicyLossInputs) -> Tensor:
-    """Mean over all pairs of a ratio and an advantage: the sign of the advantage decides which bound counts."""
-    ratio, mean = inputs.ratio, inputs.minibatches.mean
-    gains = mean(inputs.advantages.clamp(min=0)) * mean(ratio.clamp(max=1 + inputs.clip))
-    costs = mean((-inputs.advantages).clamp(min=0)) * mean(ratio.clamp(min=1 - inputs.clip))
-    return costs - gains
-
-
-def dual_clipped(inputs: PolicyLossInputs, bound: float = DUAL_CLIP) -> Tensor:
-    """Return the loss [M] with gains that are at least `bound` times the advantage where it is negative."""
-    advantages = inputs.advantages
-    gains = torch.minimum(inputs.ratio * advantages, inputs.clipped() * advantages)
-    return -inputs.minibatches.mean(torch.where(advantages < 0, torch.maximum(gains, bound * advantages), gains))
-
-
-def _per_head(inputs: PolicyLossInputs) -> Tensor | None:
-    losses = [clipped_surrogate(replace(inputs, log_ratio=ratio)) for ratio in inputs.head_log_ratios]
-    return torch.stack(losses).sum(0) if len(losses) > 1 else None
-
-
-def _if_padded(inputs: PolicyLossInputs) -> PolicyLossInputs | None:
-    batches = inputs.minibatches
-    return None if bool(batches.valid.all()) else replace(inputs, minibatches=batches.with_padding())
-
-
-def _with_padding(inputs: PolicyLossInputs) -> Tensor | None:
-    padded = _if_padded(inputs)
-    return None if padded is None else clipped_surrogate(padded)
-
-
-def _over_padding(inputs: PolicyLossInputs) -> Tensor | None:
-    padded, batches = _if_padded(inputs), inputs.minibatches
-    return None if padded is None else clipped_surrogate(inputs) * batches.counts / padded.minibatches.counts
-
-
-def _kl_penalty(inputs: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of each estimator of the divergence (http://joschu.net/blog/kl-approx.html) and keep the closest."""
-    log_ratio, mean = inputs.log_ratio, inputs.minibatches.mean
-    terms = (mean(-log_ratio), mean(log_ratio.square() / 2), mean(log_ratio.expm1() - log_ratio))
-    fits = [fit for term in terms if (fit := added(plain, term, claimed)) is not None and fit[0] > 0]
-    return min(fits, key=lambda fit: float((fit[1] - claimed)[::2].abs().max()), default=None)
-
-
-def _other_range(inputs: PolicyLossInputs, claimed: Tensor, *, wider: bool) -> tuple[float, Tensor] | None:
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    widest = max(float((inputs.ratio - 1).abs().max()), inputs.clip)
-    bounds = (inputs.clip, widest) if wider else (0.0, inputs.clip)
-    return bisected(lambda clip: between(inputs, 1 - clip, 1 + clip), claimed, *bounds)
-
-
-def _other_upper_bound(inputs: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    highest = max(float(inputs.ratio.max()) - 1, inputs.clip)
-    return bisected(lambda clip: between(inputs, 1 - inputs.clip, 1 + clip), claimed, 0.0, highest)
-
-
-def _other_dual_clip(inputs: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    return bisected(lambda bound: dual_clipped(inputs, bound), claimed, 1.0, max(float(inputs.ratio.max()), 1.0))
-
 
 PPO_SOURCE: Final = "1707.06347, eq. 7"
 DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO"
@@ -274,7 +164,7 @@ POLICY_LOSS = Equation(
             name="broadcast",
             says="the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]",
             equation="L = -mean_ij min(r_i A_j, clip(r_i) A_j)",
-            compute=_surrogate_of_all_pairs,
+            compute=surrogate_of_all_pairs,
             source="https://github.com/DLR-RM/stable-baselines3/issues/130",
             advice="Flatten log-probabilities and advantages to [N] both.",
         ),
@@ -321,7 +211,7 @@ POLICY_LOSS = Equation(
             name="padding_included",
             says="the mean over all rows, padding included",
             equation="L = -mean_{all rows} min(r A, clip(r) A)",
-            compute=_with_padding,
+            compute=with_padding_rows,
             source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
             advice="Take the mean over the valid rows.",
         ),
@@ -329,7 +219,7 @@ POLICY_LOSS = Equation(
             name="padding_counted",
             says="the sum over the valid rows, divided by the number of all rows, padding included",
             equation="L = -Σ_{valid} min(r A, clip(r) A) / N",
-            compute=_over_padding,
+            compute=over_padding,
             source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
             advice="Divide by the number of valid rows.",
         ),
@@ -345,7 +235,7 @@ POLICY_LOSS = Equation(
             name="per_head",
             says="the sum of the heads' clipped surrogates, each with its own ratio",
             equation="L = -Σ_h mean min(r_h A, clip(r_h) A)",
-            compute=_per_head,
+            compute=per_head,
             variant=True,
             source="1912.06680 (OpenAI Five)",
         ),
@@ -384,7 +274,7 @@ POLICY_LOSS = Equation(
             name="annealed_clip",
             says="the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,",
             equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
-            fit=lambda x, claimed: _other_range(x, claimed, wider=False),
+            fit=lambda x, claimed: other_range(x, claimed, wider=False),
             parameter="ε",
             variant=True,
             source=DETAILS_SOURCE,
@@ -393,7 +283,7 @@ POLICY_LOSS = Equation(
             name="clip_range",
             says="the clipped surrogate with a larger clip range than the setting,",
             equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
-            fit=lambda x, claimed: _other_range(x, claimed, wider=True),
+            fit=lambda x, claimed: other_range(x, claimed, wider=True),
             parameter="ε",
             advice="Compare the bounds in the loss with the setting.",
         ),
@@ -401,7 +291,7 @@ POLICY_LOSS = Equation(
             name="decoupled_clip",
             says="the clipped surrogate with an upper bound of its own,",
             equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
-            fit=_other_upper_bound,
+            fit=other_upper_bound,
             parameter="ε_high",
             variant=True,
             source="2503.14476 (DAPO), eq. 10",
@@ -410,7 +300,7 @@ POLICY_LOSS = Equation(
             name="other_dual_clip",
             says="the surrogate with dual clipping,",
             equation="L = -mean max(min(r A, clip(r) A), c A) where A < 0",
-            fit=_other_dual_clip,
+            fit=other_dual_clip,
             parameter="c",
             variant=True,
             source="1912.09729, eq. 5",
@@ -419,7 +309,7 @@ POLICY_LOSS = Equation(
             name="kl_penalty",
             says="the clipped surrogate with a penalty on the divergence,",
             equation="L = -mean min(r A, clip(r) A) + β KL",
-            fit=lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x)),
+            fit=lambda x, claimed: kl_penalty(x, claimed, clipped_surrogate(x)),
             parameter="β",
             variant=True,
             source="1707.06347, eq. 8",
@@ -428,7 +318,7 @@ POLICY_LOSS = Equation(
             name="kl_penalty_alone",
             says="the surrogate without clipping and with a penalty on the divergence,",
             equation="L = -mean r A + β KL",
-            fit=lambda x, claimed: _kl_penalty(x, claimed, -x.minibatches.mean(x.ratio * x.advantages)),
+            fit=lambda x, claimed: kl_penalty(x, claimed, -x.minibatches.mean(x.ratio * x.advantages)),
             parameter="β",
             variant=True,
             source="1707.06347, eq. 8",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
 from esper_telemetry.metrics.integrity.gae import STD_EPS, accumulated
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -67,7 +68,8 @@ def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
     counted = inputs.counted(inputs.advantages)
     if len(counted) < 2:
         return None
-    return _nearest(inputs, *(_standard(inputs.advantages, counted, one) + inputs.values for one in (0, 1)))
+    normal = [_standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
+    return _nearest(inputs, *(one + inputs.values for one in normal))
 
 
 def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
@@ -76,8 +78,8 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
     if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
         return None
     candidates = []
-    for correction in (0, 1):
-        std, mean = torch.std_mean(rest, correction=correction)
+    for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
+        std, mean = torch.std_mean(rows, correction=correction)
         candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
     return _nearest(inputs, *candidates)
 
@@ -151,7 +153,6 @@ def _other_rows(inputs: ReturnInputs) -> Tensor | None:
 
 RETURNS = Equation(
     name="returns",
-    rank=30,
     quantity="the returns",
     equation="R_t = A_t + V(s_t)",
     source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
@@ -324,10 +325,11 @@ def check_returns(
         return unchecked(RETURNS, "no row counts")
     inputs = ReturnInputs(claimed=claimed.double(), ended=flags[0], valid=flags[1], gamma=gamma, **columns)
     magnitudes = (inputs.counted(inputs.advantages), inputs.counted(inputs.values))
-    return compare(
+    check = compare(
         *(RETURNS, inputs, claimed),
         magnitudes=magnitudes,
         valid=inputs.valid,
         precision=precision,
         tolerance=tolerance,
     )
+    return told_apart(check)

@@ -68,8 +68,8 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
     """Return the share of the run that one of several equal lines takes, and their rates: it starts anew at the first large jump back."""
     way = inputs.schedule.final - inputs.schedule.initial
-    jumps = np.flatnonzero(np.diff(rates) * np.sign(way) < -0.5 * np.abs(way)) if way else []
-    if not len(jumps):
+    jumps = np.flatnonzero(np.diff(rates) * np.sign(way) < -0.5 * np.abs(way))
+    if way == 0 or not len(jumps):
         return None
     end = jumps[0] + 1
     speed = fitted_speed(inputs._replace(progress=inputs.progress[:end]), rates[:end])

@@ -113,20 +113,20 @@ def _of_all_pairs(inputs: ValueLossInputs) -> Tensor | None:
         square = mean(values.square()) - 2 * mean(values) * mean(returns) + mean(returns.square())
         return inputs.nearest(0.5 * square)
     sizes = torch.bincount(inputs.minibatches.index).tolist()
+    old_values, clip = inputs.old_values, inputs.clip
+    if old_values is None or clip is None:
+        return None
     if max(sizes) ** 2 > MAX_PAIRS or not bool(inputs.minibatches.valid.all()):
         return None
-    columns = zip(*(x.split(sizes) for x in (values, inputs.old_values, returns)), strict=True)
-    losses = [[_pairs(*rows, inputs.clip, across=across) for across in (True, False)] for rows in columns]
-    return min(
-        (inputs.nearest(torch.stack(list(loss))) for loss in zip(*losses, strict=True)),
-        key=lambda loss: float((loss - inputs.claimed).abs().max()),
-    )
+    parts = list(zip(values.split(sizes), old_values.split(sizes), returns.split(sizes), strict=True))
+    losses = [torch.stack([_pairs(*rows, clip, across=across) for rows in parts]) for across in (True, False)]
+    return min(map(inputs.nearest, losses), key=lambda loss: float((loss - inputs.claimed).abs().max()))
 
 
-def _pairs(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None, *, across: bool) -> Tensor:
+def _pairs(values: Tensor, old_values: Tensor, returns: Tensor, clip: float, *, across: bool) -> Tensor:
     """Return half the mean over all pairs, 0-d; old values belong to the rows of the returns, or (not `across`) to those of the values."""
     old = old_values if across else old_values.unsqueeze(1)
-    near = old + (values.unsqueeze(1) - old).clamp(-(clip or 0.0), clip or 0.0)
+    near = old + (values.unsqueeze(1) - old).clamp(-clip, clip)
     error = torch.maximum((values.unsqueeze(1) - returns).abs(), (near - returns).abs())
     return 0.5 * error.square().mean()
 

@@ -273,11 +273,13 @@ def along_environments(c: Columns) -> Array:
 def broadcast(c: Columns) -> Array:
     """`(returns - values).mean(1)` with returns [N] and values [N, 1]."""
     returns = (right(c) + c.values).reshape(-1)
-    return (returns - c.values.reshape(-1, 1)).mean(1).reshape(c.values.shape)
+    result: Array = (returns - c.values.reshape(-1, 1)).mean(1).reshape(c.values.shape)
+    return result
 
 
 def normalize(x: Array, axis: int | None = None, ddof: int = 0) -> Array:
-    return (x - x.mean(axis, keepdims=True)) / (x.std(axis, keepdims=True, ddof=ddof) + 1e-8)
+    result: Array = (x - x.mean(axis, keepdims=True)) / (x.std(axis, keepdims=True, ddof=ddof) + 1e-8)
+    return result
 
 
 PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {

@@ -116,7 +116,7 @@ def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> Non
         ("both", {"gamma": 0.99, "lam": 0.8}, "both_lambda", 0.8),
     ],
 )
-def test_other_settings_are_fitted(name: str, settings: dict[str, float], parameter: str, value: float) -> None:
+def test_other_settings_are_fitted(name: str, settings: dict[str, Any], parameter: str, value: float) -> None:
     c = random_rollout(4)
     result = check(c, right(replace(c, **settings)))
 
@@ -202,7 +202,7 @@ def test_tensors_of_every_kind_are_taken_and_left_alone() -> None:
 
     result = check_gae(
         *(rewards, torch.from_numpy(c.values).bfloat16().float(), right(c)),
-        gamma=np.float32(0.97),
+        gamma=float(np.float32(0.97)),
         gae_lambda=0.9,
         ended=c.done,
         next_values=c.next_values,

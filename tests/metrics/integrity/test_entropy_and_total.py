@@ -83,7 +83,7 @@ def test_a_mistake_in_the_entropy_of_gaussians_is_named_and_no_other(name: str, 
     actions = torch.randn(shape, generator=generator(seed + 200))
     given = {"log_std": {"": log_std}, "chosen_log_probs": pi.log_prob(actions).sum(-1)}
 
-    assert names(check_entropy(GAUSSIAN[name](pi, actions), **given)) == {name}  # type: ignore[arg-type]
+    assert names(check_entropy(GAUSSIAN[name](pi, actions), **given)) == {name}
     assert check_entropy(-pi.entropy().sum(-1).mean(-1), log_std={"": log_std}).matches
 
 
@@ -123,9 +123,9 @@ def test_a_squashed_policy_may_take_its_sample(seed: int) -> None:
     squashed = plain - (1 - actions.squeeze(-1).tanh() ** 2).log()
     given = {"log_std": {"": torch.zeros_like(actions)}, "chosen_log_probs": plain, "log_probs": squashed}
 
-    assert check_entropy(squashed.mean(-1), **given).holds  # type: ignore[arg-type]
-    assert names(check_entropy(squashed.mean(-1), **given)) == {"squashed_sample"}  # type: ignore[arg-type]
-    assert not check_entropy(plain.mean(-1), **given).holds  # type: ignore[arg-type]
+    assert check_entropy(squashed.mean(-1), **given).holds
+    assert names(check_entropy(squashed.mean(-1), **given)) == {"squashed_sample"}
+    assert not check_entropy(plain.mean(-1), **given).holds
 
 
 def test_an_entropy_without_a_head_is_refused() -> None:
@@ -165,11 +165,12 @@ def losses(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_mistake_in_the_total_is_named_and_no_other(name: str, seed: int) -> None:
     policy, value, entropy = losses(seed)
-    weights = {"value_coef": VALUE_COEF, "entropy_coef": ENTROPY_COEF}
 
-    assert names(check_total_loss(TOTALS[name](policy, value, entropy), policy, value, -entropy, **weights)) == {name}
-    right = policy + VALUE_COEF * value - ENTROPY_COEF * entropy
-    assert check_total_loss(right, policy, value, -entropy, **weights).matches
+    def check(total: Tensor) -> EquationCheck:
+        return check_total_loss(total, policy, value, -entropy, value_coef=VALUE_COEF, entropy_coef=ENTROPY_COEF)
+
+    assert names(check(TOTALS[name](policy, value, entropy))) == {name}
+    assert check(policy + VALUE_COEF * value - ENTROPY_COEF * entropy).matches
 
 
 def test_a_total_with_further_terms_is_not_checked() -> None:

@@ -153,7 +153,7 @@ def without_decay(case: Steps) -> None:
 MISTAKES: Mapping[str, tuple[str, Callable[[Steps], None]]] = {
     "no_step": ("adam", lambda case: None),
     "twice": ("adam", twice),
-    "state_lost": ("adam", with_lost_state),
+    "state_cleared": ("adam", with_lost_state),
     "gradient_descent": ("adam", downhill),
     "ascent": ("adam", backwards),
     "negated_gradient": ("adam", uphill),
@@ -187,7 +187,7 @@ def test_mistakes_with_other_optimizers_are_named_alone(optimizer: str, mistake:
 
     expected = [name for name, (_, known) in MISTAKES.items() if known is mistake]
     if optimizer == "momentum" and mistake is not twice:  # a first step with momentum is plain gradient descent
-        expected = ["state_lost", "gradient_descent"]
+        expected = ["state_cleared", "gradient_descent"]
     assert names(case.check()) == expected
 
 

@@ -22,7 +22,8 @@ def names(result: EquationCheck) -> set[str]:
 
 
 def new_values(c: Columns) -> Array:
-    return c.values + np.float32(0.1) * np.random.default_rng(7).normal(size=c.values.shape).astype(np.float32)
+    noise: Array = np.random.default_rng(7).normal(size=c.values.shape).astype(np.float32)
+    return np.add(c.values, 0.1 * noise)
 
 
 def shuffled(values: Array) -> Array:

@@ -1,0 +1,282 @@
+"""Programs over Stable-Baselines3 whose rollouts are collected in a wrong way, as users write them: one mistake each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.vec_env import VecEnvWrapper, VecNormalize
+from torch import Tensor, nn
+
+from esper_telemetry.lab.faults.sb3.models import MaskedArms
+
+SETTINGS: Mapping[str, Any] = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "device": "cpu"}
+
+
+def vec_env(name: str = "CartPole-v1", *, seed: int = 1, **settings: Any) -> Any:
+    return make_vec_env(name, 4, seed=seed, **settings)
+
+
+def ppo(env: Any, policy: Any = "MlpPolicy", *, seed: int = 1, **settings: Any) -> PPO:
+    return PPO(policy, env, **{**SETTINGS, "seed": seed, **settings})
+
+
+class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows the observation of the reset in every step."""
+
+    def reset(self, **settings: Any) -> Any:
+        self._first, info = self.env.reset(**settings)
+        return self._first, info
+
+    def observation(self, observation: Any) -> Any:
+        return self._first
+
+
+class OtherOrder(VecEnvWrapper):
+    """Sends the actions to other environments than they were chosen for."""
+
+    def reset(self) -> Any:
+        return self.venv.reset()
+
+    def step_async(self, actions: Any) -> None:
+        self.venv.step_async(np.roll(actions, 1, axis=0))
+
+    def step_wait(self) -> Any:
+        return self.venv.step_wait()
+
+
+class Dropout(FlattenExtractor):
+    """Leaves out a fifth of the observation's entries in training."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__(space)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        dropped: Tensor = self.dropout(super().forward(observations))
+        return dropped
+
+
+class Normed(FlattenExtractor):
+    """Batch norm before the network."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__(space)
+        self.norm = nn.BatchNorm1d(self.features_dim)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        normed: Tensor = self.norm(super().forward(observations))
+        return normed
+
+
+class AlwaysTraining(ActorCriticPolicy):
+    """Acts in the mode of training."""
+
+    def set_training_mode(self, mode: bool) -> None:
+        self.train(True)
+
+
+class CutActions(ActorCriticPolicy):
+    """Returns actions that are cut at their bounds, with the log-probabilities of the draws."""
+
+    def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        actions, values, log_probs = super().forward(obs, deterministic)
+        return actions.clamp(-1, 1), values, log_probs
+
+
+class Greedy(ActorCriticPolicy):
+    """Takes the likeliest action, and the mean of a Gaussian."""
+
+    def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        return super().forward(obs, deterministic=True)
+
+
+class LastObservation(ActorCriticPolicy):
+    """Acts on the observation of the step before."""
+
+    last: Any = None
+
+    def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        before = obs if self.last is None else self.last
+        object.__setattr__(self, "last", obs.clone())
+        return super().forward(before, deterministic)
+
+
+class MeanLogProb(ActorCriticPolicy):
+    """Averages log-probabilities over the dimensions of the action, in acting and in training."""
+
+    def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        actions, values, log_probs = super().forward(obs, deterministic)
+        return actions, values, log_probs / actions.shape[-1]
+
+    def evaluate_actions(self, obs: Any, actions: Any) -> Any:
+        values, log_probs, entropy = super().evaluate_actions(obs, actions)
+        return values, log_probs / actions.shape[-1], entropy
+
+
+class ReacherLike(gym.Env[Any, Any]):
+    """Three numbers to match in each step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._target(), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        paid = -float(np.abs(np.asarray(action) - self._shown).sum())
+        return self._target(), paid, False, self._steps >= 20, {}
+
+    def _target(self) -> Any:
+        self._shown = self.np_random.uniform(-1, 1, 3).astype(np.float32)
+        return self._shown
+
+
+class LateRewards(RolloutBuffer):
+    """Stores each reward one step late."""
+
+    late: Any = None
+
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        before, self.late = (np.zeros_like(reward) if self.late is None else self.late), np.array(reward)
+        super().add(obs, action, before, *rest, **named)
+
+
+class LateObservations(RolloutBuffer):
+    """Stores each observation one step late."""
+
+    late: Any = None
+
+    def add(self, obs: Any, *rest: Any, **named: Any) -> None:
+        before, self.late = (obs if self.late is None else self.late), np.array(obs)
+        super().add(before, *rest, **named)
+
+
+class LastNormalised(PPO):
+    """Normalises the observations of a rollout again, with the statistics at its end."""
+
+    def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        raw = [env.get_original_obs()]
+        step = env.step_wait
+
+        def recorded() -> Any:
+            result = step()
+            raw.append(env.get_original_obs())
+            return result
+
+        env.step_wait = recorded
+        end = callback.on_rollout_end
+
+        def renormalise() -> None:
+            rollout_buffer.observations[:] = [env.normalize_obs(x) for x in raw[:-1]]
+            end()
+
+        callback.on_rollout_end = renormalise
+        try:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        finally:
+            env.step_wait = step
+            del callback.on_rollout_end
+
+
+class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
+    """Acts with a memory that the ends of episodes do not reset."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        forward = self.policy.forward
+
+        def carried(obs: Any, states: Any, starts: Any, *rest: Any, **named: Any) -> Any:
+            return forward(obs, states, torch.zeros_like(starts), *rest, **named)
+
+        self.policy.forward = carried
+
+
+def recurrent(kind: Any = RecurrentPPO, *, seed: int = 1) -> Any:
+    return kind("MlpLstmPolicy", vec_env(seed=seed), **SETTINGS, seed=seed)
+
+
+PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
+    "an environment that never updates its observation": (
+        lambda seed: ppo(vec_env(seed=seed, wrapper_class=FirstObservation), seed=seed),
+        frozenset({"transitions_never_updated"}),
+    ),
+    "actions that are sent to other environments": (
+        lambda seed: ppo(OtherOrder(vec_env(seed=seed)), seed=seed),
+        frozenset({"executed_actions_other_environment"}),
+    ),
+    "dropout in training": (
+        lambda seed: ppo(vec_env(seed=seed), seed=seed, policy_kwargs={"features_extractor_class": Dropout}),
+        frozenset({"replayed_log_probs_other_mode"}),
+    ),
+    "batch norm in training": (
+        lambda seed: ppo(vec_env(seed=seed), seed=seed, policy_kwargs={"features_extractor_class": Normed}),
+        frozenset({"replayed_log_probs_other_mode"}),
+    ),
+    "dropout in acting": (
+        lambda seed: ppo(
+            vec_env(seed=seed), AlwaysTraining, seed=seed, policy_kwargs={"features_extractor_class": Dropout}
+        ),
+        frozenset({"replayed_log_probs_random_passes", "values_random_passes"}),
+    ),
+    "actions that are cut before they are stored": (
+        lambda seed: ppo(vec_env("MountainCarContinuous-v0", seed=seed), CutActions, seed=seed),
+        frozenset({"log_probs_clipped_actions"}),
+    ),
+    "the likeliest action always": (
+        lambda seed: ppo(vec_env(seed=seed), Greedy, seed=seed),
+        frozenset({"actions_deterministic"}),
+    ),
+    "a policy that acts on the observation before": (
+        lambda seed: ppo(vec_env(seed=seed), LastObservation, seed=seed),
+        frozenset({"replayed_log_probs_observation_before", "values_observation_before"}),
+    ),
+    "log-probabilities averaged over dimensions": (
+        lambda seed: ppo(make_vec_env(ReacherLike, 4, seed=seed), MeanLogProb, seed=seed),
+        frozenset({"log_probs_mean_over_dimensions"}),
+    ),
+    "rewards that are stored one step late": (
+        lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, rollout_buffer_class=LateRewards),
+        frozenset({"stored_rewards_step_before"}),
+    ),
+    "observations that are stored one step late": (
+        lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),
+        frozenset({"transitions_stale", "replayed_log_probs_observation_after", "values_observation_after"}),
+    ),
+    "statistics that change between collecting and training": (
+        lambda seed: LastNormalised("MlpPolicy", VecNormalize(vec_env(seed=seed)), **SETTINGS, seed=seed),
+        frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
+    ),
+    "a memory that is never reset in acting": (
+        lambda seed: recurrent(NeverReset, seed=seed),
+        frozenset({"replayed_log_probs_memory_not_reset", "values_memory_not_reset"}),
+    ),
+}
+"""Programs by what is wrong with them, and the hypotheses that say so, by the last segments of their keys."""
+
+HEALTHY: Mapping[str, Callable[[int], Any]] = {
+    "CartPole": lambda seed: ppo(vec_env(seed=seed), seed=seed),
+    "Pendulum, normalised": lambda seed: ppo(VecNormalize(vec_env("Pendulum-v1", seed=seed)), seed=seed),
+    "Pendulum, gSDE": lambda seed: ppo(
+        vec_env("Pendulum-v1", seed=seed), seed=seed, use_sde=True, policy_kwargs={"squash_output": True}
+    ),
+    "FrozenLake": lambda seed: ppo(vec_env("FrozenLake-v1", seed=seed), seed=seed),
+    "CliffWalking": lambda seed: ppo(vec_env("CliffWalking-v1", seed=seed), seed=seed),
+    "MountainCarContinuous": lambda seed: ppo(vec_env("MountainCarContinuous-v0", seed=seed), seed=seed),
+    "A2C": lambda seed: A2C("MlpPolicy", vec_env(seed=seed), device="cpu", seed=seed),
+    "RecurrentPPO": lambda seed: recurrent(seed=seed),
+    "MaskablePPO": lambda seed: MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
+}
+"""Correct programs by name."""

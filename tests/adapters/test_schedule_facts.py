@@ -1,0 +1,112 @@
+"""The schedule of the learning rate among the facts of a run: the bundled trainer's, a script's, and that of a Stable-Baselines3 model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.adapters.script.variables import Variables, find_schedule, unchecked_equations
+from esper_telemetry.core.equation import UNCHECKED_FACT, equations
+from esper_telemetry.core.schedule import SCHEDULE_FACT
+from esper_telemetry.views.equations import EquationRow, equation_rows
+
+
+def schedules(run_dir: Path) -> EquationRow:
+    """The row of schedules of a run's table, which no alarm contradicts."""
+    run = read_run(run_dir)
+    (row,) = [row for row in equation_rows(run.info, run.records) if row.equation.name == "schedules"]
+    assert set(run.info.facts[UNCHECKED_FACT]) <= set(equations())
+    assert (row.state == "differs") == any(alarm.type == "integrity/equation" for alarm in run.alarms)
+    return row
+
+
+def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), **settings: Any) -> EquationRow:
+    config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1, **settings)
+    with Telemetry(run_dir=run_dir, offload=False) as telemetry:
+        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config)
+        attach(telemetry, trainer)
+        for total in totals:
+            trainer.learn(total)
+    return schedules(run_dir)
+
+
+@pytest.mark.parametrize("anneal", [True, False])
+def test_the_bundled_trainer_keeps_its_schedule(anneal: bool, tmp_path: Path) -> None:
+    row = trained(tmp_path / "run", anneal_learning_rate=anneal)
+
+    assert row.state == "matches"
+    assert row.updates >= 10
+
+
+def test_a_trainer_that_learns_again_begins_another_schedule(tmp_path: Path) -> None:
+    assert trained(tmp_path / "run", totals=(640, 1280)).state == "matches"
+
+
+def test_a_rate_that_follows_the_kl_has_no_schedule(tmp_path: Path) -> None:
+    row = trained(tmp_path / "run", desired_kl=0.01)
+
+    assert (row.state, row.reason) == ("unchecked", "the KL sets the learning rate (desired_kl)")
+
+
+ARGS = {"num_envs": 4, "num_steps": 16, "update_epochs": 2, "num_minibatches": 2}
+
+
+def script_facts(**settings: Any) -> Mapping[str, Any]:
+    return find_schedule(Variables([ARGS | settings]), {"total_steps": 640, "num_epochs": 2}, 1e-3)
+
+
+def test_a_script_that_anneals_falls_to_an_end_that_is_not_known() -> None:
+    schedule = script_facts(anneal_lr=True)[SCHEDULE_FACT]
+
+    assert (schedule["initial"], schedule["final"], schedule["final_is_set"]) == (1e-3, 0.0, False)
+    assert schedule["counts"] == {"num_epochs": 2}
+
+
+def test_a_script_that_does_not_anneal_keeps_its_rate() -> None:
+    schedule = script_facts(anneal_lr=False)[SCHEDULE_FACT]
+
+    assert (schedule["initial"], schedule["final"]) == (1e-3, 1e-3)
+
+
+def test_a_script_that_does_not_say_is_not_checked_and_the_reason_says_so() -> None:
+    assert script_facts() == {}
+    assert unchecked_equations({"gamma": 0.99}) == {
+        "schedules": "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps",
+        "advantages": "the settings do not say gae_lambda",
+    }
+
+
+@pytest.mark.sb3
+@pytest.mark.parametrize("kind", ["constant", "linear", "function"])
+def test_a_model_of_stable_baselines3(kind: str, tmp_path: Path) -> None:
+    """A function is not called for telemetry: it might count its calls."""
+    from stable_baselines3 import PPO as Model  # noqa: N811  # the bundled trainer has the same name
+    from stable_baselines3.common.utils import LinearSchedule
+
+    from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+    calls: list[float] = []
+
+    def function(remaining: float) -> float:
+        calls.append(remaining)
+        return 1e-3 * remaining
+
+    rates: dict[str, Any] = {"constant": 1e-3, "linear": LinearSchedule(1e-3, 1e-4, 1.0), "function": function}
+
+    def learn(callback: Any) -> int:
+        calls.clear()
+        model = Model("MlpPolicy", "CartPole-v1", n_steps=64, n_epochs=1, learning_rate=rates[kind], seed=1)
+        model.learn(640, callback=callback)
+        model.learn(320, callback=callback)
+        return len(calls)
+
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        with_telemetry = learn(TelemetryCallback(telemetry))
+    row = schedules(tmp_path / "run")
+
+    assert row.state == ("unchecked" if kind == "function" else "matches")
+    assert with_telemetry - learn(None) <= 4  # the first rate, for the config and the facts of each `learn`

@@ -1,0 +1,113 @@
+"""Unusual values: beside the bounds of metrics, and beside the table of healthy runs that the package ships."""
+
+from __future__ import annotations
+
+import pytest
+
+from esper_telemetry.alarms.remedies import fact_remedy, key_remedy, suppliers
+from esper_telemetry.alarms.unusual import (
+    RunValues,
+    beyond_bound,
+    healthy_values,
+    judge_value,
+    kind_of_task,
+    quantiles_of,
+    scale_free,
+)
+from esper_telemetry.core.metric import Metric
+from esper_telemetry.core.record import Axes, Record
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "decades"),
+    [
+        ("> 0.03", 0.3, 1.0),
+        ("> 0.03", 0.02, 0.0),
+        ("< 0.1", 0.001, 2.0),
+        ("< 0", -0.5, 0.51),
+        ("|mean| > 0.05", -0.5, 1.0),
+        ("> 1.6 (a factor of 5)", 16.0, 1.0),
+        (">= 0.25", 0.25, 0.01),
+        ("> 10 with policy/ess_frac < 0.8", 100.0, None),
+        ("robust z of log10 above 4", 100.0, None),
+        ("", 1.0, None),
+    ],
+)
+def test_bounds_that_are_plain_numbers_are_read(text: str, value: float, decades: float | None) -> None:
+    """The distance is in decades where both are positive; a text with a condition says nothing."""
+    assert beyond_bound(text, value) == (None if decades is None else pytest.approx(decades))
+
+
+def test_quantiles_weigh_runs_alike() -> None:
+    """A run with 2 values and one with 4: each has half of the eight places."""
+    ((key, quantiles),) = quantiles_of([{"a": [1.0, 1.0]}, {"a": [3.0, 3.0, 3.0, 3.0]}])
+
+    assert key == "a"
+    assert quantiles == [1.0, 1.0, 3.0, 3.0, 3.0]
+
+
+def test_values_that_healthy_runs_have_are_usual_whatever_the_bounds_say() -> None:
+    metric = Metric.fraction("a/b", 0, "b").bounds(warn="> 0.3")
+
+    usual = judge_value(metric, 0.45, [0.1, 0.2, 0.3, 0.5, 0.6])
+    far = judge_value(metric, 0.9, [0.1, 0.2, 0.3, 0.5, 0.6])
+
+    assert usual is None
+    assert far is not None and far.is_far and far.text == "0.9 (healthy runs 0.2 to 0.5; warning: > 0.3)"
+    assert judge_value(metric, 0.45, None) is not None
+
+
+def test_the_table_holds_plausible_values_of_declared_metrics() -> None:
+    table = healthy_values()
+
+    assert {"any", "discrete", "continuous", "memory"} <= table.keys()
+    for kind, rows in table.items():
+        assert rows.keys() <= scale_free().keys(), kind
+        assert all(len(row) == 5 and row == sorted(row) for row in rows.values())
+    assert table["any"]["obs/constant_frac"][-1] == 0
+    assert 0.0 < table["discrete"]["policy/kl"][2] < 0.03
+
+
+def test_the_worst_comes_first_and_long_runs_are_thinned_out() -> None:
+    usual = healthy_values()["discrete"]["policy/kl"][2]
+    values = RunValues()
+    for update in range(1, 2001):
+        values.add(
+            Record(update, Axes(update, update, update, 0.0), {"obs/constant_frac": 1.0, "policy/kl": usual, "x": 1e9})
+        )
+
+    unusual = values.unusual({"heads": {"action": "categorical"}})
+
+    assert [entry.key for entry in unusual] == ["obs/constant_frac"]
+    assert all(len(kept) <= 500 for kept in values.samples.values())
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        ({}, "any"),
+        ({"heads": {"a": "categorical"}}, "discrete"),
+        ({"heads": {"a": "gaussian"}}, "continuous"),
+        ({"heads": {"a": "categorical"}, "policy": "lstm"}, "memory"),
+    ],
+)
+def test_the_kind_of_task_comes_from_the_facts(facts: dict[str, object], kind: str) -> None:
+    assert kind_of_task(facts) == kind
+
+
+def test_each_missing_value_names_what_supplies_it() -> None:
+    own, trainer = {"level": "normal"}, {"level": "normal", "optimizer": "Adam"}
+
+    assert key_remedy("reward/std", own) == "telemetry.observe(reward_stats(...))"
+    assert key_remedy("grad/global/norm_preclip", own) == "telemetry.watch(agent, optimizer)"
+    assert key_remedy("value/r2", own) == "telemetry.observe(value_fit(...))"
+    assert key_remedy("my/number", own) == 'telemetry.log({"my/number": ...})'
+    assert key_remedy("reward/std", {"level": "minimal"}) == 'level="normal"'
+    assert key_remedy("repr/effective_rank", trainer).startswith("a larger budget=")
+    assert fact_remedy(("num_envs",)) == 'Telemetry(facts={"num_envs": ...})'
+
+
+def test_functions_that_are_named_exist() -> None:
+    """Every function beside a group returns it; none is private."""
+    assert all(not name.startswith("_") for supplier in suppliers().values() for name in supplier.functions)
+    assert "episode_stats" in suppliers()["episode/return_mean"].functions

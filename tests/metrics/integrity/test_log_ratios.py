@@ -1,0 +1,46 @@
+"""Log-ratios as programs compute them, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.log_ratios import check_log_ratios
+
+STEPS, ENVS = 16, 4
+
+PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "inverted": lambda new, old, rows: old[rows] - new,
+    "recomputed": lambda new, old, rows: new - new.detach(),
+    "no_old": lambda new, old, rows: new,
+    "quotient": lambda new, old, rows: (new / old[rows]).log(),
+    "rows_in_order": lambda new, old, rows: new - old,
+    "axes_swapped": lambda new, old, rows: new - old.view(STEPS, ENVS).T.flatten()[rows],
+    "shifted_rows": lambda new, old, rows: new - old[rows].roll(1),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(STEPS * ENVS, generator=generator) - 0.1
+    rows = torch.randperm(STEPS * ENVS, generator=generator)
+    new = old[rows] - 0.1 * torch.rand(STEPS * ENVS, generator=generator)
+
+    def check(log_ratio: Tensor) -> EquationCheck:
+        swapped = old.view(STEPS, ENVS).T.flatten()[rows]
+        return check_log_ratios(log_ratio, new, old[rows], in_order=old, swapped=swapped)
+
+    assert {one.hypothesis.name for one in check(PROGRAMS[name](new, old, rows)).explanations} == {name}
+    assert check(new - old[rows]).matches
+    assert check((new - old[rows]).exp().log()).matches
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="shapes must agree"):
+        check_log_ratios(torch.zeros(4), torch.zeros(4, 1), torch.zeros(4))

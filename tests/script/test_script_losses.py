@@ -1,0 +1,45 @@
+"""Losses and minibatches of a script that is run as it is: its mistake is named, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry import read_run
+from esper_telemetry.core.equation import equation_results
+
+SCRIPT = Path(__file__).parent / "scripts" / "wrong_losses.py"
+CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}
+
+
+def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
+    """Run the script; return the equations that its first record has, and the names of what explains them."""
+    words = ["-m", "esper_telemetry", "run", "--run-dir", "run", str(SCRIPT), "--bug", bug]
+    subprocess.run([sys.executable, *words], cwd=directory, check=True, capture_output=True, timeout=120)
+    run = read_run(directory / "run")
+    results = [one for one in equation_results(run.records[0].values, run.info.facts) if one.equation.name in CHECKED]
+    assert all(one.matches or one.explanations for one in results)
+    return {one.equation.name: {hypothesis.name for hypothesis in one.explanations} for one in results}
+
+
+@pytest.mark.parametrize(
+    ("bug", "expected"),
+    [
+        ("none", {}),
+        ("min", {"policy_loss": {"optimistic"}}),
+        ("sign", {"policy_loss": {"sign"}}),
+        ("broadcast", {"value_loss": {"broadcast"}}),
+        ("bonus", {"total_loss": {"entropy_sign"}}),
+        ("sample", {"entropy_loss": {"sample"}}),
+        ("replace", {"minibatches": {"with_replacement"}}),
+        ("slice", {"minibatches": {"same_minibatch"}}),
+    ],
+)
+def test_the_mistake_of_a_script_is_named(tmp_path: Path, bug: str, expected: dict[str, set[str]]) -> None:
+    found = mistakes(tmp_path, bug)
+
+    assert found.keys() == CHECKED
+    assert {name: names for name, names in found.items() if names} == expected

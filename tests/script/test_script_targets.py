@@ -1,0 +1,161 @@
+"""Advantages of scripts: the ends of episodes are those of the environments, whatever the script's flags mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_script_runs import SCRIPTS, with_telemetry
+
+from esper_telemetry import read_run
+from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.core.equation import EQUATION_KEY
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.target_equations import target_checks
+
+CHANGES = {
+    "healthy": ("", "", set()),
+    "late": ("dones[t + 1])", "dones[t])", {"advantages_ends_late"}),
+    "ignored": (
+        "1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])",
+        "1.0",
+        {"advantages_ends_ignored"},
+    ),
+    "scaled": (
+        "(mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)",
+        "mb_advantages / (mb_advantages.std() + 1e-8)",
+        {"normalized_advantages_std_alone"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equations(tmp_path: Path, name: str) -> None:
+    line, other, expected = CHANGES[name]
+    source = (SCRIPTS / "categorical.py").read_text()
+    assert line in source
+    (tmp_path / "script.py").write_text(source.replace(line, other))
+
+    result = with_telemetry(tmp_path, "script.py", "--total_timesteps=512")
+
+    assert result.code == 0, result.stderr
+    first = read_run(tmp_path / "run").records[0].values
+    targets = ("advantages", "returns", "normalized_advantages")
+    named = {
+        key.removeprefix(EQUATION_KEY)
+        for key in first
+        if key.startswith(tuple(f"{EQUATION_KEY}{target}_" for target in targets))
+    }
+    assert named == expected
+    wrong = {
+        one.removesuffix("_ends_late").removesuffix("_ends_ignored").removesuffix("_std_alone") for one in expected
+    }
+    for target in targets:
+        assert (first[EQUATION_KEY + target] > 1e-4) == (target in wrong)
+
+
+class Envs:
+    """Two environments that step together."""
+
+    num_envs = 2
+
+
+def stepped(log: EpisodeLog, env: Envs, terminated: list[bool], truncated: list[bool]) -> None:
+    log.after_step(env, (None, np.zeros(2), np.array(terminated), np.array(truncated), {}))
+
+
+def test_ends_of_a_rollout_are_those_that_its_environments_returned() -> None:
+    log, env = EpisodeLog(), Envs()
+    assert log.includes(env)
+    stepped(log, env, [True, False], [False, False])
+    stepped(log, env, [False, True], [True, True])
+
+    ends = log.ends(2, 2)
+    assert ends is not None
+    assert ends.ended.tolist() == [[True, False], [True, True]]
+    assert ends.time_limits.tolist() == [[False, False], [True, False]]
+    assert log.ends(3, 2) is None
+    assert log.ends(2, 4) is None
+
+    log.take()
+    assert log.ends(2, 2) is None
+
+
+def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
+    log, envs = EpisodeLog(), [Envs(), Envs()]
+    for env in envs:
+        assert log.includes(env)
+        stepped(log, env, [False, False], [False, False])
+
+    assert log.ends(2, 2) is None
+
+
+FACTS = {"gamma": 0.9, "gae_lambda": 0.8, "columns_by_name": True, "precision": "fp32"}
+
+
+def values_of(rollout: RolloutEnd, minibatches: MinibatchesEnd | None = None) -> dict[str, float]:
+    update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+    groups = [group for check in target_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
+    return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}
+
+
+def rollout(
+    ended: torch.Tensor, advantages: torch.Tensor, columns: torch.Tensor, limits: torch.Tensor | None
+) -> RolloutEnd:
+    rewards, values, following = columns
+    return RolloutEnd(
+        *(1, 1, rewards, values, advantages, advantages + values, rewards, ended, ended),
+        next_values=following * ~ended,
+        actions={},
+        gamma=0.9,
+        last_values=following[-1:],
+        time_limits=limits,
+    )
+
+
+def random_columns(steps: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards, values and values of the next row, [3, T, 2], and ends [T, 2]."""
+    generator = torch.Generator().manual_seed(4)
+    columns = torch.randn(3, steps, 2, generator=generator)
+    columns[2, :-1] = columns[1, 1:]
+    return columns, torch.rand(steps, 2, generator=generator) < 0.15
+
+
+def advantages_of(columns: torch.Tensor, ended: torch.Tensor, added: torch.Tensor | float = 0.0) -> torch.Tensor:
+    rewards, values, following = columns
+    result, carried = torch.zeros_like(rewards), torch.zeros(2)
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = (rewards + added)[t] + 0.9 * following[t] * ~ended[t] - values[t]
+        carried = delta + 0.72 * ~ended[t] * carried
+        result[t] = carried
+    return result
+
+
+def test_flags_that_mean_another_step_are_no_mistake_unless_the_environments_say_so() -> None:
+    columns, ended = random_columns()
+    late = torch.cat([torch.zeros(1, 2, dtype=torch.bool), ended[:-1]])
+    advantages = advantages_of(columns, late)
+
+    assert "advantages" not in values_of(rollout(ended, advantages, columns, None))
+    assert "advantages_ends_late" in values_of(rollout(ended, advantages, columns, torch.zeros_like(ended)))
+
+
+def test_whatever_a_script_adds_after_time_limits_is_right_but_to_run_on_is_not() -> None:
+    columns, ended = random_columns()
+    limits = ended & (torch.arange(40).unsqueeze(1) % 2 == 0)
+    bootstrapped = advantages_of(columns, ended, 0.9 * torch.full((40, 2), 1.7) * limits)
+    running_on = advantages_of(columns, ended & ~limits)
+
+    assert values_of(rollout(ended, advantages_of(columns, ended), columns, limits))["advantages"] < 1e-6
+    assert values_of(rollout(ended, bootstrapped, columns, limits))["advantages"] < 1e-6
+    assert "advantages_time_limit_no_end" in values_of(rollout(ended, running_on, columns, limits))
+
+
+def test_differences_of_columns_found_by_name_need_an_explanation() -> None:
+    columns, ended = random_columns()
+    noise = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
+
+    assert "advantages" not in values_of(rollout(ended, noise, columns, torch.zeros_like(ended)))

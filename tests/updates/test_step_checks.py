@@ -1,0 +1,127 @@
+"""One step of each sampled update of the bundled trainer is recomputed: its gradient, its clip and the change of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.adapters.attach import attach
+from esper_telemetry.core.equation import EQUATION_KEY, FITTED_KEY, equations
+from esper_telemetry.core.objective import MinibatchObjective
+from esper_telemetry.events import BackwardEnd
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.objective import UpdateSteps
+
+CHECKED = ("gradient", "clipping", "optimizer_step")
+SMALL = {"num_steps": 32, "num_minibatches": 4, "num_epochs": 3, "entropy_coef": 0.01}
+
+
+def trainer(env: str = "CartPole-v1", **changes: Any) -> PPO:
+    return PPO(make_env(env, num_envs=4), PPOConfig(**{**SMALL, **changes}))
+
+
+def records(source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug") -> Sequence[Mapping[str, float]]:
+    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+        attach(telemetry, source)
+        source.learn(updates * 128)
+    return [record.values for record in read_run(run_dir).records]
+
+
+def named(values: Mapping[str, float]) -> set[str]:
+    labels = {key.removeprefix(EQUATION_KEY) for key in values if key.startswith(EQUATION_KEY)}
+    return {label for label in labels - set(CHECKED) if label.startswith(CHECKED)}
+
+
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "separate": {},
+    "shared trunk": {"shared_trunk": True},
+    "clipped values": {"clip_value": 0.2},
+    "normalised over the rollout": {"normalize_minibatches": False},
+    "rate by the KL divergence": {"desired_kl": 0.01},
+    "falling rate": {"anneal_learning_rate": True},
+    "stops early": {"target_kl": 1e-5, "learning_rate": 1e-2},
+    "no clip of gradients": {"max_grad_norm": None},
+    "lstm": {"policy": "lstm"},
+    "bfloat16": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trainer_is_correct(name: str, tmp_path: Path) -> None:
+    checked = [values for values in records(trainer(**SETTINGS[name]), tmp_path) if EQUATION_KEY + "gradient" in values]
+
+    assert len(checked) >= 2
+    for values in checked:
+        assert not named(values)
+        assert all(values[EQUATION_KEY + one] <= equations()[one].tolerance_at("fp32") for one in CHECKED)
+
+
+def negative(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    ratio = log_ratio.exp()
+    return torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
+
+
+Change = Callable[[UpdateSteps], UpdateSteps]
+
+MISTAKES: Mapping[str, Change] = {
+    "gradient_policy_sign": lambda steps: replace(steps, policy_loss=negative),
+    "gradient_value_doubled": lambda steps: replace(steps, value_loss=lambda v, r, old: (v - r).square().mean()),
+    "gradient_value_summed": lambda steps: replace(steps, value_loss=lambda v, r, old: 0.5 * (v - r).square().sum()),
+    "gradient_value_missing": lambda steps: replace(
+        steps, value_loss=lambda v, r, old: 0.5 * (v.detach() - r).square().mean()
+    ),
+    "gradient_entropy_sign": lambda steps: replace(steps, entropy_loss=lambda entropy: entropy),
+    "gradient_entropy_weight": lambda steps: replace(steps, entropy_loss=lambda entropy: -7 * entropy),
+    "optimizer_step_learning_rate": lambda steps: replace(steps, learning_rate=lambda rate: 3 * rate),
+}
+
+ALIKE = {"gradient_value_missing": {"gradient_target_old_values"}}
+"""A critic without a gradient never moves."""
+
+
+@pytest.mark.parametrize("trunk", [False, True])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_changed_step_of_the_update_is_named(mistake: str, trunk: bool, tmp_path: Path) -> None:
+    source = trainer(shared_trunk=trunk)
+    source.steps = MISTAKES[mistake](source.steps)
+
+    for values in records(source, tmp_path):
+        assert mistake in named(values) <= {mistake} | ALIKE.get(mistake, set())
+
+
+def test_a_fitted_rate_is_the_one_that_was_used(tmp_path: Path) -> None:
+    source = trainer(learning_rate=1e-3)
+    source.steps = MISTAKES["optimizer_step_learning_rate"](source.steps)
+
+    values = records(source, tmp_path, updates=1)[0]
+
+    assert values[FITTED_KEY + "optimizer_step_learning_rate"] == pytest.approx(3e-3, rel=1e-2)
+
+
+def test_the_event_is_wanted_up_to_the_step_after_the_one_that_is_checked(tmp_path: Path) -> None:
+    """Of twelve steps the eleventh is checked, and its weights are read before the twelfth; the next update is not sampled."""
+    source, wanted = trainer(), []
+    source.hooks.on(BackwardEnd, lambda event: wanted.append(source.hooks.wants(MinibatchObjective)))
+
+    records(source, tmp_path, updates=2, level="normal")
+
+    assert wanted[:24] == [True] * 11 + [False] * 13
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_trunk": True}, {"policy": "lstm"}])
+def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_path: Path) -> None:
+    observed, alone = trainer(**changes), trainer(**changes)
+
+    records(observed, tmp_path)
+    alone.learn(3 * 128)
+
+    pairs = zip(observed.policy.state_dict().values(), alone.policy.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
