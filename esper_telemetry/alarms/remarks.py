@@ -107,7 +107,7 @@ class Remarks:
 
     def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
         """Return the events of an update."""
-        events = []
+        events: list[tuple[str, Mapping[str, Any]]] = []
         for name, data in self._remarks(view):
             if name not in self._names:
                 self._names.add(name)

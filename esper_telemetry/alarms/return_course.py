@@ -81,7 +81,7 @@ class ReturnCourse:
         if not self.latest.full:
             return None
         (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
-        return now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before))
+        return bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
 
     def sentence(self) -> str:
         """What the return has done: `The return has not risen: 21.3 after 20.9.`; empty before there are enough episodes."""

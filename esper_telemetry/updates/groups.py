@@ -271,8 +271,6 @@ def _minibatches(
         entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1))
         yield entropy
         yield partial(head_entropy, heads, valid=valid, dim=-1)
-        if len(minibatches.logits) > 1:
-            yield from (partial(head_mix, head, heads, valid=valid, dim=-1) for head in minibatches.logits)
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
@@ -325,12 +323,20 @@ def _details(
 def _whole_update(minibatches: MinibatchesEnd) -> Iterator[Measurement]:
     """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
     valid, rows = minibatches.valid, minibatches.rows
+    first = minibatches.epochs.count(minibatches.epochs[0])
     yield partial(minibatch_rows, minibatches.counts)
+    if len(minibatches.logits) > 1:  # one pass is enough for the mix of each head
+        logits, masks, relevant = (
+            {head: column[:first] for head, column in columns.items()}
+            for columns in (minibatches.logits, minibatches.action_masks, minibatches.relevance)
+        )
+        heads = entropy_rows(logits, masks, relevant={head: relevant[head] for head in logits if head in relevant})
+        counted = None if valid is None else valid[:first]
+        yield from (partial(head_mix, head, heads, valid=counted) for head in heads)
     for head, log_std in minibatches.log_std.items():
         counted = rows_that_count(valid, minibatches.relevance.get(head))
         yield partial(gaussian_stats, head, log_std, valid=counted)
     if rows is not None:
-        first = minibatches.epochs.count(minibatches.epochs[0])
         yield partial(rows_repeated, rows[:first], valid=None if valid is None else valid[:first])
 
 

@@ -157,8 +157,9 @@ def shrunk(trainer: PPO) -> None:
 
 def other_normalizer(trainer: PPO) -> PPO:
     """The trainer with a normaliser whose standard deviation is a ten-thousandth of what it should be, from the first update on."""
-    spread = FixedNormalizer(trainer.normalizers.observations, 1e-4)
-    replace_observation_normalizer(trainer, spread)
+    own = trainer.normalizers.observations
+    assert own is not None
+    replace_observation_normalizer(trainer, FixedNormalizer(own, 1e-4))
     return trainer
 
 

@@ -162,7 +162,7 @@ class AdvantageNormJudge:
         floor = float(view.facts.get("advantage_std_floor") or 0.0)
         if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
             value = abs(view.get("adv/norm/mean") or 0.0)
-        rows = view.transitions
+        rows: float | None = view.transitions
         if view.facts.get("normalize_minibatches") is not False:
             rows = view.values.get("adv/minibatch_rows", rows)
         value -= FEW_ROWS / rows if rows else 0.0
