@@ -37,7 +37,7 @@ import equation_bugs_update as update
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, edited
 from equation_healthy import HEALTHY, Healthy
 
-from esper_telemetry.core.equation import EQUATION_KEY, Equation, equations
+from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, equations
 from esper_telemetry.journal.read import read_run
 
 BUGS: tuple[Bug, ...] = (

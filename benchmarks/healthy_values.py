@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from esper_telemetry.alarms.diagnosis import diagnose
-from esper_telemetry.alarms.outcome import GOOD
-from esper_telemetry.alarms.unusual import RunValues, kind_of_task, quantiles_of
+from esper_telemetry.alarms.verdict.outcome import GOOD
+from esper_telemetry.alarms.verdict.unusual import RunValues, kind_of_task, quantiles_of
 from esper_telemetry.journal.read import read_run
 
 TABLE = Path(__file__).parents[1] / "esper_telemetry" / "alarms" / "healthy_values.json"

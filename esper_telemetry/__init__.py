@@ -51,28 +51,30 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
-    from esper_telemetry.metrics.integrity.actions import check_actions as check_actions
-    from esper_telemetry.metrics.integrity.advantages import check_gae as check_gae
-    from esper_telemetry.metrics.integrity.clipping import check_clipping as check_clipping
-    from esper_telemetry.metrics.integrity.collection import check_replayed_log_probs as check_replayed_log_probs
-    from esper_telemetry.metrics.integrity.collection import check_values as check_values
-    from esper_telemetry.metrics.integrity.entropy_loss import check_entropy as check_entropy
-    from esper_telemetry.metrics.integrity.gradients import check_gradient as check_gradient
-    from esper_telemetry.metrics.integrity.log_probs import check_log_probs as check_log_probs
-    from esper_telemetry.metrics.integrity.log_ratios import check_log_ratios as check_log_ratios
-    from esper_telemetry.metrics.integrity.minibatches import check_minibatches as check_minibatches
-    from esper_telemetry.metrics.integrity.normalization import (
+    from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy as check_entropy
+    from esper_telemetry.metrics.integrity.losses.log_ratios import check_log_ratios as check_log_ratios
+    from esper_telemetry.metrics.integrity.losses.minibatches import check_minibatches as check_minibatches
+    from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss as check_policy_loss
+    from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss as check_total_loss
+    from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss as check_value_loss
+    from esper_telemetry.metrics.integrity.rollouts.actions import check_actions as check_actions
+    from esper_telemetry.metrics.integrity.rollouts.collection import (
+        check_replayed_log_probs as check_replayed_log_probs,
+    )
+    from esper_telemetry.metrics.integrity.rollouts.collection import check_values as check_values
+    from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs as check_log_probs
+    from esper_telemetry.metrics.integrity.rollouts.transitions import check_executed as check_executed
+    from esper_telemetry.metrics.integrity.rollouts.transitions import check_rewards as check_rewards
+    from esper_telemetry.metrics.integrity.rollouts.transitions import check_transitions as check_transitions
+    from esper_telemetry.metrics.integrity.schedules import check_schedule as check_schedule
+    from esper_telemetry.metrics.integrity.steps.clipping import check_clipping as check_clipping
+    from esper_telemetry.metrics.integrity.steps.gradients import check_gradient as check_gradient
+    from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step as check_optimizer_step
+    from esper_telemetry.metrics.integrity.targets.advantages import check_gae as check_gae
+    from esper_telemetry.metrics.integrity.targets.normalization import (
         check_normalized_advantages as check_normalized_advantages,
     )
-    from esper_telemetry.metrics.integrity.optimizer_step import check_optimizer_step as check_optimizer_step
-    from esper_telemetry.metrics.integrity.policy_loss import check_policy_loss as check_policy_loss
-    from esper_telemetry.metrics.integrity.returns import check_returns as check_returns
-    from esper_telemetry.metrics.integrity.schedules import check_schedule as check_schedule
-    from esper_telemetry.metrics.integrity.total_loss import check_total_loss as check_total_loss
-    from esper_telemetry.metrics.integrity.transitions import check_executed as check_executed
-    from esper_telemetry.metrics.integrity.transitions import check_rewards as check_rewards
-    from esper_telemetry.metrics.integrity.transitions import check_transitions as check_transitions
-    from esper_telemetry.metrics.integrity.value_loss import check_value_loss as check_value_loss
+    from esper_telemetry.metrics.integrity.targets.returns import check_returns as check_returns
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
@@ -106,30 +108,30 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
-        "esper_telemetry.metrics.integrity.actions": ("check_actions",),
-        "esper_telemetry.metrics.integrity.advantages": ("check_gae",),
-        "esper_telemetry.metrics.integrity.clipping": ("check_clipping",),
-        "esper_telemetry.metrics.integrity.collection": (
+        "esper_telemetry.metrics.integrity.rollouts.actions": ("check_actions",),
+        "esper_telemetry.metrics.integrity.targets.advantages": ("check_gae",),
+        "esper_telemetry.metrics.integrity.steps.clipping": ("check_clipping",),
+        "esper_telemetry.metrics.integrity.rollouts.collection": (
             "check_replayed_log_probs",
             "check_values",
         ),
-        "esper_telemetry.metrics.integrity.entropy_loss": ("check_entropy",),
-        "esper_telemetry.metrics.integrity.gradients": ("check_gradient",),
-        "esper_telemetry.metrics.integrity.log_probs": ("check_log_probs",),
-        "esper_telemetry.metrics.integrity.log_ratios": ("check_log_ratios",),
-        "esper_telemetry.metrics.integrity.minibatches": ("check_minibatches",),
-        "esper_telemetry.metrics.integrity.normalization": ("check_normalized_advantages",),
-        "esper_telemetry.metrics.integrity.optimizer_step": ("check_optimizer_step",),
-        "esper_telemetry.metrics.integrity.policy_loss": ("check_policy_loss",),
-        "esper_telemetry.metrics.integrity.returns": ("check_returns",),
+        "esper_telemetry.metrics.integrity.losses.entropy_loss": ("check_entropy",),
+        "esper_telemetry.metrics.integrity.steps.gradients": ("check_gradient",),
+        "esper_telemetry.metrics.integrity.rollouts.log_probs": ("check_log_probs",),
+        "esper_telemetry.metrics.integrity.losses.log_ratios": ("check_log_ratios",),
+        "esper_telemetry.metrics.integrity.losses.minibatches": ("check_minibatches",),
+        "esper_telemetry.metrics.integrity.targets.normalization": ("check_normalized_advantages",),
+        "esper_telemetry.metrics.integrity.steps.optimizer_step": ("check_optimizer_step",),
+        "esper_telemetry.metrics.integrity.losses.policy_loss": ("check_policy_loss",),
+        "esper_telemetry.metrics.integrity.targets.returns": ("check_returns",),
         "esper_telemetry.metrics.integrity.schedules": ("check_schedule",),
-        "esper_telemetry.metrics.integrity.total_loss": ("check_total_loss",),
-        "esper_telemetry.metrics.integrity.transitions": (
+        "esper_telemetry.metrics.integrity.losses.total_loss": ("check_total_loss",),
+        "esper_telemetry.metrics.integrity.rollouts.transitions": (
             "check_executed",
             "check_rewards",
             "check_transitions",
         ),
-        "esper_telemetry.metrics.integrity.value_loss": ("check_value_loss",),
+        "esper_telemetry.metrics.integrity.losses.value_loss": ("check_value_loss",),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),

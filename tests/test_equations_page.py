@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry.cli.check import parse
-from esper_telemetry.core.equation import equations
+from esper_telemetry.core.equations.equation import equations
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "is_my_ppo_correct.md"

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.equation import Equation
+from esper_telemetry.core.equations.equation import Equation
 from esper_telemetry.events import CollectionReplay, MinibatchesEnd, Outputs
-from esper_telemetry.metrics.integrity.collection import (
+from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.rollouts.collection import (
     REPLAYED_LOG_PROBS,
     check_replayed_log_probs,
     check_values,
 )
-from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.log_probs import LogProbInputs, log_prob
+from esper_telemetry.metrics.integrity.rollouts.log_probs import LogProbInputs, log_prob
 from esper_telemetry.updates.containment import Measurement
 
 FIRST_RATIO = 1e-3

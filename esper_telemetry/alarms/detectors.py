@@ -25,14 +25,14 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
-from esper_telemetry.alarms.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
-from esper_telemetry.alarms.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
-from esper_telemetry.alarms.remarks import Remarks
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View
 from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
+from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,

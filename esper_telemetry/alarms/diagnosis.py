@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.outcome import BAD, GOOD, Outcome
-from esper_telemetry.alarms.remarks import REMARK
 from esper_telemetry.alarms.rules.task import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.unusual import RunValues, Unusual
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, Outcome
+from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunStatus
 
 NOT_EXPLAINING: Final = ("telemetry/", "task/")

@@ -10,13 +10,10 @@ from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules import (
-    calibration,
     data,
-    equations,
     exploration,
     gradient_course,
     gradients,
-    integrity,
     memory,
     optimizer,
     policy,
@@ -28,7 +25,8 @@ from esper_telemetry.alarms.rules import (
     trust_region,
     value,
 )
-from esper_telemetry.alarms.rules.integrity import NONFINITE, NONFINITE_KEY
+from esper_telemetry.alarms.rules.exact import calibration, equations, integrity
+from esper_telemetry.alarms.rules.exact.integrity import NONFINITE, NONFINITE_KEY
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 """Entry points of plugins: each names an `AlarmRule` or an iterable of them."""

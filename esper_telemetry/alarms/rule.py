@@ -18,7 +18,7 @@ from esper_telemetry.alarms.number_text import number as number
 from esper_telemetry.alarms.number_text import percent as percent
 from esper_telemetry.alarms.number_text import span as span
 from esper_telemetry.alarms.number_text import times as times
-from esper_telemetry.alarms.return_course import ReturnCourse
+from esper_telemetry.alarms.verdict.return_course import ReturnCourse
 from esper_telemetry.core.metric import segment
 
 CAUSE_LAST_RANK: Final = 900

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.objective import LossRows, MinibatchObjective
+from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.objective import LossRows
+from esper_telemetry.core.equations.objective import LossRows
 from esper_telemetry.events import Shard
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.equation import UNCHECKED_FACT
-from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog

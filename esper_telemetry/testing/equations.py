@@ -14,24 +14,24 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import ParamSpec
 
-from esper_telemetry.metrics.integrity.actions import check_actions
-from esper_telemetry.metrics.integrity.advantages import check_gae
-from esper_telemetry.metrics.integrity.clipping import check_clipping
-from esper_telemetry.metrics.integrity.collection import check_replayed_log_probs, check_values
-from esper_telemetry.metrics.integrity.entropy_loss import check_entropy
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.gradients import check_gradient
-from esper_telemetry.metrics.integrity.log_probs import check_log_probs
-from esper_telemetry.metrics.integrity.log_ratios import check_log_ratios
-from esper_telemetry.metrics.integrity.minibatches import check_minibatches
-from esper_telemetry.metrics.integrity.normalization import check_normalized_advantages
-from esper_telemetry.metrics.integrity.optimizer_step import check_optimizer_step
-from esper_telemetry.metrics.integrity.policy_loss import check_policy_loss
-from esper_telemetry.metrics.integrity.returns import check_returns
+from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy
+from esper_telemetry.metrics.integrity.losses.log_ratios import check_log_ratios
+from esper_telemetry.metrics.integrity.losses.minibatches import check_minibatches
+from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
+from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss
+from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
+from esper_telemetry.metrics.integrity.rollouts.actions import check_actions
+from esper_telemetry.metrics.integrity.rollouts.collection import check_replayed_log_probs, check_values
+from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
+from esper_telemetry.metrics.integrity.rollouts.transitions import check_executed, check_rewards, check_transitions
 from esper_telemetry.metrics.integrity.schedules import check_schedule
-from esper_telemetry.metrics.integrity.total_loss import check_total_loss
-from esper_telemetry.metrics.integrity.transitions import check_executed, check_rewards, check_transitions
-from esper_telemetry.metrics.integrity.value_loss import check_value_loss
+from esper_telemetry.metrics.integrity.steps.clipping import check_clipping
+from esper_telemetry.metrics.integrity.steps.gradients import check_gradient
+from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step
+from esper_telemetry.metrics.integrity.targets.advantages import check_gae
+from esper_telemetry.metrics.integrity.targets.normalization import check_normalized_advantages
+from esper_telemetry.metrics.integrity.targets.returns import check_returns
 
 P = ParamSpec("P")
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.integrity.actions import (
+from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.rollouts.actions import (
     MAX_SQUASHED,
     action_inputs,
     action_totals,
     judge_actions,
 )
-from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.log_probs import check_log_probs
-from esper_telemetry.metrics.integrity.transitions import (
+from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
+from esper_telemetry.metrics.integrity.rollouts.transitions import (
     check_executed,
     check_rewards,
     check_transitions,

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.equation import UNCHECKED_FACT
+from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.metrics.integrity.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
-from esper_telemetry.metrics.integrity.log_ratios import LOG_RATIOS, check_log_ratios
-from esper_telemetry.metrics.integrity.minibatches import MINIBATCHES, check_minibatches
-from esper_telemetry.metrics.integrity.policy_loss import check_policy_loss
-from esper_telemetry.metrics.integrity.total_loss import check_total_loss
-from esper_telemetry.metrics.integrity.value_loss import check_value_loss
+from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
+from esper_telemetry.metrics.integrity.losses.log_ratios import LOG_RATIOS, check_log_ratios
+from esper_telemetry.metrics.integrity.losses.minibatches import MINIBATCHES, check_minibatches
+from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
+from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss
+from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
 

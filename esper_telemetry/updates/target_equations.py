@@ -15,11 +15,11 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.metrics.integrity.advantages import ADVANTAGES, compare_advantages
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
-from esper_telemetry.metrics.integrity.gae import GaeInputs, following_values
-from esper_telemetry.metrics.integrity.normalization import Scope, check_normalized_advantages
-from esper_telemetry.metrics.integrity.returns import RETURNS, check_returns
+from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
+from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
+from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import TARGET_COLUMNS, CollectedRows, UpdateData, columns_in_grid, in_grid
 

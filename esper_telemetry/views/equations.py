@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from esper_telemetry.alarms.rules.equations import RATE_KEY
-from esper_telemetry.core.equation import (
+from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
+from esper_telemetry.core.equations.equation import (
     Equation,
     EquationResult,
     Hypothesis,
@@ -22,8 +22,8 @@ from esper_telemetry.core.equation import (
     phrase,
     unchecked_reason,
 )
+from esper_telemetry.core.equations.schedule import SCHEDULES, RateHistory
 from esper_telemetry.core.record import Record, RunInfo
-from esper_telemetry.core.schedule import SCHEDULES, RateHistory
 from esper_telemetry.sinks.console import make_console
 
 State = Literal["matches", "variant", "differs", "unchecked"]

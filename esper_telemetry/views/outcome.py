@@ -15,7 +15,7 @@ from rich.text import Text
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
-from esper_telemetry.alarms.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, RunInfo
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.journal.read import alarms, last_outcome

@@ -12,7 +12,7 @@ from sb3_collection import HEALTHY, PROGRAMS
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.core.equation import EQUATION_KEY, equations
+from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.core.record import Record
 from esper_telemetry.journal import Run, read_run
 

@@ -9,8 +9,8 @@ import torch
 
 from esper_telemetry.alarms.baselines import Baselines
 from esper_telemetry.alarms.rule import Limits, View
-from esper_telemetry.alarms.rules.calibration import CalibrationJudge, sum_bound
-from esper_telemetry.metrics.integrity.actions import action_inputs, action_totals, check_actions
+from esper_telemetry.alarms.rules.exact.calibration import CalibrationJudge, sum_bound
+from esper_telemetry.metrics.integrity.rollouts.actions import action_inputs, action_totals, check_actions
 
 
 def record(logits: torch.Tensor, actions: torch.Tensor) -> dict[str, float]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from esper_telemetry.alarms import Detectors
-from esper_telemetry.core import equation as core
-from esper_telemetry.core.equation import Equation, Hypothesis
+from esper_telemetry.core.equations import equation as core
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
-from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 
 
 def declare(name: str, rank: int, *hypotheses: Hypothesis, advice: str = "") -> Equation:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from esper_telemetry.alarms.outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
+from esper_telemetry.alarms.verdict.outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
 from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.history.course import Array
 

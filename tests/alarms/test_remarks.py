@@ -9,7 +9,7 @@ import pytest
 from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, values
 
 from esper_telemetry.alarms import diagnose
-from esper_telemetry.alarms.published_settings import PUBLISHED, outside_settings, range_sentence, settings_of
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, outside_settings, range_sentence, settings_of
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
 SB3 = {**FACTS, "trainer": "stable-baselines3 PPO"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from esper_telemetry.alarms.remedies import fact_remedy, key_remedy, suppliers
-from esper_telemetry.alarms.unusual import (
+from esper_telemetry.alarms.verdict.remedies import fact_remedy, key_remedy, suppliers
+from esper_telemetry.alarms.verdict.unusual import (
     RunValues,
     beyond_bound,
     healthy_values,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.alarms.rules.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
+from esper_telemetry.alarms.rules.exact.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
 from esper_telemetry.core.metric import declared
 from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import (

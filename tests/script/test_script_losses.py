@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import read_run
-from esper_telemetry.core.equation import equation_results
+from esper_telemetry.core.equations.equation import equation_results
 
 SCRIPT = Path(__file__).parent / "scripts" / "wrong_losses.py"
 CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}

@@ -11,7 +11,7 @@ from test_script_runs import SCRIPTS, with_telemetry
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
-from esper_telemetry.core.equation import EQUATION_KEY
+from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.target_equations import target_checks

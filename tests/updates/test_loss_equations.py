@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.core.equation import EQUATION_KEY, EquationResult, equation_results
-from esper_telemetry.metrics.integrity.losses import LOSS_TOLERANCE
+from esper_telemetry.core.equations.equation import EQUATION_KEY, EquationResult, equation_results
+from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE
 from esper_telemetry.ppo.rollout import Batch
 
 STEPS, ENVS = 32, 4

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.core.equation import EQUATION_KEY, FITTED_KEY, equations
-from esper_telemetry.core.objective import MinibatchObjective
+from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
+from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from esper_telemetry.alarms.rules.integrity import ratio_init_grade
+from esper_telemetry.alarms.rules.exact.integrity import ratio_init_grade
 from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
 from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy

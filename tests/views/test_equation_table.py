@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from esper_telemetry.core import equation as core
-from esper_telemetry.core.equation import Equation, Hypothesis
+from esper_telemetry.core.equations import equation as core
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo
-from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.views.equations import EquationRow, equation_rows, print_equations
 
 SUM = Equation(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.core.equation import UNCHECKED_FACT
-from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 
 PLAIN_TYPES = (bool, int, float, str, type(None))

@@ -30,7 +30,7 @@ from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.adapters.sb3.facts import groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.objective import LossRows, MinibatchObjective
+from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
 
 CLIP_FUNCTION = "clip_grad_norm_"

@@ -24,7 +24,7 @@ from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, 
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.gradients import HeadNorms, clip_of, objective_event, shard_gradients
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.objective import MinibatchObjective
+from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(

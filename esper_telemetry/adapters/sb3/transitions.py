@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import Array
 from esper_telemetry.events import Transitions
-from esper_telemetry.metrics.integrity.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
+from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12
 """Entries of a step's observations up to which they are copied as the policy received them."""

@@ -28,8 +28,8 @@ from esper_telemetry.adapters.script.recorders import (
     ScalarLog,
 )
 from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
-from esper_telemetry.core.equation import UNCHECKED_FACT
-from esper_telemetry.core.objective import MinibatchObjective
+from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,

@@ -13,7 +13,7 @@ from torch import Tensor
 from esper_telemetry.adapters.columns import HeadColumns
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.variables import MinibatchVariables, Variables
-from esper_telemetry.metrics.integrity.entropy_loss import GAUSSIAN_ENTROPY
+from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
 
 MAX_FACTOR_ERROR = 0.02
 """Relative difference up to which a value loss is half the squared error or all of it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import next_values
-from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
-from esper_telemetry.alarms.rules.integrity import NONFINITE_KEY
+from esper_telemetry.alarms.rules.exact.integrity import NONFINITE_KEY
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 
 COUNT, RETURN, EPISODE_RETURN = "episode/count", "episode/return_mean_100", "episode/return_mean"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, Self
 
-from esper_telemetry.core.equation import Equation, Hypothesis, phrase
+from esper_telemetry.core.equations.equation import Equation, Hypothesis, phrase
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, label, reports

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from esper_telemetry.core.equation import Equation, Hypothesis
-from esper_telemetry.core.schedule import (
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.equations.schedule import (
     Array,
     RateSchedule,
     ScheduleInputs,

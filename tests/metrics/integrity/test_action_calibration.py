@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry.metrics.integrity.actions import check_actions
 from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.rollouts.actions import check_actions
 
 STEPS, ENVS = 256, 8
 SEEDS = range(6)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gae_programs import PROGRAMS, Array, Columns, cleanrl_style, random_rollout, right, stored_rewards
 
-from esper_telemetry.metrics.integrity.advantages import ADVANTAGES, check_gae
 from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, check_gae
 
 SHAPES = ((40, 4), (128, 1), (16, 16), (64, 2))
 SEVERAL_ENVIRONMENTS = {

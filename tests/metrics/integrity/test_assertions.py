@@ -10,7 +10,7 @@ import torch
 
 import esper_telemetry
 from esper_telemetry import check_gae, testing
-from esper_telemetry.core.equation import equations
+from esper_telemetry.core.equations.equation import equations
 from esper_telemetry.testing import assert_gae
 from esper_telemetry.testing import equations as assertions
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry.metrics.integrity.collection import VALUES, check_replayed_log_probs, check_values
 from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.rollouts.collection import VALUES, check_replayed_log_probs, check_values
 
 SEEDS = range(5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.equation import Equation, Hypothesis, equations
+from esper_telemetry.core.equations.equation import Equation, Hypothesis, equations
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
 
 

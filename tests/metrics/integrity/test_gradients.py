@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.gradients import check_gradient
+from esper_telemetry.metrics.integrity.steps.gradients import check_gradient
 
 COEFFICIENTS = {"policy": 1.0, "value": 0.5, "entropy": 0.02}
 SEEDS = range(5)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.log_probs import check_log_probs
+from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
 
 STEPS, ENVS, DIMENSIONS, CHOICES = 48, 4, 3, 5
 BOUNDS = torch.tensor([[-1.0] * DIMENSIONS, [1.0] * DIMENSIONS])

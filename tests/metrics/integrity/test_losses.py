@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.policy_loss import POLICY_LOSS, check_policy_loss
-from esper_telemetry.metrics.integrity.value_loss import VALUE_LOSS, check_value_loss
+from esper_telemetry.metrics.integrity.losses.policy_loss import POLICY_LOSS, check_policy_loss
+from esper_telemetry.metrics.integrity.losses.value_loss import VALUE_LOSS, check_value_loss
 
 MINIBATCHES, ROWS = 8, 64
 CLIP = 0.2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.minibatches import check_minibatches
+from esper_telemetry.metrics.integrity.losses.minibatches import check_minibatches
 
 STEPS, ENVS, SIZE = 32, 4, 16
 ROLLOUT, PASSES = STEPS * ENVS, 4

@@ -11,8 +11,8 @@ import torch
 from gae_programs import Array, Columns, normalize, random_rollout, rewards_to_go, right, settings
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.normalization import NORMALIZED_ADVANTAGES, check_normalized_advantages
-from esper_telemetry.metrics.integrity.returns import RETURNS, check_returns
+from esper_telemetry.metrics.integrity.targets.normalization import NORMALIZED_ADVANTAGES, check_normalized_advantages
+from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 
 SEEDS = range(5)
 

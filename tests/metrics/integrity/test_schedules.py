@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from esper_telemetry import check_schedule
-from esper_telemetry.core.schedule import SCHEDULE_FACT, Array, RateHistory, RateSchedule
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, Array, RateHistory, RateSchedule
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.schedules import SCHEDULES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.transitions import (
+from esper_telemetry.metrics.integrity.rollouts.transitions import (
     check_executed,
     check_rewards,
     check_transitions,

@@ -1,0 +1,1 @@
+"""Alarms of exact checks: identities and equations."""

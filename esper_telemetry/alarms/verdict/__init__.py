@@ -1,0 +1,1 @@
+"""The verdict on a run: its outcome, remarks on its settings, and what is unusual about it."""

@@ -1,0 +1,220 @@
+"""Remarks: what is unusual about a run and need not be wrong, reported once each as a journal event.
+
+A remark is no alarm: correct runs have some. Where a return stays flat or declines, they are the first candidates for its explanation.
+Those that hold of many correct runs have `quiet` in their data: they are worth showing only beside such a return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from esper_telemetry.alarms.number_text import number, percent
+from esper_telemetry.alarms.rule import View
+from esper_telemetry.alarms.verdict.published_settings import (
+    INITIAL_STD,
+    MIN_SEEN_SHARE,
+    is_outside,
+    outside_settings,
+    spread_sentence,
+)
+
+REMARK: Final = "remark"
+"""Type of the journal event."""
+
+MIN_STEPS: Final = 5000
+"""Environment steps without a reward that are worth a remark."""
+
+MIN_EPISODES: Final = 10
+"""Episodes that end alike, before that is one."""
+
+MIN_LIMITED_STEPS: Final = 20
+"""Steps of an episode from which on its length may be a time limit."""
+
+TINY_REWARD: Final = 1e-3
+"""Largest reward below which the scale of rewards is worth a remark."""
+
+SAME_STD: Final = 0.8
+"""Smallest over mean standard deviation, from which on a head has one for all states: else the setting does not say its size."""
+
+UNEQUAL_FEATURES: Final = 1000.0
+"""Largest over smallest feature of an observation."""
+
+Remark = tuple[str, dict[str, Any]]
+"""Name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`."""
+
+
+@dataclass(slots=True)
+class RewardCourse:
+    """Rewards of all records so far.
+
+    Attributes:
+        steps: environment steps.
+        largest: largest magnitude.
+        spread: largest standard deviation within a record.
+        values: mean rewards of records in which all were equal.
+    """
+
+    steps: int = 0
+    largest: float = 0.0
+    spread: float = 0.0
+    values: set[float] = field(default_factory=set)
+
+    def add(self, view: View) -> bool:
+        """Add a record; True where it has rewards."""
+        largest, spread = view.get("reward/absmax"), view.get("reward/std")
+        if largest is None or spread is None:
+            return False
+        self.steps += view.rollout_steps
+        self.largest, self.spread = max(self.largest, largest), max(self.spread, spread)
+        if spread == 0 and len(self.values) < 2:
+            self.values.add(view.get("reward/mean") or 0.0)
+        return True
+
+
+@dataclass(slots=True)
+class EpisodeLengths:
+    """Ends of all episodes so far.
+
+    Attributes:
+        episodes: that ended.
+        cut: some were cut off by a time limit.
+        shortest, longest: of those that terminated.
+    """
+
+    episodes: float = 0.0
+    cut: bool = False
+    shortest: float = float("inf")
+    longest: float = 0.0
+
+    def add(self, view: View) -> None:
+        """Add a record."""
+        self.episodes += view.get("episode/count") or 0.0
+        self.cut = self.cut or (view.get("episode/truncated_frac") or 0.0) > 0
+        self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
+        self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
+
+
+class Remarks:
+    """Remarks on one run, each reported once."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._rewards = RewardCourse()
+        self._ends = EpisodeLengths()
+        self._episode_length: float | None = None
+
+    def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return the events of an update."""
+        events: list[tuple[str, Mapping[str, Any]]] = []
+        for name, data in self._remarks(view):
+            if name not in self._names:
+                self._names.add(name)
+                events.append((REMARK, {"name": name, "update": view.update, **data}))
+        return events
+
+    def _remarks(self, view: View) -> Iterator[Remark]:
+        if view.update == 1:
+            for name, value, limit, text in outside_settings(view.facts):
+                yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
+            yield from initial_spread(view)
+        self._ends.add(view)
+        self._episode_length = view.get("episode/length_mean") or self._episode_length
+        yield from self._horizon(view)
+        yield from self._fixed_length()
+        if self._rewards.add(view):
+            yield from self._reward_remarks()
+        yield from unequal_features(view)
+        yield from features_and_gradients(view)
+
+    def _horizon(self, view: View) -> Iterator[Remark]:
+        """A discount that looks a few steps ahead in long episodes."""
+        gamma, length = view.facts.get("gamma"), self._episode_length
+        if not isinstance(gamma, int | float) or not 0 <= gamma < 1 or not length or self._ends.episodes < MIN_EPISODES:
+            return
+        seen = 1 / (1 - gamma)
+        if seen < MIN_SEEN_SHARE * length:
+            text = (
+                f"gamma is {number(gamma)} and looks about {number(seen)} steps ahead, {percent(seen / length)} of an episode of "
+                f"{number(length)} steps; published settings look ahead over 1.5 % and more"
+            )
+            yield "discount horizon", _data(text, "episode/length_mean", length, seen / MIN_SEEN_SHARE)
+
+    def _fixed_length(self) -> Iterator[Remark]:
+        """Episodes that all terminate after the same number of steps."""
+        ends = self._ends
+        if (
+            ends.episodes < MIN_EPISODES
+            or ends.cut
+            or ends.shortest != ends.longest
+            or ends.longest < MIN_LIMITED_STEPS
+        ):
+            return
+        text = (
+            f"all {number(ends.episodes)} episodes have ended after exactly {number(ends.longest)} steps and count as terminated: if that "
+            "is a time limit, it must be passed on as truncated, and the critic's estimate goes on behind it"
+        )
+        yield "fixed length", _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
+
+    def _reward_remarks(self) -> Iterator[Remark]:
+        rewards = self._rewards
+        if rewards.steps < MIN_STEPS:
+            return
+        if rewards.largest == 0:
+            text = f"none of the first {rewards.steps:,} steps has been paid a reward"
+            yield "no reward", _data(text, "reward/absmax", 0.0, 0.0)
+        elif rewards.largest < TINY_REWARD:
+            text = f"rewards are {number(rewards.largest)} at most: the critic's targets are next to nothing; scale them to about 1"
+            yield "tiny rewards", _data(text, "reward/absmax", rewards.largest, TINY_REWARD)
+        elif rewards.spread == 0 and len(rewards.values) == 1:
+            (value,) = rewards.values
+            text = (
+                f"every one of the first {rewards.steps:,} steps has been paid the same reward, {number(value)}: "
+                "only the length of an episode counts"
+            )
+            yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
+
+
+LOW_RANK: Final = 2.0
+"""Dimensions that the features of a policy use, below which it can hardly tell states apart; correct small networks have 2.3 and more."""
+
+DOMINANT_CRITIC: Final = 3.5
+"""Decades by which the critic's gradient exceeds the actor's; correct runs with unscaled returns stay below 3."""
+
+
+def features_and_gradients(view: View) -> Iterator[Remark]:
+    """Features of one or two dimensions, and a critic whose gradient is thousands of times the actor's."""
+    rank, ratio = view.get("repr/effective_rank"), view.get("grad/interference/log_ratio")
+    if rank is not None and rank < LOW_RANK:
+        text = f"the features of the policy use {number(rank)} dimensions: inputs are unscaled, or units are saturated or dead"
+        yield "low rank", _data(text, "repr/effective_rank", rank, LOW_RANK, quiet=True)
+    if ratio is not None and ratio > DOMINANT_CRITIC:
+        factor = 10 ** min(ratio, 300.0)
+        text = (
+            f"the critic's gradient is {number(factor)} times the actor's: returns are unscaled, or its loss is a sum"
+        )
+        yield "dominant critic", _data(text, "grad/interference/log_ratio", ratio, DOMINANT_CRITIC, quiet=True)
+
+
+def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = False) -> dict[str, Any]:
+    return {"text": text, "key": key, "value": value, "limit": limit, "quiet": quiet}
+
+
+def initial_spread(view: View) -> Iterator[Remark]:
+    """Standard deviations that no published configuration begins with."""
+    for head, key, value in view.labelled("policy/head/", "/std/mean"):
+        constant = (
+            view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value
+        )  # else it depends on the state
+        if constant and is_outside(INITIAL_STD, value):
+            limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
+            yield f"initial std {head}", _data(spread_sentence(value), key, value, limit)
+
+
+def unequal_features(view: View) -> Iterator[Remark]:
+    """Features of which some are next to nothing beside the others."""
+    ratio = view.get("obs/rms_ratio")
+    if ratio is not None and ratio > UNEQUAL_FEATURES and not view.facts.get("normalize_observations"):
+        text = f"one entry of the observations is {number(ratio)} times as large as another one: normalise observations"
+        yield "unequal features", _data(text, "obs/rms_ratio", ratio, UNEQUAL_FEATURES, quiet=True)

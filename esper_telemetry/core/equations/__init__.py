@@ -1,0 +1,1 @@
+"""Declarations of equations, and the settings that they need."""

@@ -1,0 +1,185 @@
+"""Learning rates beside the schedule that was set: the data of the equation "schedules", and its comparison without torch.
+
+A schedule is a straight line over the environment steps. Trainers read it before or after they count an update, so a difference of one
+update's share of the run is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper_telemetry.core.equations.equation import Equation, EquationResult, Hypothesis, equations
+
+Array = NDArray[np.float64]
+
+SCHEDULE_FACT: Final = "learning_rate_schedule"
+"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent where it is not a straight line."""
+
+SCHEDULES: Final = "schedules"
+"""Name of the equation."""
+
+UPDATE_SHARES: Final = 1.5
+"""Updates by which a schedule may run before or behind the environment steps."""
+
+MIN_TOLERANCE: Final = 1e-4
+
+MAX_POINTS: Final = 2048
+"""Updates that are compared; of longer runs every second, fourth, ... one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSchedule:
+    """A learning rate that goes from one number to another in a straight line.
+
+    Attributes:
+        initial, final: at the beginning and at the end; equal where the rate is constant.
+        total_steps: environment steps of the run.
+        begin: environment steps before its first update, where a run was resumed.
+        final_is_set: False where the settings say that the rate is annealed, and not to which number.
+        counts: numbers that a program may count in place of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
+    """
+
+    initial: float
+    final: float
+    total_steps: int
+    begin: int = 0
+    final_is_set: bool = True
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def fact(self) -> dict[str, Any]:
+        """Return the value of the fact."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> RateSchedule | None:
+        """Return the schedule that the facts of a run say; None where they say none."""
+        given = facts.get(SCHEDULE_FACT)
+        if not isinstance(given, Mapping) or not given.keys() <= set(cls.__slots__):
+            return None
+        return cls(**given)
+
+
+class ScheduleInputs(NamedTuple):
+    """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule."""
+
+    progress: Array
+    schedule: RateSchedule
+
+    def line(self, speed: float = 1.0, *, stops: bool = True) -> Array:
+        """Return the rates of a schedule that runs so many times as fast, and stops at its end or goes on beyond."""
+        share = speed * self.progress
+        return self.schedule.initial + (self.schedule.final - self.schedule.initial) * (
+            np.minimum(share, 1.0) if stops else share
+        )
+
+
+class RateExplanation(NamedTuple):
+    """A hypothesis that gives the rates, its error, and its fitted parameter."""
+
+    hypothesis: Hypothesis
+    error: float
+    fitted: float | None
+
+
+class RateComparison(NamedTuple):
+    """Result of a comparison; see `metrics.integrity.equations.EquationCheck`."""
+
+    error: float
+    tolerance: float
+    explanations: tuple[RateExplanation, ...]
+
+
+def compare_rates(
+    equation: Equation, inputs: ScheduleInputs, rates: Array, tolerance: float | None = None
+) -> RateComparison:
+    """Compare rates, one for each update, with their schedule, which may be read before or after an update is counted."""
+    schedule = inputs.schedule
+    scale = max(abs(schedule.initial), abs(schedule.final), float(np.abs(rates).max()))
+    widths = np.diff(inputs.progress, prepend=schedule.begin / schedule.total_steps)
+    if tolerance is None:
+        tolerance = max(MIN_TOLERANCE, UPDATE_SHARES * float(widths.max()))
+    conventions = inputs, inputs._replace(progress=inputs.progress - widths)
+
+    def error_of(values: Array) -> float:
+        return float(np.abs(rates - values).max()) / scale if scale else 0.0
+
+    error = min(error_of(equation.compute(each)) for each in conventions)
+    if error <= tolerance:
+        return RateComparison(error, tolerance, ())
+    explanations = []
+    for one in equation.hypotheses:
+        results = [one.compute(each) for each in conventions] if one.compute is not None else []
+        errors = [error_of(values) for values in results if values is not None]
+        if errors and min(errors) <= tolerance:
+            explanations.append(RateExplanation(one, min(errors), None))
+    for one in () if explanations else equation.hypotheses:
+        fits = [one.fit(each, rates) for each in conventions] if one.fit is not None else []
+        fitted = [RateExplanation(one, error_of(fit[1]), fit[0]) for fit in fits if fit is not None]
+        best = min(fitted, key=lambda each: each.error, default=None)
+        if best is not None and best.error <= tolerance:
+            explanations.append(best)
+    return RateComparison(error, tolerance, tuple(explanations))
+
+
+class RateHistory:
+    """Learning rates of a run so far, compared with its schedule.
+
+    Args:
+        facts: of the run.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._schedule = RateSchedule.of(facts)
+        self._progress: list[float] = []
+        self._rates: list[float] = []
+        self._over = False
+        self._every, self._count = 1, 0
+
+    def add(self, env_step: int, rate: float | None) -> None:
+        """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
+        schedule = self._schedule
+        if schedule is None or rate is None or self._over or env_step <= schedule.begin:
+            return
+        self._over = env_step >= schedule.total_steps
+        self._count += 1
+        if self._count % self._every and not self._over:
+            return
+        self._progress.append(min(1.0, env_step / schedule.total_steps))
+        self._rates.append(rate)
+        if len(self._rates) >= MAX_POINTS:
+            self._every *= 2
+            del self._progress[::2], self._rates[::2]
+
+    def result(self) -> EquationResult | None:
+        """Return the comparison; None without a schedule, or without updates."""
+        equation = equations().get(SCHEDULES)
+        if equation is None or self._schedule is None or not self._rates:
+            return None
+        compared = compare_rates(
+            equation, ScheduleInputs(np.array(self._progress), self._schedule), np.array(self._rates)
+        )
+        return EquationResult(
+            equation,
+            compared.error,
+            compared.tolerance,
+            tuple([one.hypothesis for one in compared.explanations]),
+            {one.hypothesis.name: one.fitted for one in compared.explanations if one.fitted is not None},
+        )
+
+
+def fitted_speed(inputs: ScheduleInputs, rates: Sequence[float] | Array) -> float | None:
+    """Return how many times as fast as set a schedule runs, by least squares over every second update on its way down; None without any."""
+    schedule, values = inputs.schedule, np.asarray(rates, dtype=np.float64)
+    way = schedule.final - schedule.initial
+    moving = np.abs(values - schedule.final) > MIN_TOLERANCE * abs(way)
+    ends = np.flatnonzero(~moving)
+    stop = int(ends[0]) if len(ends) else len(values)
+    progress, moved = inputs.progress[:stop:2], values[:stop:2] - schedule.initial
+    if way == 0 or not len(progress) or not progress.any():
+        return None
+    return float(progress @ moved / (progress @ progress) / way)

@@ -1,0 +1,1 @@
+"""Equations of the losses, and of the minibatches that they are taken over."""

@@ -1,0 +1,393 @@
+"""Equation of the policy loss: the clipped surrogate of PPO.
+
+Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.lazy import inference_mode, torch
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
+from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE, accumulated, divided, scaled
+from esper_telemetry.metrics.integrity.losses.surrogate import (
+    PolicyLossInputs,
+    between,
+    clipped_surrogate,
+    dual_clipped,
+    kl_penalty,
+    other_dual_clip,
+    other_range,
+    other_upper_bound,
+    over_padding,
+    per_head,
+    pessimistic,
+    surrogate_of_all_pairs,
+    with_padding_rows,
+)
+
+PPO_SOURCE: Final = "1707.06347, eq. 7"
+DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO"
+
+POLICY_LOSS = Equation(
+    name="policy_loss",
+    rank=52,
+    quantity="the policy losses",
+    equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε) A)",
+    source=PPO_SOURCE,
+    inputs="policy losses, log-ratios and advantages of the minibatches",
+    compute=clipped_surrogate,
+    tolerance=LOSS_TOLERANCE,
+    advice="Compare the line of the policy loss with the equation, term by term.",
+    hypotheses=(
+        Hypothesis(
+            name="sign",
+            says="the clipped surrogate without its minus sign, so that descent lowers the gain",
+            equation="L = mean min(r A, clip(r) A)",
+            compute=lambda x: -clipped_surrogate(x),
+            source=PPO_SOURCE,
+            advice="Minimise the negative of the surrogate.",
+        ),
+        Hypothesis(
+            name="negated_advantages",
+            says="the clipped surrogate of the advantages with the opposite sign",
+            equation="L = mean max(r A, clip(r) A)",
+            compute=lambda x: clipped_surrogate(replace(x, advantages=-x.advantages)),
+            source=PPO_SOURCE,
+            advice="Use max only with the two negative terms: max(-r A, -clip(r) A).",
+        ),
+        Hypothesis(
+            name="optimistic",
+            says="the larger of the two gains in place of the smaller",
+            equation="L = -mean max(r A, clip(r) A)",
+            compute=lambda x: -x.minibatches.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
+            source=PPO_SOURCE,
+            advice="Take min of the gains, or max of the losses.",
+        ),
+        Hypothesis(
+            name="no_minimum",
+            says="the clipped term alone, without the minimum",
+            equation="L = -mean clip(r, 1 - ε, 1 + ε) A",
+            compute=lambda x: -x.minibatches.mean(x.clipped() * x.advantages),
+            source=PPO_SOURCE,
+            advice="Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
+        ),
+        Hypothesis(
+            name="no_clip",
+            says="the surrogate without clipping",
+            equation="L = -mean r A",
+            compute=lambda x: -x.minibatches.mean(x.ratio * x.advantages),
+            source="1707.06347, eq. 6",
+            advice="Clip the ratio in the second term.",
+        ),
+        Hypothesis(
+            name="minimum_of_ratios",
+            says="the advantage times the smaller ratio, whatever the sign of the advantage",
+            equation="L = -mean min(r, clip(r)) A",
+            compute=lambda x: -x.minibatches.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
+            source=PPO_SOURCE,
+            advice="Multiply both ratios by the advantage before the minimum.",
+        ),
+        Hypothesis(
+            name="inverted_ratio",
+            says="the clipped surrogate with the ratio inverted: the old probability over the new one",
+            equation="L = -mean min(A / r, clip(1 / r) A)",
+            compute=lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
+            source=PPO_SOURCE,
+            advice="Take exp(new log-probability - old log-probability).",
+        ),
+        Hypothesis(
+            name="no_exponential",
+            says="the clipped surrogate with the log-ratio in place of the ratio",
+            equation="L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A)",
+            compute=lambda x: (
+                -x.minibatches.mean(
+                    torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
+                )
+            ),
+            source=PPO_SOURCE,
+            advice="Take the exponential of the difference of the log-probabilities.",
+        ),
+        Hypothesis(
+            name="log_prob",
+            says="the policy gradient of the log-probability, without a ratio",
+            equation="L = -mean log π(a) A",
+            compute=lambda x: None if x.log_probs is None else -x.minibatches.mean(x.log_probs * x.advantages),
+            source="1602.01783 (A2C)",
+            advice="Multiply the advantage by the ratio: over several epochs the log-probability is biased.",
+        ),
+        Hypothesis(
+            name="clip_around_zero",
+            says="the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε",
+            equation="L = -mean min(r A, clip(r, -ε, ε) A)",
+            compute=lambda x: between(x, -x.clip, x.clip),
+            source=PPO_SOURCE,
+            advice="Clip to 1 - ε and 1 + ε.",
+        ),
+        Hypothesis(
+            name="upper_clip_only",
+            says="the clipped surrogate without the lower bound of the ratio",
+            equation="L = -mean min(r A, min(r, 1 + ε) A)",
+            compute=lambda x: between(x, -torch.inf, 1 + x.clip),
+            source=PPO_SOURCE,
+            advice="Clip the ratio on both sides.",
+        ),
+        Hypothesis(
+            name="lower_clip_only",
+            says="the clipped surrogate without the upper bound of the ratio",
+            equation="L = -mean min(r A, max(r, 1 - ε) A)",
+            compute=lambda x: between(x, 1 - x.clip, torch.inf),
+            source=PPO_SOURCE,
+            advice="Clip the ratio on both sides.",
+        ),
+        Hypothesis(
+            name="clipped_product",
+            says="the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
+            equation="L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
+            compute=lambda x: -x.minibatches.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
+            source=PPO_SOURCE,
+            advice="Clip the ratio before it is multiplied by the advantage.",
+        ),
+        Hypothesis(
+            name="clipped_log_ratio",
+            says="the clipped surrogate with the log-ratio clipped to ±ε",
+            equation="L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
+            compute=lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
+            source=PPO_SOURCE,
+            advice="Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
+        ),
+        Hypothesis(
+            name="broadcast",
+            says="the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]",
+            equation="L = -mean_ij min(r_i A_j, clip(r_i) A_j)",
+            compute=surrogate_of_all_pairs,
+            source="https://github.com/DLR-RM/stable-baselines3/issues/130",
+            advice="Flatten log-probabilities and advantages to [N] both.",
+        ),
+        Hypothesis(
+            name="sum",
+            says="the sum over the rows in place of the mean",
+            equation="L = -Σ min(r A, clip(r) A)",
+            compute=lambda x: clipped_surrogate(x) * x.minibatches.counts,
+            source=PPO_SOURCE,
+            advice="Take the mean, so that the step does not grow with the minibatch.",
+        ),
+        Hypothesis(
+            name="unnormalized",
+            says="the clipped surrogate of the advantages before normalisation",
+            equation="L = -mean min(r A_raw, clip(r) A_raw)",
+            compute=lambda x: (
+                None if x.raw_advantages is None else clipped_surrogate(replace(x, advantages=x.raw_advantages))
+            ),
+            source=DETAILS_SOURCE,
+            advice="Use the normalised advantages in the loss.",
+        ),
+        Hypothesis(
+            name="shifted_rows",
+            says="the clipped surrogate with each ratio beside the advantage of the row before",
+            equation="L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})",
+            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.followers(-1)])),
+            advice="Index ratios and advantages with the same rows.",
+        ),
+        Hypothesis(
+            name="following_rows",
+            says="the clipped surrogate with each ratio beside the advantage of the row after",
+            equation="L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})",
+            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.followers(1)])),
+            advice="Index ratios and advantages with the same rows.",
+        ),
+        Hypothesis(
+            name="reversed_rows",
+            says="the clipped surrogate with the advantages in the reverse order of the rows",
+            equation="L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
+            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.reversed()])),
+            advice="Index ratios and advantages with the same rows.",
+        ),
+        Hypothesis(
+            name="padding_included",
+            says="the mean over all rows, padding included",
+            equation="L = -mean_{all rows} min(r A, clip(r) A)",
+            compute=with_padding_rows,
+            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
+            advice="Take the mean over the valid rows.",
+        ),
+        Hypothesis(
+            name="padding_counted",
+            says="the sum over the valid rows, divided by the number of all rows, padding included",
+            equation="L = -Σ_{valid} min(r A, clip(r) A) / N",
+            compute=over_padding,
+            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
+            advice="Divide by the number of valid rows.",
+        ),
+        Hypothesis(
+            name="normalized_again",
+            says="the clipped surrogate of the advantages, normalised over each minibatch",
+            equation="L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A",
+            compute=lambda x: clipped_surrogate(replace(x, advantages=x.minibatches.normalized(x.advantages))),
+            variant=True,
+            source=DETAILS_SOURCE,
+        ),
+        Hypothesis(
+            name="per_head",
+            says="the sum of the heads' clipped surrogates, each with its own ratio",
+            equation="L = -Σ_h mean min(r_h A, clip(r_h) A)",
+            compute=per_head,
+            variant=True,
+            source="1912.06680 (OpenAI Five)",
+        ),
+        Hypothesis(
+            name="dual_clip",
+            says="the surrogate with dual clipping at 3",
+            equation="L = -mean max(min(r A, clip(r) A), 3 A) where A < 0",
+            compute=dual_clipped,
+            variant=True,
+            source="1912.09729, eq. 5",
+        ),
+        Hypothesis(
+            name="truncated",
+            says="the surrogate with the ratio truncated at 1",
+            equation="L = -mean min(r, 1) A",
+            compute=lambda x: -x.minibatches.mean(x.ratio.clamp(max=1.0) * x.advantages),
+            variant=True,
+            source="1802.01561 (V-trace)",
+        ),
+        Hypothesis(
+            name="with_entropy",
+            says="the clipped surrogate with the entropy bonus in it",
+            equation="L = -mean min(r A, clip(r) A) - c H",
+            compute=lambda x: None if x.bonus is None else clipped_surrogate(x) + x.bonus,
+            variant=True,
+        ),
+        Hypothesis(
+            name="accumulated",
+            says="the clipped surrogate, divided by a number of accumulated parts:",
+            equation="L = -mean min(r A, clip(r) A) / k",
+            fit=lambda x, claimed: accumulated(clipped_surrogate(x), claimed),
+            parameter="k",
+            variant=True,
+        ),
+        Hypothesis(
+            name="annealed_clip",
+            says="the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,",
+            equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
+            fit=lambda x, claimed: other_range(x, claimed, wider=False),
+            parameter="ε",
+            variant=True,
+            source=DETAILS_SOURCE,
+        ),
+        Hypothesis(
+            name="clip_range",
+            says="the clipped surrogate with a larger clip range than the setting,",
+            equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
+            fit=lambda x, claimed: other_range(x, claimed, wider=True),
+            parameter="ε",
+            advice="Compare the bounds in the loss with the setting.",
+        ),
+        Hypothesis(
+            name="decoupled_clip",
+            says="the clipped surrogate with an upper bound of its own,",
+            equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
+            fit=other_upper_bound,
+            parameter="ε_high",
+            variant=True,
+            source="2503.14476 (DAPO), eq. 10",
+        ),
+        Hypothesis(
+            name="other_dual_clip",
+            says="the surrogate with dual clipping,",
+            equation="L = -mean max(min(r A, clip(r) A), c A) where A < 0",
+            fit=other_dual_clip,
+            parameter="c",
+            variant=True,
+            source="1912.09729, eq. 5",
+        ),
+        Hypothesis(
+            name="kl_penalty",
+            says="the clipped surrogate with a penalty on the divergence,",
+            equation="L = -mean min(r A, clip(r) A) + β KL",
+            fit=lambda x, claimed: kl_penalty(x, claimed, clipped_surrogate(x)),
+            parameter="β",
+            variant=True,
+            source="1707.06347, eq. 8",
+        ),
+        Hypothesis(
+            name="kl_penalty_alone",
+            says="the surrogate without clipping and with a penalty on the divergence,",
+            equation="L = -mean r A + β KL",
+            fit=lambda x, claimed: kl_penalty(x, claimed, -x.minibatches.mean(x.ratio * x.advantages)),
+            parameter="β",
+            variant=True,
+            source="1707.06347, eq. 8",
+        ),
+        Hypothesis(
+            name="scaled",
+            says="the clipped surrogate times a factor,",
+            equation="L = -c mean min(r A, clip(r) A)",
+            fit=lambda x, claimed: scaled(clipped_surrogate(x), claimed),
+            parameter="c",
+            advice="Look for a weight, or a division by another number than the rows.",
+        ),
+    ),
+)
+
+
+@inference_mode
+def check_policy_loss(
+    loss: ArrayLike,
+    log_ratio: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip: float,
+    valid: ArrayLike | None = None,
+    counts: Sequence[int] | None = None,
+    raw_advantages: ArrayLike | None = None,
+    log_probs: ArrayLike | None = None,
+    head_log_ratios: Sequence[ArrayLike] = (),
+    bonus: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of policy losses with the clipped surrogate of PPO.
+
+    One minibatch of ratios that are all 1 tells little: give all minibatches of an update at once.
+
+    Args:
+        loss: 0-d, or [M], one per minibatch.
+        log_ratio: [N], or [M, N], or [R] with `counts`: log-probability of the action now minus at collection.
+        advantages: of the same shape: as they multiply the ratio, that is normalised where they are.
+        clip: ε, above 0.
+        valid: bool, of the same shape; None where every row counts.
+        counts: rows of each minibatch, where the columns are [R].
+        raw_advantages: of the same shape: before normalisation, where the advantages should be normalised.
+        log_probs: of the same shape: log-probabilities of the actions now.
+        head_log_ratios: of the same shape each: of the heads of a policy with several.
+        bonus: of the shape of the loss: the entropy loss times its weight.
+        precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: shapes do not fit, or the clip range is not above 0.
+    """
+    if not clip > 0:
+        raise ValueError(f"clip must be above 0, got {clip!r}")
+    ratios = as_tensor(log_ratio)
+    given = {"advantages": advantages, "raw_advantages": raw_advantages, "log_probs": log_probs}
+    given |= {f"head_{place}": ratio for place, ratio in enumerate(head_log_ratios)}
+    columns = {name: as_tensor(column, ratios) for name, column in given.items() if column is not None}
+    claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, log_ratio=ratios, **columns)
+    inputs = PolicyLossInputs(
+        log_ratio=rows["log_ratio"],
+        advantages=rows["advantages"],
+        minibatches=minibatches,
+        clip=float(clip),
+        raw_advantages=rows.get("raw_advantages"),
+        log_probs=rows.get("log_probs"),
+        head_log_ratios=tuple(rows[f"head_{place}"] for place in range(len(head_log_ratios))),
+        bonus=None if bonus is None else as_tensor(bonus, ratios).detach().reshape(-1).double(),
+    )
+    terms = minibatches.mean(inputs.advantages.abs() * inputs.ratio.clamp(min=1))
+    return compare(POLICY_LOSS, inputs, claimed, magnitudes=(terms,), precision=precision, tolerance=tolerance)

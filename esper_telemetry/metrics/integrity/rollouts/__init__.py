@@ -1,0 +1,1 @@
+"""Equations of what is collected: log-probabilities, values, actions and transitions."""

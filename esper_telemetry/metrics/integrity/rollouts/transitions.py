@@ -1,0 +1,313 @@
+"""Equations of the transitions: the observation that a step returned is the next one acted on, with the reward of that step.
+
+Observations are compared by checksums, one number each, so that large ones need not be kept.
+
+Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, compare, unchecked
+from esper_telemetry.metrics.integrity.rollouts.log_probs import shifted
+from esper_telemetry.metrics.statistics import same_shape
+
+MAX_CHECKSUM_ENTRIES = 256
+"""Entries of an observation that its checksum is taken of, evenly spread."""
+
+MIN_FROZEN_STEPS = 64
+"""Steps within episodes without any change from which on observations count as never updated."""
+
+
+def checksums(observations: Tensor) -> Tensor:
+    """Return a number for each observation, float64: of [T, B, ...] in [T, B]. Equal observations have equal ones."""
+    rows = observations.reshape(*observations.shape[:2], -1)
+    rows = rows[..., :: max(1, -(-rows.shape[-1] // MAX_CHECKSUM_ENTRIES))].double()
+    place = torch.arange(1, rows.shape[-1] + 1, dtype=torch.float64, device=rows.device)
+    return (rows * (1.0 + place.sin().abs())).sum(-1)
+
+
+def informative(observations: Tensor) -> bool:
+    """Return whether observations [T, B, ...] are vectors of real numbers, which stay the same in no step of a usual environment."""
+    if not observations.is_floating_point() or observations.dim() != 3 or observations.shape[-1] < 2:
+        return False
+    return bool((observations != observations.round()).any())
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionInputs:
+    """Checksums of observations, [T, B] float64.
+
+    Attributes:
+        inputs: that were stored for each step.
+        outcomes: that each step returned: after an end the first one of the next episode.
+        finals: last ones of the episodes that ended in each step; NaN elsewhere.
+    """
+
+    inputs: Tensor
+    outcomes: Tensor
+    finals: Tensor
+
+
+def _final_observations(columns: TransitionInputs) -> Tensor | None:
+    ended = ~columns.finals.isnan()
+    return torch.where(ended, columns.finals, columns.outcomes)[:-1] if bool(ended[:-1].any()) else None
+
+
+def _stale(columns: TransitionInputs) -> Tensor | None:
+    return shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
+
+
+def _other_environment(columns: TransitionInputs) -> Tensor | None:
+    """The outcomes of the order of environments that comes closest to the inputs."""
+    envs = columns.inputs.shape[1]
+    if envs < 2:
+        return None
+    place = torch.arange(envs, device=columns.inputs.device)
+    orders = [torch.zeros_like(place), place.roll(1), place.roll(-1), place.flip(0)]
+    rows = columns.outcomes[:-1]
+    return min((rows[:, order] for order in orders), key=lambda x: float((x - columns.inputs[1:]).abs().sum()))
+
+
+TRANSITIONS = Equation(
+    name="transitions",
+    rank=10,
+    quantity="the observations",
+    equation="o_{t+1} is what the environment returned after a_t, and the first one of a new episode after an end",
+    source="Sutton and Barto 2018, figure 3.1",
+    inputs="the observations that were stored, and those that the environments returned",
+    compute=lambda columns: columns.outcomes[:-1],
+    tolerance=0.01,
+    advice="Compare what `env.step` returns with what is stored and acted on.",
+    hypotheses=(
+        Hypothesis(
+            name="never_updated",
+            says="those of the step before: they are never updated",
+            equation="o_{t+1} = o_t",
+            compute=lambda columns: columns.inputs[:-1],
+            advice="Assign what `env.step` returns to the observation that is acted on next.",
+        ),
+        Hypothesis(
+            name="stale",
+            says="those that the environment returned one step earlier",
+            equation="o_{t+1} = outcome of a_{t-1}",
+            compute=_stale,
+            advice="Act on what the last `env.step` returned, not on what was returned before it.",
+        ),
+        Hypothesis(
+            name="next_stored",
+            says="those that the action led to, in place of those that it was chosen on",
+            equation="o_t = outcome of a_t",
+            compute=lambda columns: columns.outcomes[1:],
+            advice="Store the observation before it is replaced by the next one.",
+        ),
+        Hypothesis(
+            name="final_observation",
+            says="the last ones of the episodes that ended, where the first ones of the next belong",
+            equation="o_{t+1} = last observation of the episode that ended with a_t",
+            compute=_final_observations,
+            source="https://gymnasium.farama.org/introduction/gym_compatibility/",
+            advice="After an end act on what `reset` returns; keep the last observation for the bootstrap only.",
+        ),
+        Hypothesis(
+            name="other_environment",
+            says="those of another environment",
+            equation="o_{t+1,b} = outcome of a_{t,σ(b)}",
+            compute=_other_environment,
+            advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+    ),
+)
+
+
+def _best_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+    """The reference in the order of environments that comes closest to the first column."""
+    own, reference = columns
+    if reference.shape[1] < 2:
+        return None
+    orders = [reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1), reference[:, :1].expand_as(reference)]
+    return min(orders, key=lambda x: float((x - own).abs().sum()))
+
+
+def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+    """The first column, where each step has the numbers of the reference in another order."""
+    own, reference = columns
+    same = own.shape[1] > 1 and bool((own.sort(1).values == reference.sort(1).values).all())
+    return own if same else None
+
+
+def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
+    def compute(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+        return shifted(columns[1], steps, columns[0])
+
+    return compute
+
+
+STORED_REWARDS = Equation(
+    name="stored_rewards",
+    rank=12,
+    quantity="the stored rewards",
+    equation="r_t is what the environment paid for a_t",
+    source="Sutton and Barto 2018, figure 3.1",
+    inputs="the rewards that were stored, and those that the environments returned",
+    compute=lambda columns: columns[1],
+    advice="Compare the rewards that `env.step` returns with those that are stored.",
+    hypotheses=(
+        Hypothesis(
+            name="step_before",
+            says="those of the step before",
+            equation="r_t = reward of a_{t-1}",
+            compute=_other_step(-1),
+            advice="Store the reward in the row of the action that earned it.",
+        ),
+        Hypothesis(
+            name="step_after",
+            says="those of the step after",
+            equation="r_t = reward of a_{t+1}",
+            compute=_other_step(1),
+            advice="Store the reward in the row of the action that earned it.",
+        ),
+        Hypothesis(
+            name="other_environment",
+            says="those of another environment",
+            equation="r_{t,b} = reward of a_{t,σ(b)}",
+            compute=_best_order,
+            advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+    ),
+)
+
+
+EXECUTED = Equation(
+    name="executed_actions",
+    rank=13,
+    quantity="the actions that arrive in the environments",
+    equation="those that the policy chose for these environments in this step",
+    source="Sutton and Barto 2018, figure 3.1",
+    inputs="the actions that were sent to the environments, and those that arrived there",
+    compute=lambda columns: columns[1],
+    tolerance=0.01,
+    advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
+    hypotheses=(
+        Hypothesis(
+            name="other_environment",
+            says="those of other environments",
+            equation="executed a_{t,b} = a_{t,σ(b)}",
+            compute=_any_order,
+            advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+        Hypothesis(
+            name="step_before",
+            says="those of the step before",
+            equation="executed a_t = a_{t-1}",
+            compute=_other_step(-1),
+            advice="Step the environments with the actions that were chosen for this step.",
+        ),
+    ),
+)
+
+
+@inference_mode
+def check_transitions(
+    observations: ArrayLike,
+    next_observations: ArrayLike | None = None,
+    *,
+    ended: ArrayLike,
+    final_observations: ArrayLike | None = None,
+    valid: ArrayLike | None = None,
+) -> EquationCheck:
+    """Return the comparison of each observation with what the step before it returned.
+
+    Args:
+        observations: [T, B, ...], that were acted on.
+        next_observations: [T, B, ...], that each step returned, the first one of the next episode after an end; None where they were not
+            kept: then only observations that never change are named.
+        ended: [T, B], bool: the step taken at t ended its episode.
+        final_observations: [T, B, ...], last ones of the episodes that ended, any numbers elsewhere.
+        valid: [T, B], bool: rows that are transitions; None where every row is.
+
+    Raises:
+        ValueError: where shapes do not fit together.
+    """
+    own = as_tensor(observations)
+    if own.dim() < 2:
+        raise ValueError(f"observations have the shape [T, B, ...], got {list(own.shape)}")
+    ends = as_mask(ended, own)
+    returned = None if next_observations is None else as_tensor(next_observations, own)
+    finals = None if final_observations is None else as_tensor(final_observations, own)
+    same_shape(observations=own, next_observations=returned, final_observations=finals)
+    assert ends is not None
+    same_shape(ended=ends, observations=own.flatten(2)[..., 0] if own.dim() > 2 else own)
+    sums = checksums(own)
+    return compare_transitions(
+        sums,
+        None if returned is None else checksums(returned),
+        ended=ends,
+        finals=None if finals is None else torch.where(ends, checksums(finals), torch.nan),
+        valid=as_mask(valid, sums),
+        informative=informative(own),
+    )
+
+
+def compare_transitions(
+    inputs: Tensor,
+    outcomes: Tensor | None,
+    *,
+    ended: Tensor,
+    finals: Tensor | None,
+    valid: Tensor | None,
+    informative: bool,
+) -> EquationCheck:
+    """Return the comparison of checksums; see `check_transitions`.
+
+    Args:
+        inputs, outcomes: [T, B], of the observations and of those that each step returned.
+        ended: [T, B], bool.
+        finals: [T, B], of the last observations of episodes, NaN where none ended.
+        valid: [T, B], bool.
+        informative: observations that do not change in any step are a mistake, and no property of the environment.
+    """
+    within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
+    frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
+    if frozen and informative:
+        never = TRANSITIONS.hypotheses[0]
+        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(never, 0.0),))
+    if outcomes is None or len(inputs) < 2:
+        return unchecked(TRANSITIONS, "what the environments returned is not there")
+    columns = TransitionInputs(inputs, outcomes, torch.full_like(inputs, torch.nan) if finals is None else finals)
+    return compare(TRANSITIONS, columns, inputs[1:], valid=None if valid is None else valid[1:] & valid[:-1])
+
+
+@inference_mode
+def check_rewards(rewards: ArrayLike, paid: ArrayLike, *, valid: ArrayLike | None = None) -> EquationCheck:
+    """Return the comparison of stored rewards [T, B] with those that each step of the environments returned.
+
+    Args:
+        rewards: that were stored, before anything is added to them.
+        paid: that the environments returned, same shape.
+        valid: same shape, bool; None where every entry counts.
+    """
+    stored = as_tensor(rewards).detach().double()
+    returned = as_tensor(paid, stored).detach().double()
+    same_shape(rewards=stored, paid=returned)
+    settings: dict[str, Any] = {"valid": as_mask(valid, stored)}
+    return compare(STORED_REWARDS, (stored, returned), stored, **settings)
+
+
+@inference_mode
+def check_executed(sent: ArrayLike, received: ArrayLike) -> EquationCheck:
+    """Return the comparison of the actions that arrived in the environments with those that were sent there.
+
+    Args:
+        sent, received: [T, B], choices, or checksums of vectors.
+    """
+    reference = as_tensor(sent).detach().double()
+    own = as_tensor(received, reference).detach().double()
+    same_shape(sent=reference, received=own)
+    return compare(EXECUTED, (own, reference), own)

@@ -1,0 +1,1 @@
+"""Equations of a gradient step: gradient, clipping, and the optimizer's change of the weights."""

@@ -1,0 +1,153 @@
+"""Comparison of a gradient with that of the PPO loss.
+
+Entries of each parameter are divided by the largest one that its parameter has in the trainer's gradient or in the terms of the loss, so
+that a critic whose gradient is a thousand times the actor's hides nothing of the actor's. Shapes: N rows of the minibatch, d entries of K
+parameters, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart
+from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
+from esper_telemetry.metrics.integrity.steps.gradient_terms import TERMS, GradientInputs, TermGradients, gradient_scale
+from esper_telemetry.metrics.integrity.steps.loss_gradients import ALTERNATIVE_LOSSES, flat64
+
+Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
+
+
+@no_grad
+def check_gradient(
+    gradients: Tensors,
+    terms: Mapping[str, Tensors],
+    *,
+    coefficients: Mapping[str, float],
+    previous: Tensors | None = None,
+    weights: Tensors | None = None,
+    rows: int | None = None,
+    max_norm: float | None = None,
+    alternatives: Mapping[str, Tensors] | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of a gradient, before clipping, with that of the PPO loss.
+
+    Tensors of the K parameters are a mapping by name or a sequence, in one order everywhere; None is a gradient of zeros. A parameter with
+    `requires_grad` stands for its `.grad`.
+
+    Args:
+        gradients: the trainer's, after the backward pass.
+        terms: gradients of the terms at the same minibatch and weights, without coefficients: `policy`, `value` (half the mean squared
+            error), `entropy` (the negative mean entropy); any of them.
+        coefficients: weights of the terms; 1 for `policy` where it is not given.
+        previous: gradients of the minibatch before, as they were last in `.grad`.
+        weights: of the parameters, to recognise a penalty on them.
+        rows: of the minibatch, to recognise a sum in place of a mean.
+        max_norm: limit of the global norm.
+        alternatives: gradients of other losses by the name of their hypothesis, unweighted: of `no_clip` and others of
+            `ALTERNATIVE_LOSSES`, or `critic_leaks`: that of the value loss where nothing is stopped.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where terms are missing or unknown, or shapes differ.
+    """
+    unknown = sorted({*terms, *coefficients} - set(TERMS))
+    if unknown or not terms:
+        raise ValueError(f"terms of the loss are {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
+    unweighted = [name for name in terms if name != "policy" and name not in coefficients]
+    if unweighted:
+        raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
+    unknown = sorted(set(alternatives or ()) - {*ALTERNATIVE_LOSSES, "critic_leaks"})
+    if unknown:
+        raise ValueError(f"unknown alternatives: {', '.join(unknown)}")
+    given = _entries(gradients)
+    by_term = {name: _entries(terms[name]) for name in TERMS if name in terms}
+    counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
+    if not given or len(set(counts.values())) > 1:
+        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
+    columns = zip(given, *by_term.values(), strict=True)
+    present = [next((entry for entry in column if entry is not None), None) for column in columns]
+    models = [entry for entry in present if entry is not None]
+    if len(models) < len(present):
+        raise ValueError(
+            f"each parameter needs a gradient, the trainer's or of a term, and number {present.index(None)} has none"
+        )
+
+    def joined(name: str, tensors: Tensors) -> Tensor:
+        entries = _entries(tensors)
+        shapes = [None if entry is None else list(entry.shape) for entry in entries]
+        expected = [list(model.shape) for model in models]
+        if len(shapes) != len(expected) or any(one not in (None, e) for one, e in zip(shapes, expected, strict=True)):
+            raise ValueError(f"{name} must have the shapes {expected}, got {shapes}")
+        filled = zip(entries, models, strict=True)
+        return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
+
+    vectors = {name: joined(name, entries) for name, entries in by_term.items()}
+    others = {name: joined(name, entries) for name, entries in (alternatives or {}).items()}
+    numels = tuple([model.numel() for model in models])
+    return compare_gradient(
+        joined("gradients", gradients),
+        vectors,
+        {"policy": 1.0, **coefficients},
+        numels,
+        previous=None if previous is None else joined("previous", previous),
+        weights=None if weights is None else flat64([w for w in _values(weights) if w is not None]),
+        rows=rows,
+        max_norm=max_norm,
+        alternatives=others.get,
+        precision=precision,
+        tolerance=tolerance,
+    )
+
+
+def compare_gradient(
+    claimed: Tensor,
+    terms: Mapping[str, Tensor],
+    coefficients: Mapping[str, float],
+    numels: tuple[int, ...],
+    *,
+    previous: Tensor | None = None,
+    weights: Tensor | None = None,
+    rows: int | None = None,
+    max_norm: float | None = None,
+    alternatives: TermGradients = lambda name: None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; arguments are those of `GradientInputs`, unscaled."""
+    weighted = [coefficients.get(name, 0.0) * gradient for name, gradient in terms.items()]
+    scale = gradient_scale(claimed, weighted, numels)
+    inputs = GradientInputs(
+        terms={name: gradient / scale for name, gradient in terms.items()},
+        coefficients={name: float(weight) for name, weight in coefficients.items()},
+        numels=numels,
+        scale=scale,
+        claimed=claimed / scale,
+        previous=None if previous is None else previous / scale,
+        weights=None if weights is None else weights / scale,
+        rows=rows,
+        max_norm=max_norm,
+        alternatives=alternatives,
+    )
+    return told_apart(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
+
+
+def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:
+    """Return the largest error [d] of a gradient next to the largest entry of its parameter."""
+    if torch.equal(claimed, total):
+        return 0.0
+    scale = gradient_scale(claimed, [total], numels)
+    return float(((claimed - total) / scale).abs().max())
+
+
+def _values(tensors: Tensors) -> list[Tensor | None]:
+    return list(tensors.values()) if isinstance(tensors, Mapping) else list(tensors)
+
+
+def _entries(tensors: Tensors) -> list[Tensor | None]:
+    """The gradients: those of parameters in place of parameters."""
+    return [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]

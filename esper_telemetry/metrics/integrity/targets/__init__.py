@@ -1,0 +1,1 @@
+"""Equations of a rollout's targets: advantages, returns, and normalised advantages."""

@@ -1,0 +1,256 @@
+"""Explanations of advantages with a fitted parameter.
+
+Each fit returns the parameter and the advantages [T, B] that GAE gives with it, or None. Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from esper_telemetry.core.equations.equation import TOLERANCES, Hypothesis
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, gae
+
+ADVANTAGE_TOLERANCE = 1.0
+"""Factor of `TOLERANCES` for advantages. Loops in float32 come to 2e-7 relative error with values near 0, 2e-6 over 128 steps and 2e-5 over
+2048 steps with values near 1000 and no discount."""
+
+MIN_TERMINATIONS = 3
+"""Terminations from which on what was added to their rewards is told from a constant."""
+
+MIN_BOOTSTRAPPED = 0.8
+"""Fraction of terminations with a value added from which on all of them are said to have one."""
+
+MAX_PARAMETER = 1.0 + 1e-6
+"""Largest discount and largest lambda that a fit may give."""
+
+
+class LocalEquation:
+    """The recursion at each row with the claimed advantage of the next one, in which every parameter is linear.
+
+    A_t - r_t + V_t = gamma V(s_{t+1}) + gamma lambda (1 - end_t) A_{t+1}. Fits use every second row that counts.
+
+    Attributes:
+        left: A_t - r_t + V_t, [T, B].
+        ahead: (1 - end_t) A_{t+1}, [T, B]; 0 in the last row.
+        rows: [T, B], bool: rows that are fitted.
+    """
+
+    def __init__(self, inputs: GaeInputs, claimed: Tensor) -> None:
+        self.left = claimed - inputs.rewards + inputs.values
+        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        self.ahead = torch.zeros_like(claimed)
+        self.ahead[:-1] = claimed[1:] * goes_on[:-1]
+        self.rows = torch.zeros_like(inputs.ended)
+        self.rows.view(-1)[::2] = True
+        if inputs.valid is not None:
+            self.rows &= inputs.valid
+
+    def solve(self, left: Tensor, *factors: Tensor) -> list[float] | None:
+        """Return the least-squares coefficients of the factors; None where the rows do not determine them."""
+        matrix = torch.stack([factor[self.rows] for factor in factors], 1)
+        normal = matrix.t() @ matrix
+        scale = normal.diagonal().prod()
+        if len(matrix) <= len(factors) or not bool(torch.linalg.det(normal) > 1e-12 * scale) or not bool(scale > 0):
+            return None
+        solution: list[float] = torch.linalg.solve(normal, matrix.t() @ left[self.rows]).tolist()
+        return solution
+
+
+Fit = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
+
+
+def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(local.left, inputs.next_values + inputs.gae_lambda * local.ahead)
+    if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gamma=solution[0]))
+
+
+def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the lambda with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(local.left - inputs.gamma * inputs.next_values, inputs.gamma * local.ahead)
+    if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gae_lambda=solution[0]))
+
+
+def fitted_both(place: int) -> Fit:
+    """Return a fit of discount and lambda together, which gives the first or the second of them."""
+
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        if fitted_gamma_explains(inputs, claimed):
+            return None
+        local = LocalEquation(inputs, claimed)
+        solution = local.solve(local.left, inputs.next_values, local.ahead)
+        if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
+            return None
+        pair = solution[0], solution[1] / solution[0]
+        if not 0 <= pair[1] <= MAX_PARAMETER:
+            return None
+        return pair[place], gae(replace(inputs, gamma=pair[0], gae_lambda=pair[1]))
+
+    return fit
+
+
+def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
+    """Return True where one parameter alone explains the numbers, so that two are not needed."""
+    scale = float(torch.stack([claimed.abs().amax(), inputs.values.abs().amax(), inputs.rewards.abs().amax()]).amax())
+    for fit in (fitted_gamma, fitted_lambda):
+        result = fit(inputs, claimed)
+        if result is not None:
+            difference = (result[1] - claimed).abs()
+            counted = difference if inputs.valid is None else difference[inputs.valid]
+            if float(counted.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
+                return True
+    return False
+
+
+def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor of the rewards with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(_implied_rewards(inputs, local), inputs.rewards)
+    if solution is None or not solution[0] > 0:
+        return None
+    return solution[0], gae(inputs, rewards=solution[0] * inputs.rewards)
+
+
+def fitted_clip(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the magnitude at which rewards are cut."""
+    local = LocalEquation(inputs, claimed)
+    fitted = _implied_rewards(inputs, local)[local.rows]
+    limit = float(fitted.abs().amax()) if fitted.numel() else 0.0
+    beyond = inputs.rewards.abs() > limit
+    if limit <= 0 or int(beyond.sum()) < MIN_TERMINATIONS:
+        return None
+    return limit, gae(inputs, rewards=inputs.rewards.clamp(-limit, limit))
+
+
+def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
+    """Rewards with which the recursion gives the claimed advantages, [T, B]."""
+    decay = inputs.gamma * inputs.gae_lambda
+    return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
+
+
+def fitted_termination(constant: bool) -> Fit:
+    """Return a fit of what is added to the rewards of terminations: one number, or numbers within the range of the values.
+
+    The rows of terminations give these numbers; all others, most of which lie before one, decide.
+    """
+
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        rows = inputs.terminated if inputs.valid is None else inputs.terminated & inputs.valid
+        added = (claimed - inputs.rewards + inputs.values)[rows]
+        if len(added) < MIN_TERMINATIONS:
+            return None
+        scale = float(claimed.abs().amax())
+        spread = float(added.amax() - added.amin())
+        if constant:
+            value = float(added[::2].mean())
+            return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
+        low, high = float(inputs.values.amin()), float(inputs.values.amax())
+        bootstrap = torch.zeros_like(inputs.values)
+        bootstrap[rows] = added / max(inputs.gamma, 1e-6)
+        outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
+        some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
+        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some):
+            return None
+        return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
+
+    return fit
+
+
+def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the mean of the values that bootstrap the last step. The last row gives them; all others decide."""
+    if len(claimed) < MIN_TERMINATIONS or not inputs.gamma or not inputs.gae_lambda:
+        return None
+    open_ends = ~inputs.ended[-1]
+    if not bool((open_ends & ~inputs.ended[-2]).any()):
+        return None
+    implied = (claimed[-1] - inputs.rewards[-1] + inputs.values[-1]) / inputs.gamma
+    next_values = inputs.next_values.clone()
+    next_values[-1] = torch.where(open_ends, implied, next_values[-1])
+    return float(implied[open_ends].mean()), gae(inputs, next_values=next_values)
+
+
+FITTED = (
+    Hypothesis(
+        "other_gamma",
+        "GAE with another discount,",
+        "A_t with another γ",
+        fit=fitted_gamma,
+        parameter="gamma",
+        advice="Compare the discount that the advantages use with the setting.",
+    ),
+    Hypothesis(
+        "other_lambda",
+        "GAE with another lambda,",
+        "A_t with another λ",
+        fit=fitted_lambda,
+        parameter="lambda",
+        advice="Compare the lambda that the advantages use with the setting.",
+    ),
+    Hypothesis(
+        "both_gamma",
+        "GAE with another discount and another lambda,",
+        "A_t with other γ and λ",
+        fit=fitted_both(0),
+        parameter="gamma",
+        advice="Compare both with the settings.",
+    ),
+    Hypothesis(
+        "both_lambda",
+        "the same with",
+        "A_t with other γ and λ",
+        fit=fitted_both(1),
+        parameter="lambda",
+        advice="Compare both with the settings.",
+    ),
+    Hypothesis(
+        "terminal_reward",
+        "GAE with the same number added to the reward of each termination,",
+        "r_t + c at terminations",
+        fit=fitted_termination(constant=True),
+        parameter="c",
+        advice="Learn from the rewards that are stored.",
+    ),
+    Hypothesis(
+        "termination_bootstrapped",
+        "GAE that adds a value after terminations, as if a time limit had ended the episode;",
+        "δ_t = r_t + γ V(s_{t+1}) - V_t at terminations",
+        fit=fitted_termination(constant=False),
+        parameter="mean value",
+        source="Pardo et al. 2018, 1712.00378",
+        advice="Bootstrap where truncated is set and terminated is not.",
+    ),
+    Hypothesis(
+        "other_last_value",
+        "GAE that bootstraps the last step with other values;",
+        "δ_T = r_T + γ x - V_T",
+        fit=fitted_last_value,
+        parameter="their mean",
+        advice="Ask the critic for the observation after the last step, with the weights and states of the rollout.",
+    ),
+    Hypothesis(
+        "reward_clip",
+        "GAE of rewards clipped to [-c, c],",
+        "δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t",
+        fit=fitted_clip,
+        parameter="c",
+        advice="Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
+    ),
+    Hypothesis(
+        "reward_scale",
+        "GAE of scaled rewards,",
+        "δ_t = c r_t + γ V_{t+1} - V_t",
+        fit=fitted_reward_scale,
+        parameter="factor",
+        variant=True,
+        source="reward scaling, 2006.05990",
+    ),
+)
+"""Explanations with a parameter."""

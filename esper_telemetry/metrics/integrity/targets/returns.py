@@ -1,0 +1,336 @@
+"""The equation of the critic's targets, the mistakes that explain a difference, and `check_returns`.
+
+Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
+from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated
+from esper_telemetry.metrics.statistics import same_shape
+
+MIN_ROWS = 8
+"""Rows from which on mean and standard deviation of a batch are no explanation by themselves."""
+
+RETURNS_TOLERANCE = 1.0
+"""Factor of `TOLERANCES` for returns. Sums in float32 come to 1e-7 relative error."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnInputs:
+    """Columns of a rollout or of some of its rows, float64; [T, B] where steps follow one another, else of any shape.
+
+    Attributes:
+        advantages: as they are stored.
+        values: at collection.
+        claimed: the trainer's returns.
+        rewards, next_values: the latter 0 after termination; None where they are not there.
+        ended: bool: the step ended its episode; None beside them.
+        gamma: discount; None beside them.
+        new_values: the critic's estimates after some optimizer steps; None where they are not there.
+        valid: rows that count; None where all do.
+    """
+
+    advantages: Tensor
+    values: Tensor
+    claimed: Tensor
+    rewards: Tensor | None = None
+    next_values: Tensor | None = None
+    ended: Tensor | None = None
+    gamma: float | None = None
+    new_values: Tensor | None = None
+    valid: Tensor | None = None
+
+    def counted(self, values: Tensor) -> Tensor:
+        """The rows that count, [N]."""
+        return values.flatten() if self.valid is None else values[self.valid]
+
+
+def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
+    """The candidate that is nearest to the claimed returns."""
+    errors = [float(inputs.counted((one - inputs.claimed).abs()).amax()) for one in candidates]
+    return candidates[errors.index(min(errors))]
+
+
+def _standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
+    std, mean = torch.std_mean(counted, correction=correction)
+    return (values - mean) / (std + STD_EPS)
+
+
+def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
+    counted = inputs.counted(inputs.advantages)
+    if len(counted) < 2:
+        return None
+    normal = [_standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
+    return _nearest(inputs, *(one + inputs.values for one in normal))
+
+
+def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
+    """Returns whose difference from the values gives the stored advantages when it is normalised."""
+    rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
+    if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
+        return None
+    candidates = []
+    for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
+        std, mean = torch.std_mean(rows, correction=correction)
+        candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
+    return _nearest(inputs, *candidates)
+
+
+def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
+    total = inputs.advantages + inputs.values
+    counted = inputs.counted(total)
+    if len(counted) < MIN_ROWS:
+        return None
+    return _nearest(inputs, *(_standard(total, counted, one) for one in (0, 1)))
+
+
+def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
+    """Return discounted sums of rewards, with or without the value after the last step."""
+
+    def compute(inputs: ReturnInputs) -> Tensor | None:
+        if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
+            return None
+        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        after = torch.where(inputs.ended, inputs.next_values, 0.0)
+        if bootstrap:
+            after[-1] = inputs.next_values[-1]
+        rewards = inputs.rewards + inputs.gamma * after
+        counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
+        return accumulated(counted, inputs.gamma * goes_on)
+
+    return compute
+
+
+def _td_targets(inputs: ReturnInputs) -> Tensor | None:
+    if inputs.rewards is None or inputs.next_values is None or inputs.gamma is None:
+        return None
+    return inputs.rewards + inputs.gamma * inputs.next_values
+
+
+def _next_value_added(inputs: ReturnInputs) -> Tensor | None:
+    return None if inputs.next_values is None else inputs.advantages + inputs.next_values
+
+
+def _swapped(inputs: ReturnInputs) -> Tensor | None:
+    values = inputs.values
+    if values.dim() != 2 or 1 in values.shape:
+        return None
+    turned = (values.t().reshape(values.shape), values.reshape(values.shape[::-1]).t())
+    return _nearest(inputs, *(inputs.advantages + one for one in turned))
+
+
+def _mean_value(inputs: ReturnInputs) -> Tensor | None:
+    mean = inputs.counted(inputs.values)
+    return inputs.advantages + mean.mean() if len(mean) > 1 else None
+
+
+def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers [N] in the order of the claimed ones: these themselves where both hold the same numbers."""
+    ranked = torch.empty_like(numbers)
+    ranked[claimed.argsort()] = numbers.sort().values
+    return ranked
+
+
+def _other_rows(inputs: ReturnInputs) -> Tensor | None:
+    counted = inputs.counted(inputs.claimed)
+    if len(counted) < MIN_ROWS:
+        return None
+    moved = ranked(counted, inputs.counted(inputs.advantages + inputs.values))
+    if inputs.valid is None:
+        return moved.view_as(inputs.claimed)
+    result = inputs.claimed.clone()
+    result[inputs.valid] = moved
+    return result
+
+
+RETURNS = Equation(
+    name="returns",
+    rank=25,
+    quantity="the returns",
+    equation="R_t = A_t + V(s_t)",
+    source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
+    inputs="advantages before normalisation, values and returns",
+    compute=lambda inputs: inputs.advantages + inputs.values,
+    tolerance=RETURNS_TOLERANCE,
+    advice="Check that advantages, values and returns are indexed and masked alike.",
+    hypotheses=(
+        Hypothesis(
+            "normalized",
+            "values plus advantages that were normalised before",
+            "R = (A - mean) / std + V",
+            _with_normalized,
+            source="Huang et al. 2022: returns are computed before advantages are normalised",
+            advice="Compute the returns before you normalise advantages.",
+        ),
+        Hypothesis(
+            "values_missing",
+            "advantages: the values were not added",
+            "R = A",
+            lambda inputs: inputs.advantages,
+            advice="Add the values, or the critic learns the advantage.",
+        ),
+        Hypothesis(
+            "values_alone",
+            "the values: the advantages were not added",
+            "R = V",
+            lambda inputs: inputs.values,
+            advice="Add the advantages, or the critic learns nothing.",
+        ),
+        Hypothesis(
+            "values_subtracted",
+            "advantages less values, or values less advantages",
+            "R = ±(A - V)",
+            lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
+            advice="Returns are advantages plus values.",
+        ),
+        Hypothesis(
+            "next_values",
+            "advantages plus the values of the next states",
+            "R_t = A_t + V(s_{t+1})",
+            _next_value_added,
+            advice="Add the value of the state that the action was taken in.",
+        ),
+        Hypothesis(
+            "new_values",
+            "advantages plus values of after the update began",
+            "R = A + V_new",
+            lambda inputs: None if inputs.new_values is None else inputs.advantages + inputs.new_values,
+            advice="Add the values that were stored at collection, once, before the first epoch.",
+        ),
+        Hypothesis(
+            "rewards",
+            "the rewards",
+            "R_t = r_t",
+            lambda inputs: inputs.rewards,
+            advice="Store advantages plus values.",
+        ),
+        Hypothesis(
+            "monte_carlo_cut",
+            "discounted rewards to the end of the rollout, without a bootstrap after the last step",
+            "R_t = Σ_k γ^k r_{t+k}",
+            _discounted(bootstrap=False),
+            advice="Bootstrap the last step with the value of the state that follows the rollout.",
+        ),
+        Hypothesis(
+            "axes_swapped",
+            "advantages plus values with steps and environments exchanged",
+            "R[t, b] = A[t, b] + V.reshape(B, T)[b, t]",
+            _swapped,
+            advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+        ),
+        Hypothesis(
+            "mean_value",
+            "advantages plus the mean value of all rows",
+            "R_i = A_i + mean_j V_j",
+            _mean_value,
+            source="[N] against [N, 1] gives [N, N]",
+            advice="Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].",
+        ),
+        Hypothesis(
+            "other_rows",
+            "advantages plus values, of other rows",
+            "R_i = A_j + V_j",
+            _other_rows,
+            advice="Index advantages, values and returns with the same rows.",
+        ),
+        Hypothesis(
+            "normalized_after",
+            "values plus advantages before these were normalised over the whole batch",
+            "A = (R - V - mean) / std",
+            _normalized_after,
+            variant=True,
+            source="openai/spinningup, openai/baselines ppo2",
+        ),
+        Hypothesis(
+            "normalized_returns",
+            "advantages plus values, normalised over the batch",
+            "R = (A + V - mean) / std",
+            _normalized_sum,
+            variant=True,
+            source="value normalisation, 2006.05990",
+        ),
+        Hypothesis(
+            "monte_carlo",
+            "discounted rewards with the last value (lambda = 1)",
+            "R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})",
+            _discounted(bootstrap=True),
+            variant=True,
+            source="openai/spinningup ppo: rewards-to-go are the targets of the value function",
+        ),
+        Hypothesis(
+            "td_targets",
+            "one-step targets (lambda = 0)",
+            "R_t = r_t + γ V(s_{t+1})",
+            _td_targets,
+            variant=True,
+            source="Sutton & Barto 2018, section 13.5",
+        ),
+    ),
+)
+
+
+@inference_mode
+def check_returns(
+    advantages: ArrayLike,
+    values: ArrayLike,
+    returns: ArrayLike,
+    *,
+    rewards: ArrayLike | None = None,
+    next_values: ArrayLike | None = None,
+    ended: ArrayLike | None = None,
+    gamma: float | None = None,
+    new_values: ArrayLike | None = None,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the critic's targets with advantages plus values.
+
+    Args:
+        advantages: as they are stored, before minibatches are normalised, [T, B] or any shape.
+        values, returns: same shape; values at collection.
+        rewards, next_values, ended, gamma: tell Monte-Carlo returns and TD targets apart, [T] or [T, B]; `next_values` is 0 after
+            termination.
+        new_values: the critic's estimates after some optimizer steps.
+        valid: bool; None where every entry is.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where shapes disagree.
+    """
+    claimed = as_tensor(returns).detach()
+    given = {
+        "advantages": advantages,
+        "values": values,
+        "rewards": rewards,
+        "next_values": next_values,
+        "new_values": new_values,
+    }
+    columns = {
+        name: as_tensor(column, claimed).detach().to(claimed.device).double()
+        for name, column in given.items()
+        if column is not None
+    }
+    flags = [None if mask is None else mask.to(claimed.device) for mask in (as_mask(ended), as_mask(valid))]
+    same_shape(returns=claimed, ended=flags[0], valid=flags[1], **columns)
+    if not claimed.numel() or (flags[1] is not None and not bool(flags[1].any())):
+        return unchecked(RETURNS, "no row counts")
+    inputs = ReturnInputs(claimed=claimed.double(), ended=flags[0], valid=flags[1], gamma=gamma, **columns)
+    magnitudes = (inputs.counted(inputs.advantages), inputs.counted(inputs.values))
+    check = compare(
+        *(RETURNS, inputs, claimed),
+        magnitudes=magnitudes,
+        valid=inputs.valid,
+        precision=precision,
+        tolerance=tolerance,
+    )
+    return told_apart(check)
