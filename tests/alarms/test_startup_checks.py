@@ -50,6 +50,7 @@ def rewarded(function: Callable[[Any], Any]) -> Change:
     return lambda step, _: step._replace(rewards=function(np.array(step.rewards, dtype=np.float64)))
 
 
+ENDS = ("episode/terminated_length_min", "episode/terminated_length_max")
 LARGE = np.array([5000.0, 1.0, 1.0, 1.0])
 WRONG: Mapping[str, tuple[str, str, Change | None, Mapping[str, Any]]] = {
     "observations constant": ("obs/constant", "CartPole-v1", observed(np.zeros_like), {}),
@@ -90,7 +91,8 @@ def test_a_constant_reward_of_episodes_that_all_last_as_long_is_named() -> None:
 
     def equal(metrics: Values, ago: int) -> None:
         metrics.update({"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0})
-        metrics.update({"episode/length_mean": 200.0, "episode/count": 4.0})
+        metrics.update(dict.fromkeys(("episode/length_mean", *ENDS), 200.0))
+        metrics["episode/count"] = 4.0
 
     def lengths_vary(metrics: Values, ago: int) -> None:
         equal(metrics, ago)

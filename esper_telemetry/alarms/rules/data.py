@@ -98,6 +98,14 @@ GAP_FACTOR = 3.0
 MIN_EQUAL_EPISODES = 10
 """Episodes of one and the same length, from which on an equal reward per step carries no information."""
 
+MIN_UPDATES_WITH_ENDS = 3
+"""Updates in which these must have ended, where only the mean length of each update is known."""
+
+EPISODE_LENGTHS = (
+    "episode/length_mean",
+    *(f"episode/{kind}_length_{end}" for kind in ("terminated", "truncated") for end in ("min", "max")),
+)
+
 CONSTANT_STEPS = count("reward_constant_transitions", 1000, "transitions with the same reward, at least")
 NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any reward from the start, at least")
 
@@ -117,7 +125,8 @@ class ConstantRewardJudge:
         updates, transitions: since the last one.
         paid: the rewards of such updates, two at most.
         episodes: that have ended since the start.
-        lengths: their smallest and largest mean length of an update.
+        lengths: their smallest and largest length.
+        updates_with_ends: updates in which any ended.
     """
 
     varied: int = 0
@@ -127,6 +136,7 @@ class ConstantRewardJudge:
     paid: set[float] = field(default_factory=set)
     episodes: float = 0.0
     lengths: tuple[float, float] | None = None
+    updates_with_ends: int = 0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         spread, largest = view.get("reward/std"), view.get("reward/absmax")
@@ -162,14 +172,14 @@ class ConstantRewardJudge:
         )
 
     def _add_episodes(self, view: View) -> None:
-        length = view.get("episode/length_mean")
-        if length is not None:
-            low, high = self.lengths or (length, length)
-            self.lengths = min(low, length), max(high, length)
+        lengths = [length for key in EPISODE_LENGTHS if (length := view.get(key)) is not None]
+        if lengths:
+            self.lengths = min([*lengths, *(self.lengths or ())]), max([*lengths, *(self.lengths or ())])
             self.episodes += view.get("episode/count") or 0.0
+            self.updates_with_ends += 1
 
     def _equal_lengths(self) -> bool:
-        if self.lengths is None or self.episodes < MIN_EQUAL_EPISODES:
+        if self.lengths is None or self.episodes < MIN_EQUAL_EPISODES or self.updates_with_ends < MIN_UPDATES_WITH_ENDS:
             return False
         low, high = self.lengths
         return high - low <= 1e-9 * high
