@@ -464,6 +464,7 @@ SB3_STEPS = (
             "        model.policy.action_net.weight.mul_(100)\n",
             "        model.policy.action_net.weight.mul_(100)\n    model.policy.optimizer.param_groups[0]['params'] = list(model.policy.mlp_extractor.parameters())\n",
         ),
+        follows=(GRAD,),
     ),
     sb3(
         "same_minibatches",
