@@ -459,7 +459,7 @@ SB3_STEPS = (
     sb3(
         "missing_parameter",
         (OPT,),
-        "not in|missing|left out|part",
+        "left.out|lacks",
         (
             "        model.policy.action_net.weight.mul_(100)\n",
             "        model.policy.action_net.weight.mul_(100)\n    model.policy.optimizer.param_groups[0]['params'] = list(model.policy.mlp_extractor.parameters())\n",

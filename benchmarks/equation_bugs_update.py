@@ -228,7 +228,7 @@ SCRIPT_STEPS = (
     script(
         "missing_parameter",
         (OPT,),
-        "not in|missing|left out|part",
+        "left.out|lacks",
         (MAKE_ADAM + "agent.parameters()", MAKE_ADAM + "agent.actor.parameters()"),
     ),
     script("other_optimizer", (OPT,), "gradient.descent|another", (MAKE_ADAM, DESCENT + "optimizer = Descent(")),
