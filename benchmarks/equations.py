@@ -336,7 +336,7 @@ def summarise_healthy(results: Sequence[Mapping[str, Any]]) -> None:
     for name in names:
         having = [one for one in results if name in one["checked"]]
         failed = sum(name in one["named"] and name not in one["variants"] for one in having)
-        largest = max(one["largest"][name] for one in having if name not in one["variants"]) if having else 0.0
+        largest = max([one["largest"][name] for one in having if name not in one["variants"]], default=0.0)
         print(f"| {name} | {len(having)} | {sum(one['checked'][name] for one in having)} | {largest:.2g} | {failed} |")
     alarms = [f"{one['name']} seed {one['seed']}: {', '.join(one['alarms'])}" for one in results if one["alarms"]]
     print(

@@ -24,7 +24,7 @@ from esper_telemetry.metrics.integrity.rollouts.log_probs import LogProbInputs, 
 from esper_telemetry.updates.containment import Measurement
 
 FIRST_RATIO = 1e-3
-"""Nats by which the first minibatch's log-ratio exceeds rounding: healthy runs stay below 1e-5."""
+"""Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
 
 
 class GridColumn(NamedTuple):

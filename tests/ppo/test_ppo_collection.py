@@ -27,7 +27,7 @@ def values_of(
     trainer = PPO(make_env(env, num_envs=4), PPOConfig(seed=2, num_steps=48, **settings))
     if change is not None:
         collect = trainer.collector.collect
-        trainer.collector.collect = lambda resets: change(collect(resets))  # type: ignore[method-assign]
+        trainer.collector.collect = lambda resets: change(collect(resets))  # type: ignore[method-assign, assignment, misc]  # replaced on the object
     with Telemetry([], level="debug", run_dir=run_dir, offload=False) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(total_steps=3 * 48 * 4)

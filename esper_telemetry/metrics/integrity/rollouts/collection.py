@@ -21,7 +21,7 @@ from esper_telemetry.metrics.integrity.rollouts.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
 REPLAY_TOLERANCE = 1.0
-"""Factor of the tolerances. Healthy runs in single precision: up to 2e-6, with an LSTM and without."""
+"""Factor of the tolerances. Healthy runs in single precision: at most 2.5e-7, with an LSTM and without."""
 
 Alternatives = Mapping[str, Callable[[], "ArrayLike | None"]]
 """Passes of the policy over other inputs, by the names of hypotheses."""
