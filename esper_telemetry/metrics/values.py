@@ -359,9 +359,6 @@ class EndingBias(MetricGroup):
             source="heuristic; V - R is V - r where the value of the final observation is missing",
         )
         .absent("no episode was cut by a time limit")
-        .advises(
-            "Bootstrap time limits with the value of the final observation, not with that of the next episode's first."
-        )
     )
     terminated: Mean = reports(
         Metric.quantity("value/bias_terminated", 438, "bias of the critic at terminations", unit="return")

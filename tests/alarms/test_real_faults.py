@@ -102,6 +102,15 @@ def shifted_masks(event: RolloutEnd) -> RolloutEnd:
     return replace(event, action_masks={head: mask.roll(1, 0) for head, mask in event.action_masks.items()})
 
 
+def likelier(event: RolloutEnd) -> RolloutEnd:
+    """In every second environment the likeliest action in place of the drawn one."""
+
+    def mixed(actions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(actions.shape[1]) % 2 == 0, logits.argmax(-1), actions)
+
+    return replace(event, actions={head: mixed(event.actions[head], event.logits[head]) for head in event.actions})
+
+
 def old_data(event: RolloutEnd) -> RolloutEnd:
     """Data that were collected for the update before."""
     return replace(event, update=event.update - 1)
@@ -189,6 +198,7 @@ class Growing:
 
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "integrity/equation": (lambda: breaking(cartpole(num_steps=64), 3, shorter_traces), 6),
+    "integrity/actions": (lambda: falsified(cartpole(), RolloutEnd, 1, likelier), 40),
     "integrity/mask_violation": (lambda: falsified(recall(), RolloutEnd, 4, shifted_masks), 6),
     "integrity/buffer_age": (lambda: falsified(cartpole(), RolloutEnd, 4, old_data), 6),
     "integrity/rows_repeated": (lambda: falsified(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),

@@ -66,6 +66,7 @@ CASES: dict[str, Case] = {
     "integrity/equation": Case(
         set_to({"integrity/equation/advantages": 0.3, "integrity/equation/advantages_ends_ignored": 1e-7})
     ),
+    "integrity/actions": Case(set_to({"integrity/actions/mode": 90.0, "integrity/actions_variance/mode": 10.0})),
     "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
     "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
     "integrity/rows_repeated": Case(set_to({"integrity/rows_repeated": 0.75})),
@@ -202,7 +203,7 @@ def test_a_healthy_run_raises_nothing_and_leaves_no_question_open() -> None:
     verdicts = judged(run(200))
 
     assert alarms(verdicts) == []
-    assert {name for verdict in verdicts for name, _ in verdict.events} <= {"task/plateau"}
+    assert {name for verdict in verdicts for name, _ in verdict.events} <= {"task/plateau", "outcome"}
     assert {verdict.values["alarm/active"] for verdict in verdicts} == {0.0}
 
 
