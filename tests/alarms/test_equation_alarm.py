@@ -43,7 +43,7 @@ RATES = core.equations()["schedules"]
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {one.name: one for one in (LOSSES, SUMS, MEANS, RATES)}
-    for module in ("core.equation", "core.schedule"):
+    for module in ("core.equations.equation", "core.equations.schedule"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
 
 

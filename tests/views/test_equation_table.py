@@ -46,7 +46,7 @@ RATES = core.equations()["schedules"]
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three equations, two of them of these tests."""
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
-    for module in ("core.equation", "core.schedule", "views.equations"):
+    for module in ("core.equations.equation", "core.equations.schedule", "views.equations"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
 
 
