@@ -30,12 +30,12 @@ def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
     [
         ("none", {}),
         ("min", {"policy_loss": {"optimistic"}}),
-        ("sign", {"policy_loss": {"sign"}}),
-        ("broadcast", {"value_loss": {"broadcast"}}),
+        pytest.param("sign", {"policy_loss": {"sign"}}, marks=pytest.mark.slow),
+        pytest.param("broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),
         ("bonus", {"total_loss": {"entropy_sign"}}),
-        ("sample", {"entropy_loss": {"sample"}}),
-        ("replace", {"minibatches": {"with_replacement"}}),
-        ("slice", {"minibatches": {"same_minibatch"}}),
+        pytest.param("sample", {"entropy_loss": {"sample"}}, marks=pytest.mark.slow),
+        pytest.param("replace", {"minibatches": {"with_replacement"}}, marks=pytest.mark.slow),
+        pytest.param("slice", {"minibatches": {"same_minibatch"}}, marks=pytest.mark.slow),
     ],
 )
 def test_the_mistake_of_a_script_is_named(tmp_path: Path, bug: str, expected: dict[str, set[str]]) -> None:

@@ -100,7 +100,14 @@ BREAKS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("equation", "mistake"), BREAKS)
+QUICK = {("policy_loss", "no_clip"), ("value_loss", "sign"), ("entropy_loss", "sign"), ("minibatches", "unshuffled")}
+"""Breaks that every run of the tests has; the others are trained in the slow ones."""
+
+
+@pytest.mark.parametrize(
+    ("equation", "mistake"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in BREAKS],
+)
 def test_a_wrong_step_of_the_update_is_named_and_the_others_match(tmp_path: Path, equation: str, mistake: str) -> None:
     results = train(tmp_path, changes=BREAKS[equation, mistake], num_epochs=6)
     failing = [result for result in results[equation] if not result.matches]
