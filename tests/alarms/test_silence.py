@@ -35,9 +35,13 @@ def test_a_solved_task_with_little_entropy_is_no_collapse() -> None:
 
 def test_a_constant_reward_per_step_is_no_fault() -> None:
     """As in tasks that are about surviving: 1 per step from the first step on."""
-    lives = set_to({"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0})
+    constant = {"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0}
+    lengths = {
+        "episode/terminated_length_min": 4.0,
+        "episode/terminated_length_max": 25.0,
+    }  # the task is to make them longer
 
-    assert alarms(judged(run(100, lives, since=1))) == []
+    assert alarms(judged(run(100, set_to({**constant, **lengths}), since=1))) == []
 
 
 def test_a_rare_reward_may_stay_away_for_as_long_as_it_did_before() -> None:

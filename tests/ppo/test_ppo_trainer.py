@@ -20,6 +20,7 @@ from esper_telemetry.events import (
     BackwardEnd,
     BackwardsEnd,
     BeforeUpdate,
+    CollectionReplay,
     Copy,
     EpisodeEnd,
     EvaluationEnd,
@@ -37,6 +38,7 @@ from esper_telemetry.events import (
     Scale,
     Shard,
     StateGradients,
+    Transitions,
     TrunkBackward,
     UpdateEnd,
 )
@@ -348,5 +350,16 @@ def test_every_documented_event_is_emitted() -> None:
         if isinstance(value, type) and value.__module__ == events.__name__ and name not in others
     }
 
-    parts = {Hooks, Scale, Shard, PolicyReplay, Outputs, Activations, StateGradients, Copy}
+    parts = {
+        Hooks,
+        Scale,
+        Shard,
+        PolicyReplay,
+        Outputs,
+        Activations,
+        StateGradients,
+        Copy,
+        Transitions,
+        CollectionReplay,
+    }
     assert documented - parts == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}

@@ -19,6 +19,8 @@ LATER = "needs 50 updates: tests/history/test_temporal.py"
 ELSEWHERE = {
     "{key}/cusum": LATER,
     "{key}/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
+    "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/metrics/integrity/test_equations.py",
+    "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/metrics/integrity/test_equations.py",
 }
 """Keys that no run here can report, and why."""
 

@@ -238,22 +238,22 @@ class LargestSeed(MetricGroup):
     """Place of the seed whose gradient is largest beside its clip limit."""
 
     environment: Last = reports(
-        Metric.quantity("seed/largest/environment", 1583, "environment of the largest gradient", unit="index", low=0.0)
+        Metric.quantity("seed/largest/environment", 1587, "environment of the largest gradient", unit="index", low=0.0)
         .asks("In which environment is the seed with the largest gradient?")
         .absent("no seed learns")
     )
     slot: Last = reports(
-        Metric.quantity("seed/largest/slot", 1584, "slot of the largest gradient", unit="index", low=0.0)
+        Metric.quantity("seed/largest/slot", 1588, "slot of the largest gradient", unit="index", low=0.0)
         .asks("In which slot is it?")
         .absent("no seed learns")
     )
     stage: Last = reports(
-        Metric.quantity("seed/largest/stage", 1585, "stage of the largest gradient", unit="index", low=0.0)
+        Metric.quantity("seed/largest/stage", 1589, "stage of the largest gradient", unit="index", low=0.0)
         .asks("In which stage is it, as a number of `slots.Stage`?")
         .absent("no seed learns")
     )
     blueprint: Last = reports(
-        Metric.quantity("seed/largest/blueprint", 1586, "blueprint of the largest gradient", unit="index", low=0.0)
+        Metric.quantity("seed/largest/blueprint", 1590, "blueprint of the largest gradient", unit="index", low=0.0)
         .asks("Of which blueprint is it?")
         .absent("no seed learns")
     )
