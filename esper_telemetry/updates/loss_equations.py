@@ -70,7 +70,7 @@ class LossClaims(NamedTuple):
         return None if stored is None else stored + self.batches.log_ratio
 
     def chosen_log_probs(self) -> Tensor | None:
-        """Return the same [R] by the distributions of the minibatches; None where an action is not known."""
+        """Return the same [R] by the distributions of the minibatches; None where these or an action are not known."""
         batches, rollout = self.batches, self.rollout
         if rollout is None or not set(batches.log_std) <= set(batches.means):
             return None
@@ -87,7 +87,7 @@ class LossClaims(NamedTuple):
                 distance = (actions.reshape(log_std.shape) - batches.means[head]) / log_std.exp()
                 part = (0.5 - 0.5 * distance.square() - log_std - GAUSSIAN_ENTROPY).sum(-1)
             parts.append(torch.where(batches.relevance[head], part, 0.0) if head in batches.relevance else part)
-        return torch.stack(parts).sum(0)
+        return torch.stack(parts).sum(0) if parts else None
 
 
 def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:

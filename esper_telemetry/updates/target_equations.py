@@ -157,6 +157,8 @@ def _returns_in_use(
     old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
     if old_values is None or returns is None or rows is None:
         return unchecked(RETURNS, "the minibatches do not show their targets and rows")
+    if int(rows.max()) >= rollout.returns.numel():
+        return unchecked(RETURNS, "the rows of the minibatches are not those of the rollout")
     if torch.equal(returns, rollout.returns.flatten()[rows]):
         return unchecked(RETURNS, "the targets are those of the rollout")
     return check_returns(
