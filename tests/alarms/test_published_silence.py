@@ -268,6 +268,20 @@ def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
     assert "though the policy moves by 0.0045 nats" in found.text and "has not moved" not in found.text
 
 
+def test_a_policy_that_moved_before_its_learning_rate_fell_stands_still() -> None:
+    """Whole distributions were measured in the last update at the old rate only, which moved them."""
+
+    def falls(metrics: Values, ago: int) -> None:
+        if ago == 0:
+            metrics["policy/kl_exact"] = 0.0045
+        else:
+            metrics.update({"policy/kl_max": 1e-9, "policy/kl": 1e-9, "opt/lr": 1e-6})
+
+    found = next(a for a in alarms(judged(run(40, falls))) if a.type == "policy/kl_stall")
+
+    assert "has not moved" in found.text and "though the policy moves" not in found.text
+
+
 def test_a_controller_without_gradients_has_no_learning_rate() -> None:
     """A scripted controller reports a learning rate of 0 and no gradient."""
     gradients = {key: None for key in run(1)[0].values if key.startswith(("grad/", "opt/update"))}

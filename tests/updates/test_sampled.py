@@ -31,13 +31,16 @@ SAMPLED = ALIGNMENT | ENTRIES | NOISE | STEP | WEIGHTS
 
 
 def trainer(**settings: Any) -> PPO:
-    config = {"num_steps": 32, "num_epochs": 2, "num_minibatches": 4, "hidden_sizes": (8, 8), "entropy_coef": 0.01}
+    """A trainer whose learning rate stays: `values_of` learns update by update, and each call would anneal to its own end."""
+    config: dict[str, Any] = {"num_steps": 32, "num_epochs": 2, "num_minibatches": 4, "hidden_sizes": (8, 8)}
+    config |= {"entropy_coef": 0.01, "anneal_learning_rate": False}
     return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(**{**config, **settings}))
 
 
 def recall(**settings: Any) -> PPO:
-    config = PPOConfig(policy="lstm", num_steps=32, num_epochs=2, num_minibatches=2, lstm_size=8, **settings)
-    return PPO(CueRecall(8, seed=0), config)
+    config: dict[str, Any] = {"policy": "lstm", "num_steps": 32, "num_epochs": 2, "num_minibatches": 2, "lstm_size": 8}
+    config["anneal_learning_rate"] = False
+    return PPO(CueRecall(8, seed=0), PPOConfig(**{**config, **settings}))
 
 
 def values_of(run_dir: Path, source: PPO, *, updates: int, **options: Any) -> list[dict[str, float]]:

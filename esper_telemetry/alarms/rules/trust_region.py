@@ -176,7 +176,8 @@ class KlStallJudge(AnnealedRate):
 
     Attributes:
         moves: largest KL of the latest updates.
-        exact: KL over whole distributions at the latest look, with the update of that look.
+        exact: KL over whole distributions in the latest sampled update, 0 after an update whose ratios have moved: it says nothing of a
+            later standstill.
     """
 
     moves: list[float] = field(default_factory=list)
@@ -186,9 +187,9 @@ class KlStallJudge(AnnealedRate):
         key, bound = "policy/kl_max", view.limits[KL_STALL]
         annealed = self.stopped(view)
         value, rate = view.get(key), view.get("opt/lr")
-        self.exact = view.values.get("policy/kl_exact", self.exact)
         if value is None:
             return
+        self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
         moves.append(value)
         del moves[:-SLOW_UPDATES]
