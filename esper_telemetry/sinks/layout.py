@@ -143,11 +143,15 @@ def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
     return f"{words} [{group.unit}]" if group.unit.strip("1") else words
 
 
+JUDGED: Final = ("integrity/equation", "integrity/actions")
+"""Beginnings of keys that alarms and `check` read: about 26, which would leave no room for others in runs with an LSTM."""
+
+
 class KeyBudget:
     """Admit keys up to a limit, most important families first, for the rest of the run; other keys stay in the journal only.
 
-    Numbers of single layers and histories of other keys are details: shown in runs at DEBUG or with `details`, and never counted as
-    refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do.
+    Numbers of single layers and equations, and histories of other keys, are details: shown in runs at DEBUG or with `details`, and never
+    counted as refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do.
     """
 
     def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool, quiet: bool = False) -> None:
@@ -178,7 +182,7 @@ class KeyBudget:
             self._details |= {
                 key
                 for key, template in templates.items()
-                if "/layer/" in key or LAYER_LABEL in template or template.startswith(HISTORY_LABEL)
+                if "/layer/" in key or LAYER_LABEL in template or template.startswith((HISTORY_LABEL, *JUDGED))
             }
         refused = []
         for key in sorted(new - self._details, key=self._rank):

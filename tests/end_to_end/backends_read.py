@@ -68,8 +68,10 @@ def shown_histograms(record: Record) -> Mapping[str, Histogram]:
 
 @cache
 def is_detail(key: str) -> bool:
-    """Return True where a key belongs to a single layer, or to the history of another key."""
+    """Return True where a key belongs to a single layer or equation, or to the history of another key."""
     template = template_of(key, {metric.key: metric for metric in catalogue()})
+    if key.startswith(("integrity/equation", "integrity/actions")):
+        return True
     return "{layer}" in template or template.startswith("{key}/")
 
 
