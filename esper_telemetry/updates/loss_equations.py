@@ -13,10 +13,14 @@ from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
-from esper_telemetry.metrics.integrity.losses.log_ratios import LOG_RATIOS, check_log_ratios
-from esper_telemetry.metrics.integrity.losses.minibatches import MINIBATCHES, check_minibatches
+from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
+from esper_telemetry.metrics.integrity.losses.minibatches import (
+    LOG_RATIOS,
+    MINIBATCHES,
+    check_log_ratios,
+    check_minibatches,
+)
 from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
-from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss
 from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
