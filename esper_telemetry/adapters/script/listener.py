@@ -38,6 +38,7 @@ from esper_telemetry.events import (
     RecurrentForward,
     RolloutEnd,
     RunStart,
+    Transitions,
     UpdateEnd,
 )
 
@@ -216,6 +217,7 @@ class ScriptListener:
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
         ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
+        transitions = rollout and self.environments.transitions(rollout.observations, rollout.actions)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -223,16 +225,18 @@ class ScriptListener:
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
         if rollout is not None:
-            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions)
 
-    def _emit_rollout(self, rollout: RolloutVariables, ends: RecordedEnds | None) -> None:
+    def _emit_rollout(
+        self, rollout: RolloutVariables, ends: RecordedEnds | None, transitions: Transitions | None
+    ) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
         count, actions = len(heads.logits) + len(heads.means), rollout.actions
         by_head: dict[str, Tensor] = {}
         if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
             by_head = head_actions(actions, head_names(count), heads.means)
-        columns = rollout._asdict() | {"actions": by_head}
+        columns = rollout._asdict() | {"actions": by_head, "observations": None}
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
@@ -241,6 +245,7 @@ class ScriptListener:
                 time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
+                transitions=transitions,
                 **columns,
                 **heads._asdict(),
             )

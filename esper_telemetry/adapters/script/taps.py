@@ -279,7 +279,7 @@ class Taps:
             except BaseException:
                 self._call_briefly(lambda script: [script.environments.leave(moment) for moment in began])
                 raise
-            self._call_briefly(lambda script: _after_step(script, env, result, began))
+            self._call_briefly(lambda script: _after_step(script, env, result, began, args))
             return result
 
         return stepped
@@ -323,11 +323,11 @@ class Taps:
         self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
 
 
-def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float]) -> None:
+def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float], args: Sequence[Any]) -> None:
     """A step of the script's own, not one that an environment around it takes."""
     outermost = [script.environments.leave(moment) for moment in began]
     if all(outermost) and script.environments.includes(env):
-        script.environments.after_step(env, result)
+        script.environments.after_step(env, result, args[0] if args else None)
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:

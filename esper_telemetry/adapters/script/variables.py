@@ -68,6 +68,7 @@ DONES: Aliases = ("dones", "terminations", "dones_buf", "done_buf", "terminateds
 NEXT_DONE: Aliases = ("next_done", "next_termination", "last_done")
 NEXT_VALUE: Aliases = ("next_value", "last_value", "next_values", "last_values", "bootstrap_value")
 ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf")
+OBSERVATIONS: Aliases = ("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf")
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
@@ -319,7 +320,9 @@ def find_rows(variables: Variables) -> object:
 
 
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory."""
+    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory. Observations
+    [T, B, ...] are the script's own.
+    """
 
     rewards: Tensor
     values: Tensor
@@ -330,6 +333,7 @@ class RolloutVariables(NamedTuple):
     next_values: Tensor
     last_values: Tensor
     actions: Tensor | None
+    observations: Tensor | None
 
     def with_ends(self, ended: Tensor) -> RolloutVariables:
         """Return the same with the ends that the environments returned."""
@@ -350,6 +354,10 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
     def accept_flat(value: object) -> Tensor | None:
         tensor = as_tensor(value)
         return tensor.reshape(steps, envs) if tensor is not None and tensor.numel() == steps * envs else None
+
+    def accept_observations(value: object) -> Tensor | None:
+        tensor = as_tensor(value)
+        return tensor if tensor is not None and tensor.dim() > 2 and tuple(tensor.shape[:2]) == (steps, envs) else None
 
     def accept_actions(value: object) -> Tensor | None:
         tensor = as_tensor(value)
@@ -382,6 +390,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         next_values=next_values(values, last, ended),
         last_values=last.clone().reshape(1, envs),
         actions=variables.find(ACTIONS, accept_actions),
+        observations=variables.find(OBSERVATIONS, accept_observations),
     )
 
 
