@@ -346,6 +346,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
     advantages = find(ROLLOUT_ADVANTAGES, FLAT_ADVANTAGES)
     returns = find(ROLLOUT_RETURNS, FLAT_RETURNS)
     log_probs = find(ROLLOUT_LOG_PROBS, FLAT_LOG_PROBS)
+    advantages = _in_use(variables.find(FLAT_ADVANTAGES, as_column(steps * envs)), advantages, log_probs, variables)
     dones = find(DONES)
     last = longer[-1] if longer is not None else variables.find(NEXT_VALUE, as_column(envs))
     if values is None or advantages is None or log_probs is None or dones is None or last is None:
@@ -364,6 +365,20 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         actions=variables.find(ACTIONS, accept_actions),
         observations=variables.find(OBSERVATIONS, accept_observations),
     )
+
+
+def _in_use(
+    flat: Tensor | None, advantages: Tensor | None, log_probs: Tensor | None, variables: Variables
+) -> Tensor | None:
+    """Return the flattened advantages as [T, B], where the script flattens its log-probabilities time by time; else `advantages`.
+
+    Minibatches are taken from the flattened ones, which need not be those of the rollout.
+    """
+    if flat is None or advantages is None or log_probs is None:
+        return advantages
+    other = variables.find(FLAT_LOG_PROBS, as_column(log_probs.numel()))
+    by_time = other is not None and torch.equal(other, log_probs.reshape(-1)) and min(log_probs.shape) > 1
+    return flat.reshape(advantages.shape) if by_time else advantages
 
 
 def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:
