@@ -182,10 +182,12 @@ def _normalized(
     counts, rows = minibatches.counts, minibatches.rows
     grid = in_grid(minibatches)
     raw = columns_in_grid(collected, counts).advantages
-    environments = None
+    environments = in_order = None
     if rows is not None:
         table = CollectedRows(advantages=rows % rollout.rewards.shape[1])
         environments = columns_in_grid(table, counts).advantages
+        places = torch.arange(len(rows), device=rollout.advantages.device) % rollout.advantages.numel()
+        in_order = columns_in_grid(CollectedRows(advantages=rollout.advantages.flatten()[places]), counts).advantages
     whole = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
     return check_normalized_advantages(
         raw,
@@ -193,6 +195,7 @@ def _normalized(
         over=over,
         rollout=whole,
         environments=environments,
+        in_order=in_order,
         correction=int(facts.get("advantage_correction", 1)),
         floor=float(facts.get("advantage_std_floor") or 0.0),
         valid=grid.valid,

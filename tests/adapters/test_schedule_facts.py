@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters.script.variables import Variables, find_schedule, unchecked_equations
+from esper_telemetry.adapters.script.settings import find_schedule, unchecked_equations
+from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT, equations
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT
 from esper_telemetry.views.equations import EquationRow, equation_rows
