@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad
 
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.adapters.sb3.facts import groups_of, minibatches_of, parameters_by_name
+from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
@@ -267,6 +267,10 @@ def objective_event(
     """Return the event of a minibatch that `train` has taken from the buffer; `gradient_step` counts the optimizer's steps so far."""
     # their value loss is the mean squared error, ours half of it
     coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
+    rate = current_rate(model)
+    if rate is None:  # as the model has logged it
+        in_use = model.policy.optimizer.param_groups[0]["lr"]
+        rate = float(model.logger.name_to_value.get("train/learning_rate", in_use))
     return MinibatchObjective(
         epoch=epoch,
         step=step,
@@ -276,18 +280,9 @@ def objective_event(
         parameters=parameters,
         optimizer=model.policy.optimizer,
         max_norm=model.max_grad_norm,
-        learning_rate=_set_learning_rate(model),
+        learning_rate=rate,
         gradient_step=gradient_step,
     )
-
-
-def _set_learning_rate(model: Any) -> float:
-    """Return the rate that the schedule gives now; as the model has logged it, where it is a function that may count its calls."""
-    schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
-    if str(getattr(schedule, "__module__", "")).startswith("stable_baselines3."):
-        return float(schedule(model._current_progress_remaining))
-    rate = model.policy.optimizer.param_groups[0]["lr"]
-    return float(model.logger.name_to_value.get("train/learning_rate", rate))
 
 
 def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, Any, Tensor]]:
