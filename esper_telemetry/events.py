@@ -238,6 +238,7 @@ class RolloutEnd:
             state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
         time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
             see what was added for the states after them; else None.
+        ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
     """
 
     update: int
@@ -267,6 +268,7 @@ class RolloutEnd:
     transitions: Transitions | None = None
     last_values: Tensor | None = None
     time_limits: Tensor | None = None
+    ends_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

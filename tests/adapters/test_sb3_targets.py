@@ -154,14 +154,36 @@ class Stale(Buffer):
         self.previous = now
 
 
-def with_line(line: str, other: str) -> Callable[..., bool]:
-    """Return the collecting loop of Stable-Baselines3 with one line replaced."""
+def source_count(text: str) -> int:
+    return inspect.getsource(OnPolicyAlgorithm.collect_rollouts).count(text)
+
+
+def with_line(line: str, other: str, *, count: int = 1) -> Callable[..., bool]:
+    """Return the collecting loop of Stable-Baselines3 with a text replaced that it has so many times."""
     source = textwrap.dedent(inspect.getsource(OnPolicyAlgorithm.collect_rollouts))
-    assert source.count(line) == 1
+    assert source.count(line) == count
     names = dict(vars(on_policy_algorithm))
     exec(source.replace(line, other), names)
     loop: Callable[..., bool] = names["collect_rollouts"]
     return loop
+
+
+class OtherCounter(PPO):
+    """Counts its steps under another name."""
+
+    collect_rollouts = with_line("n_steps", "taken", count=source_count("n_steps"))
+
+
+class OtherInfos(PPO):
+    """Calls what tells time limits from terminations by another name."""
+
+    collect_rollouts = with_line("infos", "details", count=source_count("infos"))
+
+
+class ShowsNothing(PPO):
+    """Does not give its local variables to the callback."""
+
+    collect_rollouts = with_line("callback.update_locals(locals())", "pass", count=2)
 
 
 class WithoutTimeLimits(PPO):
@@ -292,3 +314,20 @@ def test_a_healthy_run_follows_its_equations(name: str) -> None:
         assert error < 1e-5
         assert names == set()
     assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+
+
+def test_the_name_of_the_counter_does_not_matter() -> None:
+    records, sentences = run(OtherCounter("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert results(records, "advantages")[0] < 1e-5
+    assert "integrity/equation" not in sentences
+
+
+@pytest.mark.parametrize("algorithm", [OtherInfos, ShowsNothing])
+def test_advantages_are_not_checked_where_the_loop_hides_the_ends(algorithm: type[PPO], capfd: Any) -> None:
+    records, sentences = run(algorithm("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert not any(key.startswith(EQUATION_KEY + "advantages") for record in records for key in record.values)
+    assert results(records, "returns")[0] < 1e-5
+    assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+    assert "failed" not in capfd.readouterr().err

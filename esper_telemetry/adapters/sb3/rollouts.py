@@ -68,6 +68,7 @@ class CollectedRollout(NamedTuple):
         observations: [T, B, ...], as the policy received them; None where they have several parts.
         episodes: that finished.
         steps: as they were taken.
+        ends_known: the collecting loop has shown in every step which episodes ended, and why.
     """
 
     values: Array
@@ -86,6 +87,7 @@ class CollectedRollout(NamedTuple):
     observations: Array | None
     episodes: list[FinishedEpisode]
     steps: CollectedSteps
+    ends_known: bool
 
 
 class RolloutRecorder:
@@ -114,6 +116,7 @@ class RolloutRecorder:
         """Forget all steps: a rollout begins."""
         self._raw_rewards: list[Array] = []
         self._ends: list[End] = []
+        self._taken = self._shown = 0
         self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
@@ -139,13 +142,17 @@ class RolloutRecorder:
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
         self.environment_seconds += perf_counter() - self._acted_at
-        dones = variables["dones"]
+        step = self._taken
+        self._taken += 1
+        dones, rewards = variables.get("dones"), variables.get("rewards")
+        if not (isinstance(dones, np.ndarray) and isinstance(rewards, np.ndarray) and "infos" in variables):
+            return  # a loop of the user's own, with names of its own
         if dones.tobytes().strip(ZERO_BYTE):  # takes a sixth of the time of `dones.any()`
-            rewards = variables["rewards"].copy()  # a time limit's bootstrap will be added in place
-            self._ends.append((variables["n_steps"], dones.copy(), rewards, variables["infos"]))
+            self._ends.append((step, dones.copy(), rewards.copy(), variables["infos"]))  # bootstraps are added in place
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
         self._steps.after_step(variables)
+        self._shown += 1
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
@@ -153,7 +160,12 @@ class RolloutRecorder:
             self._join_captures()
         buffer = self._model.rollout_buffer
         rewards = buffer.rewards.copy()
-        ended = np.zeros(rewards.shape, bool)
+        ends_known = self._shown == self._taken == len(rewards)
+        if ends_known:
+            ended = np.zeros(rewards.shape, bool)
+        else:  # what the buffer has, which does not tell time limits
+            self._raw_rewards, self._ends = [], []
+            ended = np.concatenate([buffer.episode_starts[1:], self._model._last_episode_starts[None]]).astype(bool)
         for step, dones, paid, _ in self._ends:
             ended[step], rewards[step] = dones, paid
         time_limits = np.zeros_like(ended)
@@ -175,6 +187,7 @@ class RolloutRecorder:
             heads=self._heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
             steps=self._steps.finish(buffer.observations, self._ends),
+            ends_known=ends_known,
         )
 
     def states(self, *, after: bool = False) -> Tensor | None:
@@ -271,6 +284,7 @@ def rollout_event(
         observations=_observations(fields.observations),
         transitions=_transitions([steps.transitions for steps in fields.steps]),
         last_values=torch.stack([rollout.last_values.detach().flatten() for rollout in rollouts]).to(device),
+        ends_known=all(fields.ends_known),
         **columns._asdict(),
     )
 
