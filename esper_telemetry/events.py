@@ -367,6 +367,7 @@ class TrunkBackward:
         actor: gradient of the actor's loss (entropy bonus included) with respect to the actor's trunk output.
         critic: gradient of the critic's loss, times its coefficient, with respect to the critic's trunk output.
         shared: parameters that both losses train; empty for separate networks.
+        valid: rows of the outputs that are no padding, [N], bool; None where the minibatch's own flags say so.
     """
 
     epoch: int
@@ -375,6 +376,7 @@ class TrunkBackward:
     actor: Tensor
     critic: Tensor
     shared: Sequence[Tensor]
+    valid: Tensor | None = None
 
 
 class BackwardEnd(NamedTuple):

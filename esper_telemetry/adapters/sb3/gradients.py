@@ -35,6 +35,9 @@ from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
 
 CLIP_FUNCTION = "clip_grad_norm_"
 
+MAX_PADDING = 1e-8
+"""Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
+
 
 class ClipListener(Protocol):
     """Receives the gradients of its parameters before they are clipped."""
@@ -156,12 +159,16 @@ class TrunkListener:
     """Emits `TrunkBackward` for one forward pass at a time, from the features to the heads and back.
 
     Args:
-        place: returns epoch and step of the minibatch.
+        place: returns epoch and step of the minibatch, and its mask of padding.
         attempt: calls a function with an argument and handles its exceptions.
     """
 
     def __init__(
-        self, policy: Any, hooks: Hooks, place: Callable[[], tuple[int, int]], attempt: Callable[..., object]
+        self,
+        policy: Any,
+        hooks: Hooks,
+        place: Callable[[], tuple[int, int, Tensor | None]],
+        attempt: Callable[..., object],
     ) -> None:
         self._policy, self._hooks, self._place, self._attempt = policy, hooks, place, attempt
         self._shared = groups_of(policy).get("shared", [])
@@ -207,9 +214,10 @@ class TrunkListener:
         outputs = (actor,) if actor is critic else (actor, critic)
         named = parameters_by_name(self._policy)
         shared = [named[name] for name in self._shared]
-        gradients, (epoch, step) = self._gradients, self._place()
+        gradients, (epoch, step, mask) = self._gradients, self._place()
+        valid = None if mask is None else mask > MAX_PADDING
         self._clear()
-        self._hooks.emit(TrunkBackward(epoch, step, outputs, gradients["actor"], gradients["critic"], shared))
+        self._hooks.emit(TrunkBackward(epoch, step, outputs, gradients["actor"], gradients["critic"], shared, valid))
 
 
 def advantages_as_used(model: Any, advantages: Tensor, valid: Tensor | None) -> Tensor:
@@ -346,4 +354,4 @@ def _evaluate(model: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> 
 def _valid_rows(samples: Any) -> Tensor | None:
     """[N], bool; None where there is no padding."""
     mask = getattr(samples, "mask", None)
-    return None if mask is None else mask > 1e-8
+    return None if mask is None else mask > MAX_PADDING
