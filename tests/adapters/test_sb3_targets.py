@@ -215,6 +215,26 @@ class TimeLimitsByTheNextEpisode(PPO):
     )
 
 
+class OldLastValue(PPO):
+    """Bootstraps with the value of the last state that was acted in, as DLR-RM/stable-baselines3#183 did."""
+
+    collect_rollouts = with_line("values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))", "pass")
+
+
+class RewardsOfTheStepBefore(PPO):
+    """Stores each reward with the transition after it."""
+
+    collect_rollouts = with_line(
+        "self._update_info_buffer(infos, dones)",
+        "rewards, self.held = getattr(self, 'held', 0 * rewards), rewards.copy()",
+    )
+
+
+class ScaledRewards(Buffer):
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        super().add(obs, action, 0.1 * reward, *rest, **named)
+
+
 def broken(buffer: type[RolloutBuffer], seed: int = 3) -> PPO:
     return PPO("MlpPolicy", limited(), rollout_buffer_class=buffer, **{**MINIBATCHES, "seed": seed})
 
@@ -256,12 +276,21 @@ def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, n
         (WithoutTimeLimits, "time_limit_as_termination"),
         (TimeLimitsByTheNextEpisode, "time_limit_next_episode"),
         (EveryEndIsATimeLimit, "termination_bootstrapped"),
+        (OldLastValue, "old_last_bootstrap"),
     ],
 )
 def test_a_collecting_loop_with_a_mistake_is_named(algorithm: type[PPO], name: str) -> None:
     sentences = named(algorithm("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
 
     assert "the advantages equal" in sentences["integrity/equation"]
+
+
+def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> None:
+    records, sentences = run(RewardsOfTheStepBefore("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert results(records, "stored_rewards")[1] == {"step_before"}
+    assert results(records, "advantages")[0] < 1e-5
+    assert "the stored rewards equal" in sentences["integrity/equation"]
 
 
 def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> None:
@@ -289,6 +318,7 @@ def scaled() -> Any:
 
 HEALTHY: dict[str, Callable[[], Any]] = {
     "own loop": lambda: broken(Buffer),
+    "rewards scaled when they are stored": lambda: broken(ScaledRewards),
     "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
     "undiscounted": lambda: PPO(
         "MlpPolicy", make_vec_env("FrozenLake-v1", 4, seed=1), gamma=1.0, gae_lambda=1.0, **MINIBATCHES
