@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.group import NO_VALUES, Values
+from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
@@ -178,11 +179,15 @@ class InProcessPipeline:
     Args:
         journal: where records are appended.
         settings: as for `WorkerPipeline`.
+        trainer: number of the training process, whose memory is sampled; this process by default.
     """
 
-    def __init__(self, journal: Journal | MemoryJournal, settings: PipelineSettings) -> None:
+    def __init__(
+        self, journal: Journal | MemoryJournal, settings: PipelineSettings, trainer: int | None = None
+    ) -> None:
         self._journal = journal
         self._settings = settings
+        self._memory = MemorySampler(trainer)
         self._reports: list[AlarmReport] = []
         self._remaining = 0
         self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
@@ -225,6 +230,7 @@ class InProcessPipeline:
                 stats=update.backlog,
                 metric_errors=cost.metric_errors + self._containment.take(),
                 cpu_seconds=cost.cpu_seconds,
+                memory=self._memory.sample(),
             )
         )
         record = Record(update.seq, update.axes, values, measured.histograms, update.partial)
