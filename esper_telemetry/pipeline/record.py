@@ -37,7 +37,7 @@ from esper_telemetry.journal.read import entries
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
-from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, weak
+from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, update_events, weak
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
@@ -347,7 +347,7 @@ class InProcessPipeline:
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:
-        """Append the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
+        """Append the events of plugins, and the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
 
         Without a run directory there is no reader for it.
         """
@@ -358,8 +358,12 @@ class InProcessPipeline:
         if update.level is Level.NORMAL and causes and causes != self._causes:
             self._append_evidence(Capture("pairs", weak(pairs)), update)
         self._causes = causes
+        snapshots = update.updates + update.evidence_updates
+        for snapshot in snapshots if update.level >= Level.NORMAL else ():
+            for event in self._containment.steps(update_events(snapshot, self._facts)):
+                self._append_event(event.type, event.data, update)
         if update.level >= Level.DEBUG:
-            for snapshot in update.updates + update.evidence_updates:
+            for snapshot in snapshots:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
                     self._append_evidence(capture, update)
 
