@@ -37,6 +37,8 @@ from esper_telemetry.journal.read import entries
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
+from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
+from esper_telemetry.updates.environments import EnvironmentTable
 from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, update_events, weak
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
@@ -188,6 +190,7 @@ class InProcessPipeline:
         self._journal = journal
         self._settings = settings
         self._memory = MemorySampler(trainer)
+        self._environments = EnvironmentTable()
         self._reports: list[AlarmReport] = []
         self._remaining = 0
         self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
@@ -203,6 +206,7 @@ class InProcessPipeline:
     def resume(self, info: RunInfo) -> None:
         """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
         self._begin(info.facts)
+        self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # a journal that cannot be read costs the history, never the run
                 self._read_back(info)
@@ -362,6 +366,10 @@ class InProcessPipeline:
         for snapshot in snapshots if update.level >= Level.NORMAL else ():
             for event in self._containment.steps(update_events(snapshot, self._facts)):
                 self._append_event(event.type, event.data, update)
+            self._containment.attempt(
+                partial(self._environments.add, snapshot),
+                lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None,
+            )
         if update.level >= Level.DEBUG:
             for snapshot in snapshots:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
