@@ -8,39 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from functools import cache
 from math import exp
 
 import torch
 from torch import Tensor
 
-
-class Stage(IntEnum):
-    """Stage of a slot."""
-
-    UNKNOWN = 0
-    DORMANT = 1
-    GERMINATED = 2
-    TRAINING = 3
-    BLENDING = 4
-    HOLDING = 5
-    FOSSILIZED = 6
-    PRUNED = 7
-    EMBARGOED = 8
-    RESETTING = 9
-
-
-class Op(IntEnum):
-    """Operation of a step."""
-
-    WAIT = 0
-    GERMINATE = 1
-    SET_ALPHA = 2
-    PRUNE = 3
-    FOSSILIZE = 4
-    ADVANCE = 5
-
+from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 
 TRANSITIONS: Mapping[Stage, tuple[Stage, ...]] = {
     Stage.UNKNOWN: (Stage.DORMANT,),
