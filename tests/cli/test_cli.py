@@ -444,7 +444,7 @@ def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
 
     assert begun
     assert process.returncode == 130
-    assert out.endswith(f"go on with: esper-telemetry train --resume {here / 'run'}\n")
+    assert out.endswith(f"resume with: esper-telemetry train --resume {here / 'run'}\n")
 
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
