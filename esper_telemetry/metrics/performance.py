@@ -34,6 +34,7 @@ TIME_FAMILY = MetricFamily(
     question="Where does the time go?",
     axis="axis/env_step",
     first=("perf/telemetry_frac",),
+    reproducible=False,
 )
 TELEMETRY_FAMILY = MetricFamily(
     "telemetry",
@@ -42,6 +43,7 @@ TELEMETRY_FAMILY = MetricFamily(
     place=240,
     question="How is telemetry itself?",
     first=("telemetry/errors", "telemetry/dropped"),
+    reproducible=False,
 )
 
 
