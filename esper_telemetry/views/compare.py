@@ -11,12 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from esper_telemetry.alarms.verdict.outcome import EVALUATION, NONFINITE, RECENT_RETURN, RETURN
-from esper_telemetry.views.compared_runs import Array, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.compared_runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
 from esper_telemetry.views.group_tests import (
     METRICS_LEVEL,
     RETURN_LEVEL,
@@ -33,6 +33,9 @@ from esper_telemetry.views.group_tests import (
     seeds_needed,
     smallest_p,
 )
+
+MAX_LABEL_SETTINGS: Final = 3
+"""Settings that name a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,6 @@ class GroupComparison:
         seeds: of both.
         verdict: `differs`, `same` where nothing differs beyond the seeds, `cannot tell` with too few of them.
         text: in one or more sentences.
-        settings: values of both groups by setting, where they differ; JSON text, None for a setting that a group lacks.
         improvement, improvement_interval: probability that a run of the second group has the higher final return.
         return_p: of the final return; None where it could not be tested.
         return_divergence: first sustained one of the return.
@@ -112,7 +114,6 @@ class GroupComparison:
     seeds: tuple[int, int]
     verdict: str
     text: str
-    settings: Mapping[str, tuple[str | None, str | None]]
     improvement: float | None
     improvement_interval: Interval | None
     return_p: float | None
@@ -134,7 +135,8 @@ class Comparison:
         repeats: of runs of one configuration and seed with the first such run.
         return_key: the metric that is the return; empty where no run has one.
         reach: environment steps up to which runs are compared.
-        versions: of software that differ: version by group label.
+        settings: in which groups differ: value by group label; `none` for a setting that a group lacks.
+        versions: of software that are not the same in all runs: by group label.
         notes: sentences on runs that are shorter, damaged or without records.
     """
 
@@ -143,6 +145,7 @@ class Comparison:
     repeats: tuple[FirstDifference, ...]
     return_key: str
     reach: float
+    settings: Mapping[str, Mapping[str, str]]
     versions: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...]
 
@@ -177,24 +180,33 @@ def comparison(runs: Sequence[ComparedRun]) -> Comparison:
         tuple(repeats),
         return_key,
         axis.reach,
+        {
+            name: {label: _word(group[0].settings.get(name)) for label, group in zip(labels, groups, strict=True)}
+            for name in _differing(groups)
+        },
         _versions(labels, groups),
         tuple(_notes(runs, groups, independent, return_key, axis)),
     )
 
 
 def _labels(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
-    """Return a name for each group: its own settings of those that differ between groups, at most three."""
-    settings = [group[0].settings for group in groups]
-    names = sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
+    """Return a name for each group: its own settings of those that differ between groups."""
     if len(groups) == 1:
         return ["all runs"]
+    names = _differing(groups)
+    more = f" and {len(names) - MAX_LABEL_SETTINGS} more" if len(names) > MAX_LABEL_SETTINGS else ""
     labels = [
-        ", ".join(f"{name}={_word(each.get(name))}" for name in names[:3])
-        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        for each in settings
+        ", ".join(f"{name}={_word(group[0].settings.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more
+        for group in groups
     ]
     repeated = {label for label, count in Counter(labels).items() if count > 1}
     return [f"{label} ({place})" if label in repeated else label for place, label in enumerate(labels, 1)]
+
+
+def _differing(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
+    """Return the settings in which groups differ."""
+    settings = [group[0].settings for group in groups]
+    return sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
 
 
 def _word(value: str | None) -> str:
@@ -292,14 +304,11 @@ def _compare(
     else:
         differs = metrics or (return_p is not None and return_p <= RETURN_LEVEL)
         verdict = "differs" if differs else "same"
-    settings = [group[0].settings if group else {} for group in groups]
-    names = sorted({name for each in settings for name in each if settings[0].get(name) != settings[1].get(name)})
     comparison = GroupComparison(
         *labels,
         (len(groups[0]), len(groups[1])),
         verdict,
         "",
-        {name: (settings[0].get(name), settings[1].get(name)) for name in names if all(groups)},
         improvement(*present) if has_returns else None,
         improvement_interval(present[0], present[1]) if has_returns else None,
         return_p,
@@ -366,7 +375,9 @@ def _notes(
     axis: Axis,
 ) -> Iterator[str]:
     """Yield sentences on runs that count less than others, or not at all."""
-    if len({run.last_step for run in runs if len(run.updates)}) > 1:
+    if len(groups) == 1:
+        yield "All runs have one configuration: they differ by their seeds alone, and there is no other group to compare them with."
+    if axis.reach < (1 - FINAL_SHARE) * max(run.last_step for run in runs):
         yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
     for run in runs:
         name = f"{run.place} ({run.info.name})"
@@ -387,6 +398,6 @@ def _notes(
         sum(1 for run in group if len(run.updates)) - len(kept) for group, kept in zip(groups, independent, strict=True)
     )
     if repeated:
-        yield f"{repeated} runs repeat a seed of their group: the longest run of each seed counts."
+        yield f"{repeated} of the runs repeat{'s' if repeated == 1 else ''} a seed of the group: the longest run of each seed counts."
     if any(not run.seed for run in runs) and len(runs) > 1:
         yield "Some runs record no seed: each counts as a seed of its own."
