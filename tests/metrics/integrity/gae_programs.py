@@ -6,7 +6,7 @@ Everything is NumPy in float32, as trainers write it, so that nothing is shared 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -308,8 +308,18 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "undiscounted_bootstrap": [lambda c: with_next(c, c.next_values, gamma=1.0)],
     "trace_without_gamma": [trace_by_lambda],
     "sign": [lambda c: -right(c)],
-    "rewards_late": [rewards_late],
-    "rewards_early": [rewards_early],
+    "rewards_late": [
+        rewards_late,
+        lambda c: cleanrl_style(c, c.done, np.concatenate([stored_rewards(c)[:1], stored_rewards(c)[:-1]])),
+    ],
+    "rewards_early": [
+        rewards_early,
+        lambda c: cleanrl_style(c, c.done, np.concatenate([stored_rewards(c)[1:], stored_rewards(c)[:1]])),
+    ],
+    "rewards_axes_swapped": [
+        lambda c: with_rewards(c, c.rewards.T.reshape(c.rewards.shape)),
+        lambda c: cleanrl_style(c, c.done, stored_rewards(c).reshape(c.rewards.T.shape).T.copy()),
+    ],
     "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
     "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
     "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],
@@ -336,7 +346,11 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],
     "v_trace": [v_trace],
-    "other_gamma": [lambda c: settings(c, 0.9, c.lam)],
+    "other_gamma": [
+        lambda c: settings(c, 0.9, c.lam),
+        lambda c: cleanrl_style(replace(c, gamma=0.9), c.done, stored_rewards(c)),
+    ],
+    "time_limit_gamma": [lambda c: cleanrl_style(c, c.done, c.rewards + 0.8 * c.final * c.truncated)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
 }

@@ -253,6 +253,13 @@ MISTAKES = (
         advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
     ),
     Hypothesis(
+        "rewards_axes_swapped",
+        "GAE of rewards with steps and environments exchanged when they were reshaped",
+        "δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t",
+        estimates.rewards_swapped,
+        advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+    ),
+    Hypothesis(
         "along_environments",
         "the recursion of GAE over environments in place of steps",
         "A_tb = δ_tb + γλ A_t,b+1",

@@ -381,28 +381,38 @@ def broadcast_mean(inputs: GaeInputs) -> Tensor | None:
 # rewards
 
 
+def _of_rewards(inputs: GaeInputs, *changes: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """GAE of changed rewards; with the value of a time limit's last state in them, and without."""
+    after_limits = inputs.gamma * inputs.next_values * inputs.truncated
+    rewards = [change(inputs.rewards) for change in changes]
+    rewards += [change(inputs.bootstrapped_rewards) - after_limits for change in changes]
+    return [gae(inputs, rewards=changed) for changed in rewards]
+
+
+def of_rewards(*changes: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
+    """Return GAE of changed rewards, the nearest of several."""
+    return lambda inputs: closest_whole(inputs, *_of_rewards(inputs, *changes))
+
+
 def rewards_late(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed."""
-    shifted = gae(inputs, rewards=inputs.rewards.roll(1, 0))
-    shifted[0] = inputs.claimed[0]
-    return shifted
+    shifted = _of_rewards(inputs, lambda rewards: rewards.roll(1, 0))
+    return closest_whole(inputs, *(torch.cat([inputs.claimed[:1], one[1:]]) for one in shifted))
 
 
 def rewards_early(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step after; the reward after the last one is that which gives its row."""
-    rewards = inputs.rewards.roll(-1, 0)
-    rewards[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
-    return gae(inputs, rewards=rewards)
+    last = inputs.claimed[-1:] - inputs.gamma * inputs.next_values[-1:] + inputs.values[-1:]
+    with_limit = last + inputs.gamma * inputs.next_values[-1:] * inputs.truncated[-1:]
+    return of_rewards(lambda x: torch.cat([x[1:], last]), lambda x: torch.cat([x[1:], with_limit]))(inputs)
 
 
-def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
-    """Return GAE of changed rewards; with the value of a time limit's last state in them, or without."""
-
-    def compute(inputs: GaeInputs) -> Tensor:
-        within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
-        return closest_whole(inputs, gae(inputs, rewards=change(inputs.rewards)), gae(inputs, rewards=within))
-
-    return compute
+def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
+    """GAE of rewards that were read with steps and environments exchanged."""
+    steps, envs = inputs.values.shape
+    if 1 in (steps, envs):
+        return None
+    return of_rewards(lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())(inputs)
 
 
 def raw_rewards(inputs: GaeInputs) -> Tensor | None:
