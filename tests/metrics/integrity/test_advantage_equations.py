@@ -16,8 +16,15 @@ from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, che
 
 SHAPES = ((40, 4), (96, 1))
 SEVERAL_ENVIRONMENTS = {
-    *("ends_shared", "axes_swapped", "along_environments", "chained", "environment_mean", "normalized_parts"),
-    "rewards_axes_swapped",
+    *(
+        "ends_shared",
+        "axes_swapped",
+        "rewards_swapped",
+        "along_environments",
+        "chained",
+        "environment_mean",
+        "normalized_parts",
+    ),
 }
 TOGETHER = {"both_gamma": {"both_gamma", "both_lambda"}}
 """Hypotheses that are two sentences of one explanation."""

@@ -61,38 +61,29 @@ class LocalEquation:
 Fit = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
 
 
-def _nearest(inputs: GaeInputs, fits: list[tuple[float, Tensor]]) -> tuple[float, Tensor] | None:
-    """Return the fit that is nearest to the claimed advantages."""
-    rows = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
-    return min(fits, key=lambda fit: float((fit[1] - inputs.claimed).abs()[rows].amax()), default=None)
+def with_stored_limits(fit: Fit) -> Fit:
+    """Return a fit that also takes rewards as they are stored, with the value of a time limit's last state at the discount that is set."""
+
+    def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        stored = replace(
+            inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated
+        )
+        results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
+        fitted = [result for result in results if result is not None]
+        counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+        return min(fitted, key=lambda one: float((one[1] - claimed)[counted].abs().amax()), default=None)
+
+    return nearest
 
 
-def _bootstraps(inputs: GaeInputs) -> list[tuple[Tensor, Tensor]]:
-    """Return next values whose discount is fitted, and discounted ones that keep the set discount: none, or those after time limits."""
-    limits = inputs.truncated
-    ways = [(inputs.next_values, torch.zeros_like(inputs.next_values))]
-    if bool(limits.any()):
-        ways.append((inputs.next_values * ~limits, inputs.gamma * inputs.next_values * limits))
-    return ways
-
-
-def _with_discount(inputs: GaeInputs, gamma: float, kept: Tensor, **settings: float) -> Tensor:
-    """Return GAE with another discount of all next values but the discounted ones that are kept."""
-    if gamma <= 0:
-        return gae(replace(inputs, gamma=gamma, **settings))
-    return gae(
-        replace(inputs, gamma=gamma, next_values=torch.where(kept != 0, kept / gamma, inputs.next_values), **settings)
-    )
-
-
+@with_stored_limits
 def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Return the discount with which GAE gives the claimed advantages; values after time limits may keep the one that is set."""
-    local, fits = LocalEquation(inputs, claimed), []
-    for own, kept in _bootstraps(inputs):
-        solution = local.solve(local.left - kept, own + inputs.gae_lambda * local.ahead)
-        if solution is not None and 0 <= solution[0] <= MAX_PARAMETER:
-            fits.append((solution[0], _with_discount(inputs, solution[0], kept)))
-    return _nearest(inputs, fits)
+    """Return the discount with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(local.left, inputs.next_values + inputs.gae_lambda * local.ahead)
+    if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gamma=solution[0]))
 
 
 def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -121,17 +112,18 @@ def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | 
 def fitted_both(place: int) -> Fit:
     """Return a fit of discount and lambda together, which gives the first or the second of them."""
 
+    @with_stored_limits
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         if fitted_gamma_explains(inputs, claimed):
             return None
-        local, fits = LocalEquation(inputs, claimed), []
-        for own, kept in _bootstraps(inputs):
-            solution = local.solve(local.left - kept, own, local.ahead)
-            if solution is not None and 0 < solution[0] <= MAX_PARAMETER:
-                pair = solution[0], solution[1] / solution[0]
-                if 0 <= pair[1] <= MAX_PARAMETER:
-                    fits.append((pair[place], _with_discount(inputs, pair[0], kept, gae_lambda=pair[1])))
-        return _nearest(inputs, fits)
+        local = LocalEquation(inputs, claimed)
+        solution = local.solve(local.left, inputs.next_values, local.ahead)
+        if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
+            return None
+        pair = solution[0], solution[1] / solution[0]
+        if not 0 <= pair[1] <= MAX_PARAMETER:
+            return None
+        return pair[place], gae(replace(inputs, gamma=pair[0], gae_lambda=pair[1]))
 
     return fit
 

@@ -253,7 +253,7 @@ MISTAKES = (
         advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
     ),
     Hypothesis(
-        "rewards_axes_swapped",
+        "rewards_swapped",
         "GAE of rewards with steps and environments exchanged when they were reshaped",
         "δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t",
         estimates.rewards_swapped,

@@ -381,38 +381,40 @@ def broadcast_mean(inputs: GaeInputs) -> Tensor | None:
 # rewards
 
 
-def _of_rewards(inputs: GaeInputs, *changes: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """GAE of changed rewards; with the value of a time limit's last state in them, and without."""
-    after_limits = inputs.gamma * inputs.next_values * inputs.truncated
-    rewards = [change(inputs.rewards) for change in changes]
-    rewards += [change(inputs.bootstrapped_rewards) - after_limits for change in changes]
-    return [gae(inputs, rewards=changed) for changed in rewards]
-
-
-def of_rewards(*changes: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
-    """Return GAE of changed rewards, the nearest of several."""
-    return lambda inputs: closest_whole(inputs, *_of_rewards(inputs, *changes))
-
-
 def rewards_late(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed."""
-    shifted = _of_rewards(inputs, lambda rewards: rewards.roll(1, 0))
-    return closest_whole(inputs, *(torch.cat([inputs.claimed[:1], one[1:]]) for one in shifted))
+    shifted = [gae(inputs, rewards=rewards) for rewards in _of_stored(inputs, lambda rewards: rewards.roll(1, 0))]
+    for one in shifted:
+        one[0] = inputs.claimed[0]
+    return closest_whole(inputs, *shifted)
 
 
 def rewards_early(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step after; the reward after the last one is that which gives its row."""
-    last = inputs.claimed[-1:] - inputs.gamma * inputs.next_values[-1:] + inputs.values[-1:]
-    with_limit = last + inputs.gamma * inputs.next_values[-1:] * inputs.truncated[-1:]
-    return of_rewards(lambda x: torch.cat([x[1:], last]), lambda x: torch.cat([x[1:], with_limit]))(inputs)
+    shifted = _of_stored(inputs, lambda rewards: rewards.roll(-1, 0))
+    for one in shifted:
+        one[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
+    return closest_whole(inputs, *(gae(inputs, rewards=one) for one in shifted))
+
+
+def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
+    """Return GAE of changed rewards."""
+    return lambda inputs: closest_whole(inputs, *(gae(inputs, rewards=one) for one in _of_stored(inputs, change)))
+
+
+def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return changed rewards without the value of a time limit's last state, and those that were changed with it."""
+    within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
+    return change(inputs.rewards), within
 
 
 def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
-    """GAE of rewards that were read with steps and environments exchanged."""
+    """GAE of rewards of which [T, B] was read as [B, T], or the other way round."""
     steps, envs = inputs.values.shape
     if 1 in (steps, envs):
         return None
-    return of_rewards(lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())(inputs)
+    readings = (lambda x: x.t().reshape(steps, envs)), (lambda x: x.reshape(envs, steps).t())
+    return closest_whole(inputs, *(of_rewards(reading)(inputs) for reading in readings))
 
 
 def raw_rewards(inputs: GaeInputs) -> Tensor | None:
