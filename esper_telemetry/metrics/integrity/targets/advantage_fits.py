@@ -289,7 +289,7 @@ FITTED = (
         fit=fitted_reward_scale,
         parameter="factor",
         variant=True,
-        source="reward scaling, 2006.05990",
+        source="2005.12729, section 3, reward scaling",
     ),
 )
 """Explanations with a parameter."""

@@ -251,7 +251,7 @@ RETURNS = Equation(
             "advantages plus the mean value of all rows",
             "R_i = A_i + mean_j V_j",
             _mean_value,
-            source="[N] against [N, 1] gives [N, N]",
+            source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
             advice="Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].",
         ),
         Hypothesis(
@@ -267,7 +267,7 @@ RETURNS = Equation(
             "A = (R - V - mean) / std",
             _normalized_after,
             variant=True,
-            source="openai/spinningup, openai/baselines ppo2",
+            source="openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
         ),
         Hypothesis(
             "normalized_returns",
@@ -275,7 +275,7 @@ RETURNS = Equation(
             "R = (A + V - mean) / std",
             _normalized_sum,
             variant=True,
-            source="value normalisation, 2006.05990",
+            source="2006.05990, section 3.3, value function normalisation",
         ),
         Hypothesis(
             "monte_carlo",
