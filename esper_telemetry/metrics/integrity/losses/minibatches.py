@@ -1,4 +1,4 @@
-"""Equation of the minibatches: each pass over a rollout visits every row once.
+"""Equations of the minibatches (each pass over a rollout visits every row once) and of the log-ratios in their rows.
 
 Shapes: E passes, M minibatches of R rows in all, S rows of the rollout, in B environments.
 """
@@ -19,7 +19,7 @@ MAX_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class RolloutPass:
     """Rows of one pass, one minibatch after the other, and the number of rows of each minibatch."""
 
     rows: Tensor
@@ -46,7 +46,7 @@ class PassInputs:
         alike: 1 where all passes are cut into the same minibatches, or a single one is not shuffled; else 0.
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[RolloutPass, ...]
     valid: Tensor
     environments: int
     visits: Tensor
@@ -279,7 +279,7 @@ def check_minibatches(
         joined = torch.cat([batch.to(batches[0].device) for batch in batches])
         if joined.is_floating_point() or joined.dtype is torch.bool:
             raise ValueError(f"rows must be whole numbers, got {joined.dtype}")
-        passes.append(Pass(joined.long(), tuple(len(batch) for batch in batches)))
+        passes.append(RolloutPass(joined.long(), tuple(len(batch) for batch in batches)))
     everything = torch.cat([one.rows for one in passes])
     if len(everything) and not 0 <= int(everything.min()) <= int(everything.max()) < size:
         raise ValueError(f"rows must be from 0 to {size - 1}, got {int(everything.min())} to {int(everything.max())}")
@@ -297,7 +297,7 @@ def check_minibatches(
     return compare(MINIBATCHES, inputs, inputs.claimed)
 
 
-def _alike(passes: Sequence[Pass]) -> bool:
+def _alike(passes: Sequence[RolloutPass]) -> bool:
     """Return True where several passes, cut into several minibatches, are cut alike."""
     if any(len(one.counts) < 2 or max(one.counts) < 2 for one in passes):
         return False

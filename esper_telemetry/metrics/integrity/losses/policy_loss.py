@@ -16,12 +16,12 @@ from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
 from esper_telemetry.metrics.integrity.losses.losses import (
     LOSS_TOLERANCE,
     Minibatches,
-    accumulated,
     added,
     bisected,
     divided,
     informative,
-    scaled,
+    rescaled,
+    with_padding,
 )
 
 DUAL_CLIP: Final = 3.0
@@ -95,23 +95,6 @@ def per_head(inputs: PolicyLossInputs) -> Tensor | None:
     """Return the sum [M] of the heads' clipped surrogates, each with its own ratio; None where there is one head."""
     losses = [clipped_surrogate(replace(inputs, log_ratio=ratio)) for ratio in inputs.head_log_ratios]
     return torch.stack(losses).sum(0) if len(losses) > 1 else None
-
-
-def _if_padded(inputs: PolicyLossInputs) -> PolicyLossInputs | None:
-    batches = inputs.minibatches
-    return None if bool(batches.valid.all()) else replace(inputs, minibatches=batches.with_padding())
-
-
-def with_padding_rows(inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the mean [M] over all rows, padding included; None where there is none."""
-    padded = _if_padded(inputs)
-    return None if padded is None else clipped_surrogate(padded)
-
-
-def over_padding(inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the sum over the valid rows, divided by the number of all rows, [M]; None where there is no padding."""
-    padded, batches = _if_padded(inputs), inputs.minibatches
-    return None if padded is None else clipped_surrogate(inputs) * batches.counts / padded.minibatches.counts
 
 
 def kl_penalty(inputs: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
@@ -324,22 +307,6 @@ POLICY_LOSS = Equation(
             advice="Index ratios and advantages with the same rows.",
         ),
         Hypothesis(
-            name="padding_included",
-            says="the mean over all rows, padding included",
-            equation="L = -mean_{all rows} min(r A, clip(r) A)",
-            compute=with_padding_rows,
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Take the mean over the valid rows.",
-        ),
-        Hypothesis(
-            name="padding_counted",
-            says="the sum over the valid rows, divided by the number of all rows, padding included",
-            equation="L = -Σ_{valid} min(r A, clip(r) A) / N",
-            compute=over_padding,
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Divide by the number of valid rows.",
-        ),
-        Hypothesis(
             name="normalized_again",
             says="the clipped surrogate of the advantages, normalised over each minibatch",
             equation="L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A",
@@ -376,14 +343,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the entropy bonus in it",
             equation="L = -mean min(r A, clip(r) A) - c H",
             compute=lambda x: None if x.bonus is None else clipped_surrogate(x) + x.bonus,
-            variant=True,
-        ),
-        Hypothesis(
-            name="accumulated",
-            says="the clipped surrogate, divided by a number of accumulated parts:",
-            equation="L = -mean min(r A, clip(r) A) / k",
-            fit=lambda x, claimed: accumulated(clipped_surrogate(x), claimed),
-            parameter="k",
             variant=True,
         ),
         Hypothesis(
@@ -439,14 +398,8 @@ POLICY_LOSS = Equation(
             variant=True,
             source="1707.06347, eq. 8",
         ),
-        Hypothesis(
-            name="scaled",
-            says="the clipped surrogate times a factor,",
-            equation="L = -c mean min(r A, clip(r) A)",
-            fit=lambda x, claimed: scaled(clipped_surrogate(x), claimed),
-            parameter="c",
-            advice="Look for a weight, or a division by another number than the rows.",
-        ),
+        *with_padding(clipped_surrogate, "-min(r A, clip(r) A)"),
+        *rescaled(clipped_surrogate, "the clipped surrogate", "-mean min(r A, clip(r) A)", variant=False),
     ),
 )
 

@@ -19,7 +19,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     ALTERNATIVE_LOSSES,
     TERMS,
     GradientInputs,
-    TermGradients,
+    GradientsByName,
     fitted,
     flat64,
     gradient_scale,
@@ -123,7 +123,7 @@ def compare_gradient(
     weights: Tensor | None = None,
     rows: int | None = None,
     max_norm: float | None = None,
-    alternatives: TermGradients = lambda name: None,
+    alternatives: GradientsByName = lambda name: None,
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
