@@ -18,7 +18,14 @@ from esper_telemetry.ppo.rollout import Batch
 
 STEPS, ENVS = 32, 4
 CHECKED = ("policy_loss", "value_loss", "entropy_loss", "minibatches")
-SETTINGS = {"num_steps": STEPS, "num_epochs": 3, "num_minibatches": 4, "hidden_sizes": (16, 16), "entropy_coef": 0.01, "learning_rate": 0.02}
+SETTINGS = {
+    "num_steps": STEPS,
+    "num_epochs": 3,
+    "num_minibatches": 4,
+    "hidden_sizes": (16, 16),
+    "entropy_coef": 0.01,
+    "learning_rate": 0.02,
+}
 
 
 def train(

@@ -137,7 +137,7 @@ def categorical_terms(log_probs: Tensor, actions: Tensor, counted: Tensor) -> di
     }
 
 
-def _gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
+def gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
     """Return the terms of the tests of `gaussian_scores`, but for the means; entries of z that do not count are 0."""
     at = counted.unsqueeze(-1).expand_as(z)
     z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
@@ -148,22 +148,6 @@ def _gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
         "repeat": Terms(z[1:] * z[:-1], z[:-1].square(), 1.0, at[1:]),
         "neighbours": Terms(z[:, 1:] * z[:, :-1], z[:, :-1].square(), 1.0, at[:, 1:]),
     }
-
-
-def totals(inputs: ActionInputs) -> dict[str, Tensor]:
-    """Return the sum of each test's terms over all heads, and the sum of their variances, [2], in units of their largest size.
-
-    Both add up over rollouts, and the first one stays a martingale.
-    """
-    parts = [categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h]) for h in inputs.log_probs]
-    parts += [_gaussian_terms(z_of(inputs, h), inputs.counted[h]) for h in inputs.means]
-    result: dict[str, Tensor] = {}
-    for part in parts:
-        for name, terms in part.items():
-            total = torch.where(terms.counted, terms.residuals, 0.0).sum() / terms.bound
-            variance = torch.where(terms.counted, terms.variances, 0.0).sum() / terms.bound**2
-            result[name] = result.get(name, torch.zeros_like(total)) + torch.stack([total, variance])
-    return result
 
 
 def _by_class(residuals: Tensor, variances: Tensor, counted: Tensor) -> list[Terms]:
