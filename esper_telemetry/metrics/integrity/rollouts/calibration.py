@@ -444,9 +444,9 @@ def squashed(inputs: ActionInputs) -> float | None:
         scaled = [inputs.actions[head]]
         if bounds is not None and bool(bounds.isfinite().all()):
             scaled.append(2 * (inputs.actions[head] - bounds[0]) / (bounds[1] - bounds[0]) - 1)
-        limits = [(bound - means) / inputs.std[head] for bound in (-MAX_ATANH, MAX_ATANH)]
+        low, high = ((bound - means) / inputs.std[head] for bound in (-MAX_ATANH, MAX_ATANH))
         scores = [
-            _censored_score((actions.atanh() - means) / inputs.std[head], *limits, counted)
+            _censored_score((actions.atanh() - means) / inputs.std[head], low, high, counted)
             for actions in (one.clamp(-1 + 1e-12, 1 - 1e-12) for one in scaled if bool((one[counted].abs() <= 1).all()))
         ]
         if not scores:
