@@ -301,7 +301,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the entropy added in place of subtracted: the bonus punishes exploring",
             equation="L = L_policy + c_value L_value + c_entropy mean H",
             compute=_with_bonus(lambda x: x.total(entropy=-x.entropy_weight)),
-            source="1707.06347, eq. 9",
             advice="Subtract the weighted entropy.",
         ),
         Hypothesis(
@@ -309,7 +308,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the value loss subtracted: the critic climbs its error",
             equation="L = L_policy - c_value L_value + c_entropy L_entropy",
             compute=lambda x: x.total(value=-x.value_weight),
-            source="1707.06347, eq. 9",
             advice="Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.",
         ),
         Hypothesis(
@@ -317,7 +315,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the policy loss subtracted",
             equation="L = -L_policy + c_value L_value + c_entropy L_entropy",
             compute=lambda x: x.total(policy=-1.0),
-            source="1707.06347, eq. 9",
             advice="Add the policy loss, which is the negative surrogate.",
         ),
         Hypothesis(
@@ -325,7 +322,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the opposite sign",
             equation="L = -(L_policy + c_value L_value + c_entropy L_entropy)",
             compute=lambda x: -x.total(),
-            source="1707.06347, eq. 9",
             advice="Minimise the loss.",
         ),
         Hypothesis(

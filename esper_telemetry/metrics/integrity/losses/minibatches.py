@@ -184,7 +184,6 @@ MINIBATCHES = Equation(
             says="rows that are drawn with replacement within a minibatch",
             equation="row ~ uniform, each by itself",
             compute=_where(lambda x: _repeats_within(x) and not _same_visits(x)),
-            source="1707.06347, algorithm 1",
             advice="Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
         ),
         Hypothesis(
@@ -192,7 +191,6 @@ MINIBATCHES = Equation(
             says="minibatches that have rows in common, and leave others out",
             equation="each minibatch drawn by itself",
             compute=_where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
-            source="1707.06347, algorithm 1",
             advice="Cut one permutation per pass into minibatches that have no row in common.",
         ),
         Hypothesis(
@@ -351,7 +349,6 @@ LOG_RATIOS = Equation(
             says="the old log-probabilities less the new ones: the ratio is inverted",
             equation="log r = log π_old - log π",
             compute=lambda x: x.stored - x.now,
-            source="1707.06347, eq. 6",
             advice="Take exp(new log-probability - old log-probability).",
         ),
         Hypothesis(
@@ -366,7 +363,6 @@ LOG_RATIOS = Equation(
             says="the new log-probabilities, without the old ones",
             equation="log r = log π",
             compute=lambda x: x.now,
-            source="1707.06347, eq. 6",
             advice="Subtract the log-probabilities at collection.",
         ),
         Hypothesis(
@@ -374,7 +370,6 @@ LOG_RATIOS = Equation(
             says="the quotient of the log-probabilities in place of that of the probabilities",
             equation="r = log π / log π_old",
             compute=lambda x: (x.now / x.stored).log(),
-            source="1707.06347, eq. 6",
             advice="Take the exponential of the difference.",
         ),
         Hypothesis(

@@ -148,7 +148,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without its minus sign, so that descent lowers the gain",
             equation="L = mean min(r A, clip(r) A)",
             compute=lambda x: -clipped_surrogate(x),
-            source=PPO_SOURCE,
             advice="Minimise the negative of the surrogate.",
         ),
         Hypothesis(
@@ -156,7 +155,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate of the advantages with the opposite sign",
             equation="L = mean max(r A, clip(r) A)",
             compute=lambda x: clipped_surrogate(replace(x, advantages=-x.advantages)),
-            source=PPO_SOURCE,
             advice="Use max only with the two negative terms: max(-r A, -clip(r) A).",
         ),
         Hypothesis(
@@ -164,7 +162,6 @@ POLICY_LOSS = Equation(
             says="the larger of the two gains in place of the smaller",
             equation="L = -mean max(r A, clip(r) A)",
             compute=lambda x: -x.minibatches.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
-            source=PPO_SOURCE,
             advice="Take min of the gains, or max of the losses.",
         ),
         Hypothesis(
@@ -172,7 +169,6 @@ POLICY_LOSS = Equation(
             says="the clipped term alone, without the minimum",
             equation="L = -mean clip(r, 1 - ε, 1 + ε) A",
             compute=lambda x: -x.minibatches.mean(x.clipped() * x.advantages),
-            source=PPO_SOURCE,
             advice="Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
         ),
         Hypothesis(
@@ -188,7 +184,6 @@ POLICY_LOSS = Equation(
             says="the advantage times the smaller ratio, whatever the sign of the advantage",
             equation="L = -mean min(r, clip(r)) A",
             compute=lambda x: -x.minibatches.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
-            source=PPO_SOURCE,
             advice="Multiply both ratios by the advantage before the minimum.",
         ),
         Hypothesis(
@@ -196,7 +191,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the ratio inverted: the old probability over the new one",
             equation="L = -mean min(A / r, clip(1 / r) A)",
             compute=lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
-            source=PPO_SOURCE,
             advice="Take exp(new log-probability - old log-probability).",
         ),
         Hypothesis(
@@ -208,7 +202,6 @@ POLICY_LOSS = Equation(
                     torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
                 )
             ),
-            source=PPO_SOURCE,
             advice="Take the exponential of the difference of the log-probabilities.",
         ),
         Hypothesis(
@@ -224,7 +217,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε",
             equation="L = -mean min(r A, clip(r, -ε, ε) A)",
             compute=lambda x: between(x, -x.clip, x.clip),
-            source=PPO_SOURCE,
             advice="Clip to 1 - ε and 1 + ε.",
         ),
         Hypothesis(
@@ -232,7 +224,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without the lower bound of the ratio",
             equation="L = -mean min(r A, min(r, 1 + ε) A)",
             compute=lambda x: between(x, -torch.inf, 1 + x.clip),
-            source=PPO_SOURCE,
             advice="Clip the ratio on both sides.",
         ),
         Hypothesis(
@@ -240,7 +231,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without the upper bound of the ratio",
             equation="L = -mean min(r A, max(r, 1 - ε) A)",
             compute=lambda x: between(x, 1 - x.clip, torch.inf),
-            source=PPO_SOURCE,
             advice="Clip the ratio on both sides.",
         ),
         Hypothesis(
@@ -248,7 +238,6 @@ POLICY_LOSS = Equation(
             says="the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
             equation="L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
             compute=lambda x: -x.minibatches.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
-            source=PPO_SOURCE,
             advice="Clip the ratio before it is multiplied by the advantage.",
         ),
         Hypothesis(
@@ -256,7 +245,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the log-ratio clipped to ±ε",
             equation="L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
             compute=lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
-            source=PPO_SOURCE,
             advice="Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
         ),
         Hypothesis(
@@ -272,7 +260,6 @@ POLICY_LOSS = Equation(
             says="the sum over the rows in place of the mean",
             equation="L = -Σ min(r A, clip(r) A)",
             compute=lambda x: clipped_surrogate(x) * x.minibatches.counts,
-            source=PPO_SOURCE,
             advice="Take the mean, so that the step does not grow with the minibatch.",
         ),
         Hypothesis(

@@ -219,7 +219,6 @@ GRADIENT = Equation(
             "value_unclipped",
             "the gradient of a value loss that is not clipped though the setting is on",
             "L_value = ½ mean (V - R)²",
-            source=PPO_SOURCE,
             advice="Clip the values to the old ones ± clip_range_vf, or switch the setting off",
         ),
         _alternative(
