@@ -22,7 +22,7 @@ from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
-from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients, TermGradients, flat64
+from esper_telemetry.metrics.integrity.steps.loss_gradients import GradientsByName, LossGradients, flat64
 from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     OPTIMIZER_STEP,
     ParameterStep,
@@ -48,7 +48,7 @@ class MinibatchLoss(NamedTuple):
         coefficients: weights of the terms.
     """
 
-    gradients: TermGradients
+    gradients: GradientsByName
     total: Tensor
     rows: int | None
     coefficients: Mapping[str, float]

@@ -18,7 +18,14 @@ from esper_telemetry.ppo.rollout import Batch
 
 STEPS, ENVS = 32, 4
 CHECKED = ("policy_loss", "value_loss", "entropy_loss", "minibatches")
-SETTINGS = {"num_steps": STEPS, "num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.01, "learning_rate": 0.02}
+SETTINGS = {
+    "num_steps": STEPS,
+    "num_epochs": 3,
+    "num_minibatches": 4,
+    "hidden_sizes": (16, 16),
+    "entropy_coef": 0.01,
+    "learning_rate": 0.02,
+}
 
 
 def train(
@@ -27,7 +34,7 @@ def train(
     """Train for two updates, all of them sampled; return each equation in the records that have it."""
     trainer = PPO(make_env(env, num_envs=ENVS, seed=0), PPOConfig(**{**SETTINGS, **settings}))
     trainer.steps = replace(trainer.steps, **(changes or {}))
-    with Telemetry([], run_dir=path, level="debug") as telemetry:
+    with Telemetry([], run_dir=path, level="debug", offload=False) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(2 * STEPS * ENVS)
     run = read_run(path)
@@ -42,13 +49,9 @@ def names(results: Iterable[EquationResult]) -> set[str]:
 @pytest.mark.parametrize(
     ("env", "settings"),
     [
-        ("CartPole-v1", {}),
-        ("CartPole-v1", {"clip_value": 0.2, "normalize_minibatches": True}),
+        ("CartPole-v1", {"clip_value": 0.2, "normalize_minibatches": True, "target_kl": 1e-4}),
         ("CartPole-v1", {"normalize_advantages": False, "shared_trunk": True}),
-        ("CartPole-v1", {"policy": "lstm", "clip_value": 0.2}),
-        ("CartPole-v1", {"target_kl": 1e-4}),
-        ("cue-recall", {"policy": "gru"}),
-        ("Pendulum-v1", {}),
+        ("cue-recall", {"policy": "gru", "clip_value": 0.2}),
         ("Pendulum-v1", {"state_dependent_std": True, "squash": True}),
         ("morphogenesis", {"policy": "lstm"}),
     ],

@@ -24,7 +24,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from esper_telemetry.metrics.integrity.losses.value_loss import VALUE_LOSS, chec
 
 MINIBATCHES, ROWS = 8, 64
 CLIP = 0.2
-SEEDS = range(5)
+SEEDS = range(2)
 
 
 class Batch(NamedTuple):

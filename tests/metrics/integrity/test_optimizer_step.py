@@ -16,7 +16,7 @@ from esper_telemetry.metrics.integrity.steps.gradients import check_clipping
 from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-SEEDS = range(4)
+SEEDS = range(2)
 
 OPTIMIZERS: Mapping[str, Make] = {
     "adam": lambda p: torch.optim.Adam(p, 3e-4, eps=1e-5),
@@ -67,7 +67,7 @@ def names(result: EquationCheck) -> list[str]:
     return [one.hypothesis.name for one in result.explanations]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 50])
+@pytest.mark.parametrize("steps", [0, 20])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_torch_match(name: str, seed: int, steps: int) -> None:

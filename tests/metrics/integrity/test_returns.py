@@ -14,7 +14,7 @@ from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.targets.normalization import NORMALIZED_ADVANTAGES, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 
-SEEDS = range(5)
+SEEDS = range(2)
 
 
 def names(result: EquationCheck) -> set[str]:
@@ -136,7 +136,11 @@ def of_minibatches(rows: Array) -> Array:
 def check_use(c: Columns, used: Callable[[Array, Array], Array], seed: int = 0, **changes: Any) -> EquationCheck:
     advantages = right(c)
     rows = rows_of(c, seed)
-    columns: dict[str, Any] = {"rollout": advantages, "environments": rows % advantages.shape[1]}
+    columns: dict[str, Any] = {
+        "rollout": advantages,
+        "environments": rows % advantages.shape[1],
+        "in_order": advantages.reshape(rows.shape),
+    }
     raw = advantages.reshape(-1)[rows]
     return check_normalized_advantages(raw, used(advantages, rows).astype(np.float32), **columns | changes)
 
@@ -161,6 +165,7 @@ USE_PROGRAMS: dict[str, list[Callable[[Array, Array], Array]]] = {
     "precedence": [within(lambda a: a - a.mean() / a.std(ddof=1))],
     "sign": [within(lambda a: -normalize(a, ddof=1))],
     "other_rows": [within(lambda a: normalize(a, ddof=1)[::-1])],
+    "in_order": [lambda advantages, rows: of_minibatches(advantages.reshape(rows.shape))],
     "other_std": [within(lambda a: normalize(a))],
     "rms": [within(lambda a: a / np.sqrt((a**2).mean()))],
     "clipped": [within(lambda a: normalize(a, ddof=1).clip(-1.5, 1.5))],

@@ -48,7 +48,7 @@ def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
 
 
 @pytest.mark.parametrize("begin", [0, 1])
-@pytest.mark.parametrize("updates", [40, 200])
+@pytest.mark.parametrize("updates", [40])
 def test_a_line_matches_before_and_after_the_update_is_counted(updates: int, begin: int) -> None:
     assert check(1 - (np.arange(updates) + begin) / updates).matches
 
@@ -58,7 +58,7 @@ def test_a_constant_rate_matches() -> None:
 
 
 @pytest.mark.parametrize("begin", [0, 1])
-@pytest.mark.parametrize("updates", [40, 200])
+@pytest.mark.parametrize("updates", [40])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_wrong_schedule_is_named(name: str, updates: int, begin: int) -> None:
     result = check(PROGRAMS[name]((np.arange(updates) + begin) / updates))
@@ -121,7 +121,7 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
     assert [one.name for one in results[1].explanations] == ["cosine"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_rates_are_explained_by_nothing(seed: int) -> None:
     result = check(np.random.default_rng(seed).random(40))
 

@@ -13,13 +13,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_tensor, by_head, masks_by_
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
-from esper_telemetry.metrics.integrity.losses.losses import (
-    LOSS_TOLERANCE,
-    Minibatches,
-    accumulated,
-    divided,
-    scaled,
-)
+from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE, Minibatches, divided, rescaled, with_padding
 from esper_telemetry.metrics.statistics import same_shape
 
 GAUSSIAN_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
@@ -108,11 +102,6 @@ def _over_relevant_rows(inputs: EntropyInputs) -> Tensor | None:
 
 def _of_sample(inputs: EntropyInputs, log_probs: Tensor | None) -> Tensor | None:
     return None if log_probs is None else inputs.minibatches.mean(log_probs)
-
-
-def _padded(inputs: EntropyInputs) -> Tensor | None:
-    batches = inputs.minibatches
-    return None if bool(batches.valid.all()) else entropy_loss(replace(inputs, minibatches=batches.with_padding()))
 
 
 ENTROPY_LOSS = Equation(
@@ -257,36 +246,14 @@ ENTROPY_LOSS = Equation(
             advice="Multiply the probabilities by their logarithms.",
         ),
         Hypothesis(
-            name="padding_included",
-            says="the negative mean entropy over all rows, padding included",
-            equation="L = -mean_{all rows} H",
-            compute=_padded,
-            advice="Take the mean over the valid rows.",
-        ),
-        Hypothesis(
             name="weighted",
             says="the negative entropy times the weight of its bonus",
             equation="L = -c mean H",
             compute=lambda x: x.weight * entropy_loss(x) if x.weight else None,
             variant=True,
         ),
-        Hypothesis(
-            name="accumulated",
-            says="the negative entropy, divided by a number of accumulated parts:",
-            equation="L = -mean H / k",
-            fit=lambda x, claimed: accumulated(entropy_loss(x), claimed),
-            parameter="k",
-            variant=True,
-        ),
-        Hypothesis(
-            name="scaled",
-            says="the negative entropy times a factor,",
-            equation="L = -c mean H",
-            fit=lambda x, claimed: scaled(entropy_loss(x), claimed),
-            parameter="c",
-            variant=True,
-            advice="Compare the weight with the setting.",
-        ),
+        with_padding(entropy_loss, "-H")[0],
+        *rescaled(entropy_loss, "the negative entropy", "-mean H", variant=True),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Minibatches that losses are means over, and fits of a parameter of a loss.
+"""Minibatches that losses are means over, hypotheses and fits that all losses share, and the equation of the total loss.
 
 Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, shown
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
@@ -175,6 +175,77 @@ def scaled(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
     return None if accumulated(reference, claimed) is not None else proportional(reference, claimed)
 
 
+def rescaled(
+    loss: Callable[[Any], Tensor], says: str, equation: str, *, variant: bool
+) -> tuple[Hypothesis, Hypothesis]:
+    """Return the hypotheses that a loss is divided by a number of accumulated parts, and that it has another factor, a `variant` or not."""
+    return (
+        Hypothesis(
+            name="accumulated",
+            says=f"{says}, divided by a number of accumulated parts:",
+            equation=f"L = ({equation}) / k",
+            fit=lambda inputs, claimed: accumulated(loss(inputs), claimed),
+            parameter="k",
+            variant=True,
+        ),
+        Hypothesis(
+            name="scaled",
+            says=f"{says} times a factor,",
+            equation=f"L = c ({equation})",
+            fit=lambda inputs, claimed: scaled(loss(inputs), claimed),
+            parameter="c",
+            variant=variant,
+            advice="Look for a weight that is not the setting, or a division by another number than the rows.",
+        ),
+    )
+
+
+def with_padding(
+    loss: Callable[[Any], Tensor],
+    equation: str,
+    nearest: Callable[[Any, Tensor], Tensor] = lambda inputs, values: values,
+) -> tuple[Hypothesis, Hypothesis]:
+    """Return the hypotheses of a mean over padding too, and of a sum over the valid rows that is divided by all of them.
+
+    Args:
+        loss: (inputs with `minibatches`) -> losses [M].
+        equation: of the sum over the rows.
+        nearest: (inputs, losses) -> the losses with the factor that is nearest to the claimed ones.
+    """
+
+    def included(inputs: Any) -> Tensor | None:
+        batches: Minibatches = inputs.minibatches
+        if bool(batches.valid.all()):
+            return None
+        return nearest(inputs, loss(replace(inputs, minibatches=batches.with_padding())))
+
+    def counted(inputs: Any) -> Tensor | None:
+        batches: Minibatches = inputs.minibatches
+        if bool(batches.valid.all()):
+            return None
+        return nearest(inputs, loss(inputs) * batches.counts / batches.with_padding().counts)
+
+    source = "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75"
+    return (
+        Hypothesis(
+            "padding_included",
+            "the mean over all rows, padding included",
+            f"L = mean_{{all rows}} {equation}",
+            included,
+            source=source,
+            advice="Take the mean over the valid rows.",
+        ),
+        Hypothesis(
+            "padding_counted",
+            "the sum over the valid rows, divided by the number of all rows, padding included",
+            f"L = Σ_{{valid}} {equation} / N",
+            counted,
+            source=source,
+            advice="Divide by the number of valid rows.",
+        ),
+    )
+
+
 def added(reference: Tensor, term: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the weight with which a term [M] is added to every second reference loss, and all predicted losses [M]."""
     square = float(term[::2] @ term[::2])
@@ -230,7 +301,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the entropy added in place of subtracted: the bonus punishes exploring",
             equation="L = L_policy + c_value L_value + c_entropy mean H",
             compute=_with_bonus(lambda x: x.total(entropy=-x.entropy_weight)),
-            source="1707.06347, eq. 9",
             advice="Subtract the weighted entropy.",
         ),
         Hypothesis(
@@ -238,7 +308,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the value loss subtracted: the critic climbs its error",
             equation="L = L_policy - c_value L_value + c_entropy L_entropy",
             compute=lambda x: x.total(value=-x.value_weight),
-            source="1707.06347, eq. 9",
             advice="Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.",
         ),
         Hypothesis(
@@ -246,7 +315,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the policy loss subtracted",
             equation="L = -L_policy + c_value L_value + c_entropy L_entropy",
             compute=lambda x: x.total(policy=-1.0),
-            source="1707.06347, eq. 9",
             advice="Add the policy loss, which is the negative surrogate.",
         ),
         Hypothesis(
@@ -254,7 +322,6 @@ TOTAL_LOSS = Equation(
             says="the sum with the opposite sign",
             equation="L = -(L_policy + c_value L_value + c_entropy L_entropy)",
             compute=lambda x: -x.total(),
-            source="1707.06347, eq. 9",
             advice="Minimise the loss.",
         ),
         Hypothesis(
@@ -323,14 +390,6 @@ TOTAL_LOSS = Equation(
             advice="Compare the weights with the terms that they multiply.",
         ),
         Hypothesis(
-            name="accumulated",
-            says="the sum, divided by a number of accumulated parts:",
-            equation="L = (L_policy + c_value L_value + c_entropy L_entropy) / k",
-            fit=lambda x, claimed: accumulated(total_loss(x), claimed),
-            parameter="k",
-            variant=True,
-        ),
-        Hypothesis(
             name="entropy_weight",
             says="the sum with another weight of the entropy than the setting, annealed or set elsewhere,",
             equation="L = L_policy + c_value L_value + c L_entropy",
@@ -346,14 +405,7 @@ TOTAL_LOSS = Equation(
             parameter="c",
             variant=True,
         ),
-        Hypothesis(
-            name="scaled",
-            says="the sum times a factor,",
-            equation="L = c (L_policy + c_value L_value + c_entropy L_entropy)",
-            fit=lambda x, claimed: scaled(total_loss(x), claimed),
-            parameter="c",
-            variant=True,
-        ),
+        *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", variant=True),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Equation of the minibatches: each pass over a rollout visits every row once.
+"""Equations of the minibatches (each pass over a rollout visits every row once) and of the log-ratios in their rows.
 
 Shapes: E passes, M minibatches of R rows in all, S rows of the rollout, in B environments.
 """
@@ -19,7 +19,7 @@ MAX_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class RolloutPass:
     """Rows of one pass, one minibatch after the other, and the number of rows of each minibatch."""
 
     rows: Tensor
@@ -46,7 +46,7 @@ class PassInputs:
         alike: 1 where all passes are cut into the same minibatches, or a single one is not shuffled; else 0.
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[RolloutPass, ...]
     valid: Tensor
     environments: int
     visits: Tensor
@@ -184,7 +184,6 @@ MINIBATCHES = Equation(
             says="rows that are drawn with replacement within a minibatch",
             equation="row ~ uniform, each by itself",
             compute=_where(lambda x: _repeats_within(x) and not _same_visits(x)),
-            source="1707.06347, algorithm 1",
             advice="Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
         ),
         Hypothesis(
@@ -192,7 +191,6 @@ MINIBATCHES = Equation(
             says="minibatches that have rows in common, and leave others out",
             equation="each minibatch drawn by itself",
             compute=_where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
-            source="1707.06347, algorithm 1",
             advice="Cut one permutation per pass into minibatches that have no row in common.",
         ),
         Hypothesis(
@@ -279,7 +277,7 @@ def check_minibatches(
         joined = torch.cat([batch.to(batches[0].device) for batch in batches])
         if joined.is_floating_point() or joined.dtype is torch.bool:
             raise ValueError(f"rows must be whole numbers, got {joined.dtype}")
-        passes.append(Pass(joined.long(), tuple(len(batch) for batch in batches)))
+        passes.append(RolloutPass(joined.long(), tuple(len(batch) for batch in batches)))
     everything = torch.cat([one.rows for one in passes])
     if len(everything) and not 0 <= int(everything.min()) <= int(everything.max()) < size:
         raise ValueError(f"rows must be from 0 to {size - 1}, got {int(everything.min())} to {int(everything.max())}")
@@ -297,7 +295,7 @@ def check_minibatches(
     return compare(MINIBATCHES, inputs, inputs.claimed)
 
 
-def _alike(passes: Sequence[Pass]) -> bool:
+def _alike(passes: Sequence[RolloutPass]) -> bool:
     """Return True where several passes, cut into several minibatches, are cut alike."""
     if any(len(one.counts) < 2 or max(one.counts) < 2 for one in passes):
         return False
@@ -351,7 +349,6 @@ LOG_RATIOS = Equation(
             says="the old log-probabilities less the new ones: the ratio is inverted",
             equation="log r = log π_old - log π",
             compute=lambda x: x.stored - x.now,
-            source="1707.06347, eq. 6",
             advice="Take exp(new log-probability - old log-probability).",
         ),
         Hypothesis(
@@ -366,7 +363,6 @@ LOG_RATIOS = Equation(
             says="the new log-probabilities, without the old ones",
             equation="log r = log π",
             compute=lambda x: x.now,
-            source="1707.06347, eq. 6",
             advice="Subtract the log-probabilities at collection.",
         ),
         Hypothesis(
@@ -374,7 +370,6 @@ LOG_RATIOS = Equation(
             says="the quotient of the log-probabilities in place of that of the probabilities",
             equation="r = log π / log π_old",
             compute=lambda x: (x.now / x.stored).log(),
-            source="1707.06347, eq. 6",
             advice="Take the exponential of the difference.",
         ),
         Hypothesis(

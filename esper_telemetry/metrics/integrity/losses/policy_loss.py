@@ -16,12 +16,12 @@ from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
 from esper_telemetry.metrics.integrity.losses.losses import (
     LOSS_TOLERANCE,
     Minibatches,
-    accumulated,
     added,
     bisected,
     divided,
     informative,
-    scaled,
+    rescaled,
+    with_padding,
 )
 
 DUAL_CLIP: Final = 3.0
@@ -97,23 +97,6 @@ def per_head(inputs: PolicyLossInputs) -> Tensor | None:
     return torch.stack(losses).sum(0) if len(losses) > 1 else None
 
 
-def _if_padded(inputs: PolicyLossInputs) -> PolicyLossInputs | None:
-    batches = inputs.minibatches
-    return None if bool(batches.valid.all()) else replace(inputs, minibatches=batches.with_padding())
-
-
-def with_padding_rows(inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the mean [M] over all rows, padding included; None where there is none."""
-    padded = _if_padded(inputs)
-    return None if padded is None else clipped_surrogate(padded)
-
-
-def over_padding(inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the sum over the valid rows, divided by the number of all rows, [M]; None where there is no padding."""
-    padded, batches = _if_padded(inputs), inputs.minibatches
-    return None if padded is None else clipped_surrogate(inputs) * batches.counts / padded.minibatches.counts
-
-
 def kl_penalty(inputs: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
     """Fit the weight of each estimator of the divergence (http://joschu.net/blog/kl-approx.html) and keep the closest."""
     log_ratio, mean = inputs.log_ratio, inputs.minibatches.mean
@@ -165,7 +148,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without its minus sign, so that descent lowers the gain",
             equation="L = mean min(r A, clip(r) A)",
             compute=lambda x: -clipped_surrogate(x),
-            source=PPO_SOURCE,
             advice="Minimise the negative of the surrogate.",
         ),
         Hypothesis(
@@ -173,7 +155,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate of the advantages with the opposite sign",
             equation="L = mean max(r A, clip(r) A)",
             compute=lambda x: clipped_surrogate(replace(x, advantages=-x.advantages)),
-            source=PPO_SOURCE,
             advice="Use max only with the two negative terms: max(-r A, -clip(r) A).",
         ),
         Hypothesis(
@@ -181,7 +162,6 @@ POLICY_LOSS = Equation(
             says="the larger of the two gains in place of the smaller",
             equation="L = -mean max(r A, clip(r) A)",
             compute=lambda x: -x.minibatches.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
-            source=PPO_SOURCE,
             advice="Take min of the gains, or max of the losses.",
         ),
         Hypothesis(
@@ -189,7 +169,6 @@ POLICY_LOSS = Equation(
             says="the clipped term alone, without the minimum",
             equation="L = -mean clip(r, 1 - ε, 1 + ε) A",
             compute=lambda x: -x.minibatches.mean(x.clipped() * x.advantages),
-            source=PPO_SOURCE,
             advice="Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
         ),
         Hypothesis(
@@ -205,7 +184,6 @@ POLICY_LOSS = Equation(
             says="the advantage times the smaller ratio, whatever the sign of the advantage",
             equation="L = -mean min(r, clip(r)) A",
             compute=lambda x: -x.minibatches.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
-            source=PPO_SOURCE,
             advice="Multiply both ratios by the advantage before the minimum.",
         ),
         Hypothesis(
@@ -213,7 +191,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the ratio inverted: the old probability over the new one",
             equation="L = -mean min(A / r, clip(1 / r) A)",
             compute=lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
-            source=PPO_SOURCE,
             advice="Take exp(new log-probability - old log-probability).",
         ),
         Hypothesis(
@@ -225,7 +202,6 @@ POLICY_LOSS = Equation(
                     torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
                 )
             ),
-            source=PPO_SOURCE,
             advice="Take the exponential of the difference of the log-probabilities.",
         ),
         Hypothesis(
@@ -241,7 +217,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε",
             equation="L = -mean min(r A, clip(r, -ε, ε) A)",
             compute=lambda x: between(x, -x.clip, x.clip),
-            source=PPO_SOURCE,
             advice="Clip to 1 - ε and 1 + ε.",
         ),
         Hypothesis(
@@ -249,7 +224,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without the lower bound of the ratio",
             equation="L = -mean min(r A, min(r, 1 + ε) A)",
             compute=lambda x: between(x, -torch.inf, 1 + x.clip),
-            source=PPO_SOURCE,
             advice="Clip the ratio on both sides.",
         ),
         Hypothesis(
@@ -257,7 +231,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate without the upper bound of the ratio",
             equation="L = -mean min(r A, max(r, 1 - ε) A)",
             compute=lambda x: between(x, 1 - x.clip, torch.inf),
-            source=PPO_SOURCE,
             advice="Clip the ratio on both sides.",
         ),
         Hypothesis(
@@ -265,7 +238,6 @@ POLICY_LOSS = Equation(
             says="the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
             equation="L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
             compute=lambda x: -x.minibatches.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
-            source=PPO_SOURCE,
             advice="Clip the ratio before it is multiplied by the advantage.",
         ),
         Hypothesis(
@@ -273,7 +245,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the log-ratio clipped to ±ε",
             equation="L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
             compute=lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
-            source=PPO_SOURCE,
             advice="Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
         ),
         Hypothesis(
@@ -289,7 +260,6 @@ POLICY_LOSS = Equation(
             says="the sum over the rows in place of the mean",
             equation="L = -Σ min(r A, clip(r) A)",
             compute=lambda x: clipped_surrogate(x) * x.minibatches.counts,
-            source=PPO_SOURCE,
             advice="Take the mean, so that the step does not grow with the minibatch.",
         ),
         Hypothesis(
@@ -322,22 +292,6 @@ POLICY_LOSS = Equation(
             equation="L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
             compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.reversed()])),
             advice="Index ratios and advantages with the same rows.",
-        ),
-        Hypothesis(
-            name="padding_included",
-            says="the mean over all rows, padding included",
-            equation="L = -mean_{all rows} min(r A, clip(r) A)",
-            compute=with_padding_rows,
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Take the mean over the valid rows.",
-        ),
-        Hypothesis(
-            name="padding_counted",
-            says="the sum over the valid rows, divided by the number of all rows, padding included",
-            equation="L = -Σ_{valid} min(r A, clip(r) A) / N",
-            compute=over_padding,
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Divide by the number of valid rows.",
         ),
         Hypothesis(
             name="normalized_again",
@@ -376,14 +330,6 @@ POLICY_LOSS = Equation(
             says="the clipped surrogate with the entropy bonus in it",
             equation="L = -mean min(r A, clip(r) A) - c H",
             compute=lambda x: None if x.bonus is None else clipped_surrogate(x) + x.bonus,
-            variant=True,
-        ),
-        Hypothesis(
-            name="accumulated",
-            says="the clipped surrogate, divided by a number of accumulated parts:",
-            equation="L = -mean min(r A, clip(r) A) / k",
-            fit=lambda x, claimed: accumulated(clipped_surrogate(x), claimed),
-            parameter="k",
             variant=True,
         ),
         Hypothesis(
@@ -439,14 +385,8 @@ POLICY_LOSS = Equation(
             variant=True,
             source="1707.06347, eq. 8",
         ),
-        Hypothesis(
-            name="scaled",
-            says="the clipped surrogate times a factor,",
-            equation="L = -c mean min(r A, clip(r) A)",
-            fit=lambda x, claimed: scaled(clipped_surrogate(x), claimed),
-            parameter="c",
-            advice="Look for a weight, or a division by another number than the rows.",
-        ),
+        *with_padding(clipped_surrogate, "-min(r A, clip(r) A)"),
+        *rescaled(clipped_surrogate, "the clipped surrogate", "-mean min(r A, clip(r) A)", variant=False),
     ),
 )
 

@@ -19,11 +19,11 @@ from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
 from esper_telemetry.metrics.integrity.losses.losses import (
     LOSS_TOLERANCE,
     Minibatches,
-    accumulated,
     bisected,
     divided,
     informative,
-    scaled,
+    rescaled,
+    with_padding,
 )
 
 MAX_PAIRS: Final = 1 << 22
@@ -152,16 +152,6 @@ def _other_range(inputs: ValueLossInputs, claimed: Tensor) -> tuple[float, Tenso
         if fit is not None and float((fit[1] - claimed).abs().max()) <= 1e-4 * float(claimed.abs().max()):
             return fit
     return None
-
-
-def _padded(inputs: ValueLossInputs, *, errors: bool) -> Tensor | None:
-    batches = inputs.minibatches
-    if bool(batches.valid.all()):
-        return None
-    padded = batches.with_padding()
-    if errors:
-        return inputs.nearest(value_loss(replace(inputs, minibatches=padded)))
-    return inputs.nearest(value_loss(inputs) * batches.counts / padded.counts)
 
 
 def _weighted(inputs: ValueLossInputs) -> Tensor | None:
@@ -347,30 +337,6 @@ VALUE_LOSS = Equation(
             advice="Index values and returns with the same rows.",
         ),
         Hypothesis(
-            name="padding_included",
-            says="the mean over all rows, padding included",
-            equation="L = ½ mean_{all rows} (V - R)²",
-            compute=lambda x: _padded(x, errors=True),
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Take the mean over the valid rows.",
-        ),
-        Hypothesis(
-            name="padding_counted",
-            says="the sum over the valid rows, divided by the number of all rows, padding included",
-            equation="L = ½ Σ_{valid} (V - R)² / N",
-            compute=lambda x: _padded(x, errors=False),
-            source="https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
-            advice="Divide by the number of valid rows.",
-        ),
-        Hypothesis(
-            name="accumulated",
-            says="the squared error, divided by a number of accumulated parts:",
-            equation="L = ½ mean (V - R)² / k",
-            fit=lambda x, claimed: accumulated(value_loss(x), claimed),
-            parameter="k",
-            variant=True,
-        ),
-        Hypothesis(
             name="clip_range",
             says="the squared error with another clip range of the values than the setting,",
             equation="L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²)",
@@ -379,14 +345,8 @@ VALUE_LOSS = Equation(
             variant=True,
             source=DETAILS_SOURCE,
         ),
-        Hypothesis(
-            name="scaled",
-            says="the squared error times a factor,",
-            equation="L = c ½ mean (V - R)²",
-            fit=lambda x, claimed: scaled(value_loss(x), claimed),
-            parameter="c",
-            advice="Look for a weight, or a division by another number than the rows.",
-        ),
+        *with_padding(value_loss, "½ (V - R)²", ValueLossInputs.nearest),
+        *rescaled(value_loss, "the squared error", "½ mean (V - R)²", variant=False),
     ),
 )
 

@@ -265,8 +265,20 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
 
 @inference_mode
 def action_totals(inputs: ActionInputs) -> Iterator[MetricGroup]:
-    """Yield the sums of a rollout's tests and their variances."""
-    totals = calibration.totals(inputs)
+    """Yield the sum of each test's terms over all heads, and the sum of their variances, in units of their largest size.
+
+    Both add up over rollouts, and the first one stays a martingale.
+    """
+    parts = [
+        calibration.categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h])
+        for h in inputs.log_probs
+    ]
+    parts += [calibration.gaussian_terms(calibration.z_of(inputs, h), inputs.counted[h]) for h in inputs.means]
+    totals: dict[str, Tensor] = {}
+    for name, terms in (one for part in parts for one in part.items()):
+        total = torch.where(terms.counted, terms.residuals, 0.0).sum() / terms.bound
+        variance = torch.where(terms.counted, terms.variances, 0.0).sum() / terms.bound**2
+        totals[name] = totals.get(name, torch.zeros_like(total)) + torch.stack([total, variance])
     if totals:
         sums, variances = torch.stack(list(totals.values())).unbind(-1)
         yield ActionTotals(tuple(totals), Sum(sums.unsqueeze(0)))

@@ -137,7 +137,7 @@ def categorical_terms(log_probs: Tensor, actions: Tensor, counted: Tensor) -> di
     }
 
 
-def _gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
+def gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
     """Return the terms of the tests of `gaussian_scores`, but for the means; entries of z that do not count are 0."""
     at = counted.unsqueeze(-1).expand_as(z)
     z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
@@ -148,22 +148,6 @@ def _gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
         "repeat": Terms(z[1:] * z[:-1], z[:-1].square(), 1.0, at[1:]),
         "neighbours": Terms(z[:, 1:] * z[:, :-1], z[:, :-1].square(), 1.0, at[:, 1:]),
     }
-
-
-def totals(inputs: ActionInputs) -> dict[str, Tensor]:
-    """Return the sum of each test's terms over all heads, and the sum of their variances, [2], in units of their largest size.
-
-    Both add up over rollouts, and the first one stays a martingale.
-    """
-    parts = [categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h]) for h in inputs.log_probs]
-    parts += [_gaussian_terms(z_of(inputs, h), inputs.counted[h]) for h in inputs.means]
-    result: dict[str, Tensor] = {}
-    for part in parts:
-        for name, terms in part.items():
-            total = torch.where(terms.counted, terms.residuals, 0.0).sum() / terms.bound
-            variance = torch.where(terms.counted, terms.variances, 0.0).sum() / terms.bound**2
-            result[name] = result.get(name, torch.zeros_like(total)) + torch.stack([total, variance])
-    return result
 
 
 def _by_class(residuals: Tensor, variances: Tensor, counted: Tensor) -> list[Terms]:
@@ -460,9 +444,9 @@ def squashed(inputs: ActionInputs) -> float | None:
         scaled = [inputs.actions[head]]
         if bounds is not None and bool(bounds.isfinite().all()):
             scaled.append(2 * (inputs.actions[head] - bounds[0]) / (bounds[1] - bounds[0]) - 1)
-        limits = [(bound - means) / inputs.std[head] for bound in (-MAX_ATANH, MAX_ATANH)]
+        low, high = ((bound - means) / inputs.std[head] for bound in (-MAX_ATANH, MAX_ATANH))
         scores = [
-            _censored_score((actions.atanh() - means) / inputs.std[head], *limits, counted)
+            _censored_score((actions.atanh() - means) / inputs.std[head], low, high, counted)
             for actions in (one.clamp(-1 + 1e-12, 1 - 1e-12) for one in scaled if bool((one[counted].abs() <= 1).all()))
         ]
         if not scores:

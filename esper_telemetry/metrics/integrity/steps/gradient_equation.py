@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
-from esper_telemetry.core.lazy import torch
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS
+from esper_telemetry.metrics.integrity.losses.policy_loss import POLICY_LOSS
+from esper_telemetry.metrics.integrity.losses.value_loss import VALUE_LOSS
 from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     TERMS,
     GradientInputs,
@@ -28,6 +33,78 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
 def _alternative(name: str, says: str, equation: str, **details: Any) -> Hypothesis:
     """A hypothesis of another loss in place of a term."""
     return Hypothesis(name, says, equation, lambda inputs: inputs.replaced(name), **details)
+
+
+def _of_losses(equation: Equation, names: Mapping[str, str]) -> Iterator[Hypothesis]:
+    """Yield hypotheses of a loss as those of its gradient, by new names and those of the loss."""
+    losses = {one.name: one for one in equation.hypotheses}
+    for name, loss in names.items():
+        yield replace(
+            losses[loss], name=name, says=f"the gradient of {losses[loss].says}", compute=partial(_replaced, name=name)
+        )
+
+
+def _replaced(inputs: GradientInputs, name: str) -> Tensor | None:
+    return inputs.replaced(name)
+
+
+POLICY_ALTERNATIVES: Final = {
+    "no_clip": "no_clip",
+    "no_minimum": "no_minimum",
+    "maximum": "optimistic",
+    "ratio_inverted": "inverted_ratio",
+    "no_ratio": "log_prob",
+    "probability_difference": "no_exponential",
+    "advantages_raw": "unnormalized",
+    "advantages_broadcast": "broadcast",
+    "advantages_reversed": "reversed_rows",
+    "advantages_shifted": "shifted_rows",
+    "dual_clip": "dual_clip",
+}
+"""Hypotheses of the policy loss by the names that they have here."""
+
+VALUE_ALTERNATIVES: Final = {
+    "target_advantages": "advantage_target",
+    "target_normalized": "normalized_advantage_target",
+    "target_old_values": "old_value_target",
+    "values_broadcast": "broadcast",
+    "value_clipped": "clipped",
+    "value_clip_minimum": "minimum",
+    "value_huber": "huber",
+}
+
+TERM_NAMES: Final = {"policy": "policy loss", "value": "value loss", "entropy": "entropy bonus"}
+
+
+def _of_each_term(mistake: str) -> Iterator[Hypothesis]:
+    """Yield a mistake in each term: the other `sign`, `missing`, or `summed` over the rows."""
+    for term, words in TERM_NAMES.items():
+        weight, symbol = {"policy": "", "value": "c_v ", "entropy": "c_e "}[term], f"L_{term}"
+        says, equation, compute, advice = {
+            "sign": (
+                f"a loss whose {words} has the wrong sign",
+                f"L - 2 {weight}{symbol}",
+                partial(factor, term=term, times=-1.0),
+                "Minimise the policy loss, which is the negative surrogate, and the value loss; subtract the entropy",
+            ),
+            "missing": (
+                f"the loss without its {words}",
+                f"L - {weight}{symbol}",
+                partial(_without, term=term),
+                f"The {words} is missing from the total, or computed from detached numbers",
+            ),
+            "summed": (
+                f"a loss whose {words} is a sum over the rows",
+                f"L + (N - 1) {weight}{symbol}",
+                partial(summed, terms=(term,)),
+                f"Take the mean of the {words} over the minibatch",
+            ),
+        }[mistake]
+        yield Hypothesis(f"{term}_{mistake}", f"the gradient of {says}", f"g = ∇({equation})", compute, advice=advice)
+
+
+def _without(inputs: GradientInputs, term: str) -> Tensor | None:
+    return inputs.without(term)
 
 
 PPO_SOURCE: Final = "1707.06347, eq. 7 and 9"
@@ -65,49 +142,8 @@ GRADIENT = Equation(
             compute=lambda inputs: -inputs.total(),
             advice="The optimizer climbs the loss: remove the minus sign",
         ),
-        Hypothesis(
-            name="policy_sign",
-            says="the gradient of a loss whose policy term has the wrong sign",
-            equation="g = ∇(-L_policy + c_v L_value - c_e H)",
-            compute=partial(factor, term="policy", times=-1.0),
-            source="stable-baselines3, on_policy losses are minimised",
-            advice="The surrogate is maximised: its loss is -min(A r, A clip(r))",
-        ),
-        Hypothesis(
-            name="value_sign",
-            says="the gradient of a loss whose value term has the wrong sign",
-            equation="g = ∇(L_policy - c_v L_value - c_e H)",
-            compute=partial(factor, term="value", times=-1.0),
-            advice="Add the value loss to the total loss",
-        ),
-        Hypothesis(
-            name="entropy_sign",
-            says="the gradient of a loss that punishes entropy",
-            equation="g = ∇(L_policy + c_v L_value + c_e H)",
-            compute=partial(factor, term="entropy", times=-1.0),
-            advice="The entropy is a bonus: subtract it from the loss",
-        ),
-        Hypothesis(
-            name="policy_missing",
-            says="the gradient of the loss without its policy term",
-            equation="g = ∇(c_v L_value - c_e H)",
-            compute=lambda inputs: inputs.without("policy"),
-            advice="The policy loss is missing from the total or computed from detached log-probabilities",
-        ),
-        Hypothesis(
-            name="value_missing",
-            says="the gradient of the loss without its value term",
-            equation="g = ∇(L_policy - c_e H)",
-            compute=lambda inputs: inputs.without("value"),
-            advice="The value loss is missing from the total or computed from detached values",
-        ),
-        Hypothesis(
-            name="entropy_missing",
-            says="the gradient of the loss without its entropy bonus",
-            equation="g = ∇(L_policy + c_v L_value)",
-            compute=lambda inputs: inputs.without("entropy"),
-            advice="The entropy is missing from the total or detached",
-        ),
+        *_of_each_term("sign"),
+        *_of_each_term("missing"),
         Hypothesis(
             name="value_halved",
             says="the gradient of a loss whose value term counts half",
@@ -129,27 +165,7 @@ GRADIENT = Equation(
             compute=partial(summed, terms=TERMS),
             advice="Take the mean over the minibatch",
         ),
-        Hypothesis(
-            name="policy_summed",
-            says="the gradient of a loss whose policy term is a sum over the rows",
-            equation="g = ∇(N L_policy + c_v L_value - c_e H)",
-            compute=partial(summed, terms=("policy",)),
-            advice="Take the mean of the surrogate over the minibatch",
-        ),
-        Hypothesis(
-            name="value_summed",
-            says="the gradient of a loss whose value term is a sum over the rows",
-            equation="g = ∇(L_policy + N c_v L_value - c_e H)",
-            compute=partial(summed, terms=("value",)),
-            advice="Take the mean of the squared error over the minibatch",
-        ),
-        Hypothesis(
-            name="entropy_summed",
-            says="the gradient of a loss whose entropy is a sum over the rows",
-            equation="g = ∇(L_policy + c_v L_value - N c_e H)",
-            compute=partial(summed, terms=("entropy",)),
-            advice="Take the mean of the entropy over the minibatch",
-        ),
+        *_of_each_term("summed"),
         Hypothesis(
             name="critic_stopped",
             says="the gradient of a loss whose value term does not reach the shared parameters",
@@ -178,55 +194,7 @@ GRADIENT = Equation(
             compute=parts_missing,
             advice="Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()",
         ),
-        _alternative(
-            "no_clip",
-            "the gradient of a surrogate whose ratio is not clipped",
-            "L_policy = -mean A r",
-            source=PPO_SOURCE,
-            advice="Clip the ratio to 1 ± ε in the second argument of the minimum",
-        ),
-        _alternative(
-            "no_minimum",
-            "the gradient of the clipped ratio alone, without the minimum",
-            "L_policy = -mean A clip(r)",
-            source=PPO_SOURCE,
-            advice="Take the minimum of A r and A clip(r)",
-        ),
-        _alternative(
-            "maximum",
-            "the gradient of a surrogate with the maximum in place of the minimum",
-            "L_policy = -mean max(A r, A clip(r))",
-            source=PPO_SOURCE,
-            advice="Take the minimum of A r and A clip(r), or the maximum of their negatives",
-        ),
-        _alternative(
-            "ratio_inverted",
-            "the gradient of a surrogate with the inverse of the ratio",
-            "r = exp(log π_old - log π)",
-            source=PPO_SOURCE,
-            advice="The ratio is exp(log π - log π_old)",
-        ),
-        _alternative(
-            "no_ratio",
-            "the gradient of -A log π, whose ratio is always 1",
-            "L_policy = -mean A log π",
-            source="1707.06347, eq. 2",
-            advice="Store the log-probabilities when the actions are taken, and do not recompute them in each step",
-        ),
-        _alternative(
-            "probability_difference",
-            "the gradient of a surrogate with the log-ratio in place of the ratio",
-            "r = log π - log π_old",
-            source=PPO_SOURCE,
-            advice="Exponentiate the difference of the log-probabilities",
-        ),
-        _alternative(
-            "advantages_raw",
-            "the gradient of a policy loss whose advantages are not normalised",
-            "L_policy of A in place of (A - mean A) / std A",
-            source="stable-baselines3, normalize_advantage",
-            advice="Normalise the advantages of each minibatch, or switch the setting off",
-        ),
+        *_of_losses(POLICY_LOSS, POLICY_ALTERNATIVES),
         _alternative(
             "advantages_normalized",
             "the gradient of a policy loss whose advantages are normalised though the setting is off",
@@ -241,74 +209,17 @@ GRADIENT = Equation(
             advice="Divide by the standard deviation",
         ),
         _alternative(
-            "advantages_broadcast",
-            "the gradient of a policy loss that multiplies each advantage with each ratio",
-            "L_policy = -mean_ij min(A_i r_j, A_i clip(r_j))",
-            advice="Advantages [N, 1] and ratios [N] broadcast to [N, N]: give both the same shape",
-        ),
-        _alternative(
-            "advantages_reversed",
-            "the gradient of a policy loss whose advantages are those of the rows in reverse order",
-            "L_policy of A_{N-i} r_i",
-            advice="Index the advantages with the rows of the minibatch",
-        ),
-        _alternative(
-            "advantages_shifted",
-            "the gradient of a policy loss whose advantages are those of the row before",
-            "L_policy of A_{i-1} r_i",
-            advice="Index the advantages with the rows of the minibatch",
-        ),
-        _alternative(
             "returns_for_advantages",
             "the gradient of a policy loss with returns in place of advantages",
             "L_policy of R",
             advice="Subtract the values from the returns",
         ),
-        _alternative(
-            "dual_clip",
-            "the gradient of a dual-clipped surrogate with c = 3",
-            "L_policy = -mean max(min(A r, A clip(r)), 3 A) where A < 0",
-            variant=True,
-            source="1912.09729 (dual-clip PPO)",
-        ),
-        _alternative(
-            "target_advantages",
-            "the gradient of a value loss whose target is the advantage",
-            "L_value = ½ mean (V - A)²",
-            advice="The critic's target is advantages + old values",
-        ),
-        _alternative(
-            "target_normalized",
-            "the gradient of a value loss whose target is the normalised advantage",
-            "L_value = ½ mean (V - (A - mean A) / std A)²",
-            advice="The critic's target is advantages + old values, before normalisation",
-        ),
-        _alternative(
-            "target_old_values",
-            "the gradient of a value loss whose target is the old value",
-            "L_value = ½ mean (V - V_old)²",
-            advice="The critic's target is advantages + old values",
-        ),
-        _alternative(
-            "values_broadcast",
-            "the gradient of a value loss that compares each value with each return",
-            "L_value = ½ mean_ij (V_i - R_j)²",
-            source="RLinf/RLinf#1568",
-            advice="Values [N, 1] and returns [N] broadcast to [N, N]: flatten the values",
-        ),
+        *_of_losses(VALUE_LOSS, VALUE_ALTERNATIVES),
         _alternative(
             "value_unclipped",
             "the gradient of a value loss that is not clipped though the setting is on",
             "L_value = ½ mean (V - R)²",
-            source=PPO_SOURCE,
             advice="Clip the values to the old ones ± clip_range_vf, or switch the setting off",
-        ),
-        _alternative(
-            "value_clipped",
-            "the gradient of a value loss that is clipped like the ratio though the setting is off",
-            "L_value = ½ mean max((V - R)², (V_clip - R)²)",
-            variant=True,
-            source="2005.12729, section 3",
         ),
         _alternative(
             "value_clip_maximum",
@@ -324,27 +235,7 @@ GRADIENT = Equation(
             variant=True,
             source="stable-baselines3, clip_range_vf",
         ),
-        _alternative(
-            "value_clip_minimum",
-            "the gradient of a clipped value loss with the minimum in place of the maximum",
-            "L_value = ½ mean min((V - R)², (V_clip - R)²)",
-            source="2005.12729, section 3",
-            advice="Take the larger one of the two squared errors",
-        ),
-        _alternative(
-            "value_huber",
-            "the gradient of a Huber value loss with δ = 1",
-            "L_value = mean huber(V - R)",
-            variant=True,
-            source="torch.nn.SmoothL1Loss",
-        ),
-        _alternative(
-            "entropy_of_sample",
-            "the gradient of a bonus for -log π of the chosen actions in place of the entropy",
-            "H = -mean log π(a)",
-            source="stable-baselines3, where a distribution has no entropy",
-            advice="Use the entropy of the distribution, not of the sample",
-        ),
+        *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample_sign"}),
         Hypothesis(
             name="clipped_already",
             says="the gradient of the loss, clipped by its norm",

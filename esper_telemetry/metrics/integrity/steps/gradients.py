@@ -7,7 +7,7 @@ parameters, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     ALTERNATIVE_LOSSES,
     TERMS,
     GradientInputs,
-    TermGradients,
+    GradientsByName,
     fitted,
     flat64,
     gradient_scale,
@@ -64,53 +64,62 @@ def check_gradient(
     Raises:
         ValueError: where terms are missing or unknown, or shapes differ.
     """
-    unknown = sorted({*terms, *coefficients} - set(TERMS))
-    if unknown or not terms:
-        raise ValueError(f"terms of the loss are {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
-    unweighted = [name for name in terms if name != "policy" and name not in coefficients]
-    if unweighted:
-        raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
-    unknown = sorted(set(alternatives or ()) - {*ALTERNATIVE_LOSSES, "critic_leaks"})
-    if unknown:
-        raise ValueError(f"unknown alternatives: {', '.join(unknown)}")
+    _check_names(terms, coefficients, alternatives or {})
     given = _entries(gradients)
     by_term = {name: _entries(terms[name]) for name in TERMS if name in terms}
-    counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
-    if not given or len(set(counts.values())) > 1:
-        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
-    columns = zip(given, *by_term.values(), strict=True)
-    present = [next((entry for entry in column if entry is not None), None) for column in columns]
-    models = [entry for entry in present if entry is not None]
-    if len(models) < len(present):
-        raise ValueError(
-            f"each parameter needs a gradient, the trainer's or of a term, and number {present.index(None)} has none"
-        )
+    models = _models(given, by_term)
+    expected = [list(model.shape) for model in models]
 
     def joined(name: str, tensors: Tensors) -> Tensor:
         entries = _entries(tensors)
         shapes = [None if entry is None else list(entry.shape) for entry in entries]
-        expected = [list(model.shape) for model in models]
         if len(shapes) != len(expected) or any(one not in (None, e) for one, e in zip(shapes, expected, strict=True)):
             raise ValueError(f"{name} must have the shapes {expected}, got {shapes}")
         filled = zip(entries, models, strict=True)
         return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
 
-    vectors = {name: joined(name, entries) for name, entries in by_term.items()}
-    others = {name: joined(name, entries) for name, entries in (alternatives or {}).items()}
-    numels = tuple([model.numel() for model in models])
     return compare_gradient(
         joined("gradients", gradients),
-        vectors,
+        {name: joined(name, entries) for name, entries in by_term.items()},
         {"policy": 1.0, **coefficients},
-        numels,
+        tuple([model.numel() for model in models]),
         previous=None if previous is None else joined("previous", previous),
         weights=None if weights is None else flat64([w for w in _values(weights) if w is not None]),
         rows=rows,
         max_norm=max_norm,
-        alternatives=others.get,
+        alternatives={name: joined(name, entries) for name, entries in (alternatives or {}).items()}.get,
         precision=precision,
         tolerance=tolerance,
     )
+
+
+def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives: Iterable[str]) -> None:
+    """Raise ValueError where there is no term, a term has no weight, or a name is not known."""
+    unknown = sorted({*terms, *coefficients} - set(TERMS))
+    if unknown or not [*terms]:
+        raise ValueError(f"terms of the loss are {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
+    unweighted = [name for name in terms if name != "policy" and name not in coefficients]
+    if unweighted:
+        raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
+    unknown = sorted(set(alternatives) - {*ALTERNATIVE_LOSSES, "critic_leaks"})
+    if unknown:
+        raise ValueError(f"unknown alternatives: {', '.join(unknown)}")
+
+
+def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor]:
+    """Return a gradient of each parameter, the trainer's or of a term. Raises ValueError where numbers differ or one has none."""
+    counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
+    if not given or len(set(counts.values())) > 1:
+        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
+    models = []
+    for place, column in enumerate(zip(given, *by_term.values(), strict=True)):
+        present = [entry for entry in column if entry is not None]
+        if not present:
+            raise ValueError(
+                f"each parameter needs a gradient, the trainer's or of a term, and number {place} has none"
+            )
+        models.append(present[0])
+    return models
 
 
 def compare_gradient(
@@ -123,7 +132,7 @@ def compare_gradient(
     weights: Tensor | None = None,
     rows: int | None = None,
     max_norm: float | None = None,
-    alternatives: TermGradients = lambda name: None,
+    alternatives: GradientsByName = lambda name: None,
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
@@ -162,7 +171,7 @@ def _entries(tensors: Tensors) -> list[Tensor | None]:
     return [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
 
 
-Tensors: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
+Gradients: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
 
 NORM_EPS = 1e-6
 """Added to the norm that a limit is divided by, as in torch."""
@@ -295,8 +304,8 @@ def compare_clipping(
 
 @no_grad
 def check_clipping(
-    before: Tensors,
-    after: Tensors,
+    before: Gradients,
+    after: Gradients,
     *,
     max_norm: float | None,
     precision: str | None = None,

@@ -262,7 +262,7 @@ NEGLIGIBLE_SHARE: Final = 1e-3
 normalising layer is 0 but for rounding."""
 
 
-class TermGradients(Protocol):
+class GradientsByName(Protocol):
     """Gradients of a loss, or of an alternative to one, by name."""
 
     def __call__(self, name: str, /) -> Tensor | None:
@@ -295,7 +295,7 @@ class GradientInputs:
     weights: Tensor | None = None
     rows: int | None = None
     max_norm: float | None = None
-    alternatives: TermGradients = field(default=lambda name: None)
+    alternatives: GradientsByName = field(default=lambda name: None)
 
     def total(self, **coefficients: float) -> Tensor:
         """Return the gradient of the loss; `coefficients` replace those that are set."""

@@ -5,8 +5,6 @@ Shapes: T steps, B environments.
 
 from __future__ import annotations
 
-from typing import Any
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
@@ -304,8 +302,6 @@ MISTAKES = (
         advice="Compute advantages after the rollout is complete, and clear the buffer after each update.",
     ),
 )
-"""Mistakes without a parameter."""
-
 VARIANTS = (
     Hypothesis(
         "lambda_one",
@@ -348,8 +344,6 @@ VARIANTS = (
         source="openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
     ),
 )
-"""Published alternatives."""
-
 
 ADVANTAGES = Equation(
     name="advantages",
@@ -411,35 +405,35 @@ def check_gae(
     if next_values is None and last_values is None:
         raise ValueError("give next_values [T, B] or last_values [B]: the values of the states that follow")
     claimed = _grid("advantages", as_tensor(advantages).detach())
-    columns: dict[str, Any] = {
-        name: _grid(name, as_tensor(column, claimed).detach().to(claimed.device))
-        for name, column in (("rewards", rewards), ("values", values), ("raw_rewards", raw_rewards))
-        if column is not None
-    }
+
+    def column(name: str, given: ArrayLike | None) -> Tensor | None:
+        if given is None:
+            return None
+        grid = _grid(name, as_tensor(given, claimed).detach().to(claimed.device).double())
+        same_shape(**{"advantages": claimed, name: grid})
+        return grid
+
     flags = {
         name: _grid(name, mask.to(claimed.device))
-        for name, column in (("ended", ended), ("terminated", terminated), ("truncated", truncated), ("valid", valid))
-        if (mask := as_mask(column, claimed)) is not None
+        for name, given in (("ended", ended), ("terminated", terminated), ("truncated", truncated), ("valid", valid))
+        if (mask := as_mask(given, claimed)) is not None
     }
-    same_shape(advantages=claimed, **columns, **flags)
-    if not claimed.numel():
+    same_shape(advantages=claimed, **flags)
+    paid, estimates = column("rewards", rewards), column("values", values)
+    following = column("next_values", next_values)
+    if not claimed.numel() or paid is None or estimates is None:
         return unchecked(ADVANTAGES, "there are no rows")
     ends, terminations = _ends(flags)
-    estimates: Tensor = columns["values"].double()
     last = None if last_values is None else as_tensor(last_values, claimed).detach().to(estimates).reshape(-1)
     if last is not None and len(last) != claimed.shape[1]:
         raise ValueError(f"last_values must have {claimed.shape[1]} entries, one for each environment, got {len(last)}")
     known = None
-    if next_values is not None:
-        following = _grid("next_values", as_tensor(next_values, claimed).detach().to(estimates))
-        same_shape(advantages=claimed, next_values=following)
-    else:
-        following = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
-        following = torch.where(ends, 0.0, following)
+    if following is None:
+        ahead = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
+        following = torch.where(ends, 0.0, ahead)
         known = ~_leads_to(ends & ~terminations, ends)
-    mask = flags.get("valid")
     inputs = GaeInputs(
-        rewards=columns["rewards"].double(),
+        rewards=paid,
         values=estimates,
         next_values=torch.where(terminations, 0.0, following),
         ended=ends,
@@ -448,8 +442,8 @@ def check_gae(
         claimed=claimed.double(),
         gamma=float(gamma),
         gae_lambda=float(gae_lambda),
-        valid=mask,
-        raw_rewards=None if raw_rewards is None else columns["raw_rewards"].double(),
+        valid=flags.get("valid"),
+        raw_rewards=column("raw_rewards", raw_rewards),
     )
     return compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
 

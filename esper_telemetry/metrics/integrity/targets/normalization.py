@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
@@ -73,6 +73,13 @@ class NormalizedInputs:
             if over == "minibatch"
             else normal
         )
+
+    def sizes(self) -> Tensor:
+        """Return the magnitudes of the advantages that count over their standard deviation, which set the rounding."""
+        moments = self.moments("minibatch" if self.over == "nothing" else self.over)
+        std = torch.ones_like(self.advantages[:1, :1]) if moments is None or self.over == "nothing" else moments[1]
+        single = self.valid.sum(-1, keepdim=True) < 2
+        return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
 
     def nearest(self, *candidates: Tensor | None) -> Tensor | None:
         """Return the candidate that is nearest to the claimed numbers; None where there is none."""
@@ -346,30 +353,20 @@ def check_normalized_advantages(
     else:
         scopes = (over,)
     whole = None if rollout is None else as_tensor(rollout, claimed).detach().to(claimed).flatten()
+    inputs = NormalizedInputs(
+        advantages=torch.where(counted, raw, raw if mask is None else raw.nan_to_num()),
+        claimed=claimed,
+        valid=counted,
+        rollout=whole,
+        environments=None if rows is None else torch.atleast_2d(rows.to(claimed.device)),
+        correction=correction,
+        floor=floor,
+        in_order=None if in_order is None else torch.atleast_2d(as_tensor(in_order, claimed).detach().to(claimed)),
+    )
+    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
     checks = []
-    for scope in scopes:
-        inputs = NormalizedInputs(
-            advantages=torch.where(counted, raw, raw if mask is None else raw.nan_to_num()),
-            claimed=claimed,
-            valid=counted,
-            rollout=whole,
-            environments=None if rows is None else torch.atleast_2d(rows.to(claimed.device)),
-            over=scope,
-            correction=correction,
-            floor=floor,
-            in_order=None if in_order is None else torch.atleast_2d(as_tensor(in_order, claimed).detach().to(claimed)),
-        )
-        moments = inputs.moments("minibatch" if scope == "nothing" else scope)
-        std = moments[1] if moments is not None and scope != "nothing" else torch.ones_like(raw[:1, :1])
-        single = counted.sum(-1, keepdim=True) < 2
-        sizes = torch.where(single, raw.abs(), raw.abs() / (std + STD_EPS))[counted]
-        check = compare(
-            *(NORMALIZED_ADVANTAGES, inputs, claimed),
-            magnitudes=(sizes,),
-            valid=counted,
-            precision=precision,
-            tolerance=tolerance,
-        )
+    for scoped in (replace(inputs, over=scope) for scope in scopes):
+        check = compare(NORMALIZED_ADVANTAGES, scoped, claimed, magnitudes=(scoped.sizes(),), **settings)
         checks.append(told_apart(check))
         if checks[-1].matches:
             return checks[-1]
