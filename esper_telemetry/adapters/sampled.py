@@ -340,8 +340,9 @@ def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
 
 def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[Measurement]:
     """Distance of the policy after an update from what was acted on, and from its outputs before the update."""
-    yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
-    if now.logits:
+    if stored.logits or stored.means:  # else another object than the policy has acted
+        yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
+    if stored.logits and now.logits:
         yield partial(greedy_agreement, stored.logits, now.logits, relevant=now.relevance)
     if before.features is not None and now.features is not None:
         some = slice(None, None, max(1, len(now.features) // MAX_COMPARED_TRANSITIONS))

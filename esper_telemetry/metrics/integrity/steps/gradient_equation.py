@@ -241,6 +241,12 @@ GRADIENT = Equation(
             advice="Divide by the standard deviation",
         ),
         _alternative(
+            "advantages_std_alone",
+            "the gradient of a policy loss whose advantages are divided by their deviation but not centred",
+            "L_policy of A / std A",
+            advice="Subtract the mean before you divide",
+        ),
+        _alternative(
             "advantages_broadcast",
             "the gradient of a policy loss that multiplies each advantage with each ratio",
             "L_policy = -mean_ij min(A_i r_j, A_i clip(r_j))",
@@ -344,6 +350,13 @@ GRADIENT = Equation(
             "H = -mean log π(a)",
             source="stable-baselines3, where a distribution has no entropy",
             advice="Use the entropy of the distribution, not of the sample",
+        ),
+        _alternative(
+            "entropy_of_sample_sign",
+            "the gradient of a penalty on -log π of the chosen actions in place of a bonus for the entropy",
+            "H = mean log π(a)",
+            source="https://github.com/DLR-RM/stable-baselines3/issues/127",
+            advice="Subtract the entropy of the distribution from the loss",
         ),
         Hypothesis(
             name="clipped_already",
