@@ -392,7 +392,7 @@ SB3_LOSSES = (
     ),
     sb3(
         "pg_rows",
-        LOSS,
+        (*LOSS, NORM),
         "rows|permut|other",
         (NORMALISE, NORMALISE + "\n                    advantages = advantages[th.randperm(len(advantages))]"),
     ),

@@ -353,6 +353,19 @@ class FirstMinibatch(NamedTuple):
     passes: Callable[[str], Tensor | None]
 
 
+class UsedAdvantages(NamedTuple):
+    """Advantages of the first minibatch as they multiply its ratios of 1, from a trainer that keeps them to itself.
+
+    Attributes:
+        raw, used: [N], those of the rollout, and -N times the gradient of the mean loss at each log-probability.
+        normalized: they are to be normalised over the minibatch.
+    """
+
+    raw: Tensor
+    used: Tensor
+    normalized: bool
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
     """The moment before the first minibatch; the weights are those that collected the rollout. `collection` shows the policy what it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.equations.equation import Equation
-from esper_telemetry.events import CollectionReplay, FirstMinibatch, MinibatchesEnd, Outputs
+from esper_telemetry.events import CollectionReplay, FirstMinibatch, MinibatchesEnd, Outputs, UsedAdvantages
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.rollouts.collection import (
     REPLAYED_LOG_PROBS,
@@ -21,10 +21,15 @@ from esper_telemetry.metrics.integrity.rollouts.collection import (
     check_values,
 )
 from esper_telemetry.metrics.integrity.rollouts.log_probs import LogProbInputs, log_prob
+from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.updates.containment import Measurement
 
 FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
+
+
+OF_THE_LOSS = frozenset({"sign", "other_std"})
+"""Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
 
 
 class GridColumn(NamedTuple):
@@ -145,6 +150,17 @@ class CollectionProbe:
         if not check.matches:  # then the first minibatch differs for the same reason
             self._stored = None
         return check
+
+
+def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Measurement]:
+    """Yield the check of the advantages in use, unless the loss explains a difference, or nothing does."""
+    if event.used.shape != event.raw.shape:
+        return
+    over: Scope = "minibatch" if event.normalized else "nothing"
+    check = check_normalized_advantages(event.raw[None], event.used[None], over=over, precision=precision)
+    names = {one.hypothesis.name for one in check.explanations}
+    if check.matches or (names and not names & OF_THE_LOSS):
+        yield lambda: check
 
 
 def _alternatives(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.replayed import CollectionProbe
+from esper_telemetry.adapters.replayed import CollectionProbe, used_advantages
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
@@ -32,6 +32,7 @@ from esper_telemetry.events import (
     PolicyReplay,
     Remover,
     TrunkBackward,
+    UsedAdvantages,
 )
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.gradients.health import gradients_of
@@ -277,6 +278,7 @@ class ReplayProbe:
         self.stop()
         self._listener.on(BeforeUpdate, self._before_update)
         self._listener.once(FirstMinibatch, self._first_minibatch)
+        self._listener.once(UsedAdvantages, self._used_advantages)
         self._listener.on(MinibatchesEnd, self._after_minibatches)
         self._listener.on(AfterUpdate, self._after_update)
 
@@ -304,6 +306,9 @@ class ReplayProbe:
 
     def _first_minibatch(self, event: FirstMinibatch) -> None:
         self._telemetry.measure(self._collection.first_minibatch(event, self._telemetry.precision))
+
+    def _used_advantages(self, event: UsedAdvantages) -> None:
+        self._telemetry.measure(used_advantages(event, self._telemetry.precision))
 
     def _after_minibatches(self, event: MinibatchesEnd) -> None:
         self._telemetry.measure(self._collection.after_minibatches(event, self._telemetry.precision))
@@ -340,8 +345,9 @@ def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
 
 def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[Measurement]:
     """Distance of the policy after an update from what was acted on, and from its outputs before the update."""
-    yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
-    if now.logits:
+    if stored.logits or stored.means:  # else another object than the policy has acted
+        yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
+    if stored.logits and now.logits:
         yield partial(greedy_agreement, stored.logits, now.logits, relevant=now.relevance)
     if before.features is not None and now.features is not None:
         some = slice(None, None, max(1, len(now.features) // MAX_COMPARED_TRANSITIONS))

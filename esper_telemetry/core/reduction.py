@@ -80,6 +80,16 @@ class Mean(AdditiveReduction):
 
 
 @dataclass(frozen=True, slots=True)
+class PooledMean(Mean):
+    """A mean over steps of what adds up over ranks."""
+
+    @classmethod
+    def join(cls, ranks: Array) -> Array:
+        """Add the totals of the ranks, which have counted the same steps."""
+        return np.stack([ranks[..., 0].sum(0), ranks[..., 1].max(0)], -1)
+
+
+@dataclass(frozen=True, slots=True)
 class Sum(AdditiveReduction):
     """A sum or a count."""
 
@@ -131,6 +141,23 @@ class Last(Reduction):
         """Return the last row."""
         last: Array = rows[-1]
         return last
+
+
+@dataclass(frozen=True, slots=True)
+class OfLargest(Reduction):
+    """A property of whatever has the largest `size`, the first where several are; `size` is -inf where there was nothing."""
+
+    value: Slot
+    size: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"of_largest": lambda s: s[0] if s[1] > -math.inf else NAN}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Return the row with the largest size of each field."""
+        best = rows[..., 1].argmax(0)
+        merged: Array = np.take_along_axis(rows, best[None, :, None], 0)[0]
+        return merged
 
 
 def _std(s: Sequence[float]) -> float:

@@ -11,7 +11,19 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Counts, Max, Mean, Min, Moments, Slot, Statistic, Sum
+from esper_telemetry.core.reduction import (
+    NAN,
+    AdditiveReduction,
+    Counts,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    PooledMean,
+    Slot,
+    Statistic,
+    Sum,
+)
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,
@@ -270,7 +282,7 @@ def flips_in_order(
 class MinibatchRows(MetricGroup):
     """Size of the minibatches."""
 
-    rows: Mean = reports(
+    rows: PooledMean = reports(
         Metric.count("adv/minibatch_rows", 867, "rows of a minibatch")
         .asks("Over how many rows is a minibatch's gradient averaged, and are its advantages normalised?")
         .bounds(
@@ -280,5 +292,5 @@ class MinibatchRows(MetricGroup):
 
 
 def minibatch_rows(counts: Sequence[int]) -> MinibatchRows:
-    """Return the mean number of rows of the minibatches; `counts` are the rows of each."""
-    return MinibatchRows(Mean(float(sum(counts)), float(len(counts))))
+    """Return the mean number of rows of the minibatches, those of all ranks; `counts` are the rows of each."""
+    return MinibatchRows(PooledMean(float(sum(counts)), float(len(counts))))

@@ -92,7 +92,9 @@ def observation_change(window: Tensor, ended: Tensor, *, valid: Tensor | None = 
 
 @dataclass(frozen=True, slots=True)
 class ObservationScale(MetricGroup):
-    """Size of the features that the networks receive, after any normaliser."""
+    """Size of the features that the networks receive, after any normaliser. Rank 0 reports: the sizes of several ranks do not add up."""
+
+    replicated = True
 
     largest: Max = reports(
         Metric.quantity("obs/rms_max", 862, "size of the largest feature", unit="observation", low=0.0)

@@ -75,6 +75,26 @@ def test_a_mistake_in_the_loss_is_named(mistake: str, seed: int, tmp_path: Path)
     assert label in named(values) <= {label} | ALIKE.get(label, set())
 
 
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        ("advantages_raw", "not_normalized"),
+        ("advantages_std_alone", "std_alone"),
+        ("advantages_reversed", "other_rows"),
+        ("policy_sign", None),
+        ("policy_summed", None),
+    ],
+)
+def test_advantages_in_use_are_compared_with_those_of_the_rollout(loss: str, name: str | None, tmp_path: Path) -> None:
+    """Advantages with another sign or weight are left to the gradient."""
+    values = first_record(model(make_loss=LOSS_MISTAKES[loss]), tmp_path)
+
+    key = EQUATION_KEY + "normalized_advantages"
+    labels = {label for label in values if label.startswith(f"{key}_")}
+    assert labels == ({f"{key}_{name}"} if name else set())
+    assert (key in values) == (name is not None)
+
+
 @pytest.mark.parametrize("variant", LOSS_VARIANTS)
 def test_a_published_loss_is_named_and_raises_no_alarm(variant: str, tmp_path: Path) -> None:
     values = first_record(model(make_loss=LOSS_VARIANTS[variant]), tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from esper_telemetry.core.reduction import Ess, Last, Max, Mean, Min, Moments, Reduction, Sum
+from esper_telemetry.core.reduction import Ess, Last, Max, Mean, Min, Moments, OfLargest, PooledMean, Reduction, Sum
 
 Floats = npt.NDArray[np.float64]
 samples = arrays(np.float64, st.integers(1, 20), elements=st.floats(-100, 100))
@@ -88,6 +88,22 @@ def test_effective_sample_size_of_parts_is_that_of_the_whole(a: Floats, b: Float
 @pytest.mark.parametrize(("reduction", "expected"), [(Sum, 6.0), (Min, 1.0), (Max, 3.0), (Last, 3.0)])
 def test_one_slot_reductions(reduction: type[Reduction], expected: float) -> None:
     assert merged(reduction, np.array([1.0]), np.array([2.0]), np.array([3.0])) == [expected]
+
+
+def test_what_belongs_to_the_largest() -> None:
+    """The second of three has the largest size, 9; where none has a size there is nothing to report."""
+    rows = np.array([3.0, 1.0]), np.array([5.0, 9.0]), np.array([4.0, -math.inf])
+
+    assert OfLargest.statistics["of_largest"](merged(OfLargest, *rows)) == 5.0
+    assert math.isnan(OfLargest.statistics["of_largest"]([4.0, -math.inf]))
+
+
+def test_a_pooled_mean_adds_up_over_ranks_and_not_over_steps() -> None:
+    """Two ranks of 32 and 16 rows in each of two steps: 48 rows a step."""
+    ranks = np.array([[[64.0, 2.0]], [[32.0, 2.0]]])
+
+    assert PooledMean.statistics["mean"](PooledMean.join(ranks)[0].tolist()) == 48.0
+    assert PooledMean.statistics["mean"](merged(PooledMean, np.array([64.0, 2.0]), np.array([32.0, 2.0]))) == 24.0
 
 
 def test_a_mean_of_nothing_is_undefined() -> None:

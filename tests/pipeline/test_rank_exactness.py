@@ -26,16 +26,12 @@ SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pc
 PAIRED = {"adv/sign_flip_frac", "telemetry/undefined"}
 """Pairs the rows of minibatches with those of the rollout, which are not the same rows in these halves; and the count of such."""
 OF_EACH_RANK = {
-    "obs/rms_max": "root mean squares of the window of each rank: the largest",
-    "obs/rms_median": "as above: the mean of the medians",
-    "obs/rms_ratio": "as above: the largest ratio",
-    "adv/minibatch_rows": "rows of the minibatches of each rank: their mean",
+    "obs/rms_max": "of the window of rank 0",
+    "obs/rms_median": "as above",
+    "obs/rms_ratio": "as above",
     "integrity/actions/neighbours": "pairs of environments next to each other on one rank",
     "integrity/actions_variance/neighbours": "as above",
-    "seed/largest/environment": "of the last rank's largest gradient, counted among its own environments",
-    "seed/largest/slot": "as above",
-    "seed/largest/stage": "as above",
-    "seed/largest/blueprint": "as above",
+    "seed/largest/environment": "counted among the environments of the rank that has the largest gradient",
 }
 """Keys that ranks measure on their own rows and then combine, and how."""
 EQUATIONS = ("integrity/equation/", "integrity/equation_tolerance/", "integrity/fitted/")

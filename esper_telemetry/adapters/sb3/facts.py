@@ -127,7 +127,6 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         **_schedule_fact(model),
         UNCHECKED_FACT: {
             **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
-            "normalized_advantages": "Stable-Baselines3 normalises each minibatch inside its update; its gradients are checked",
             **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
             "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
         },

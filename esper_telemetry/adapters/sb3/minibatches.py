@@ -40,6 +40,7 @@ from esper_telemetry.events import (
     MinibatchStart,
     OptimizerStep,
     RolloutEnd,
+    UsedAdvantages,
 )
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
@@ -50,6 +51,10 @@ sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
 """An evaluated minibatch: epoch, place of its rollout among those of the record, numbers of its samples in the buffer, padding mask,
 `sample_columns`, then values, log-probabilities and entropy of `evaluate_actions`, and what the recorder captured."""
+
+
+MAX_FIRST_RATIO = 1e-5
+"""Nats by which log-probabilities of the first minibatch may differ where ratios count as 1."""
 
 
 class Block(NamedTuple):
@@ -186,6 +191,8 @@ class MinibatchListener:
         self._names = tuple(self._parameters)
         self._parameter_ids = [*map(id, named.values())]
         self._samples: Any = None
+        self._raw_advantages: Any = None
+        self._gradients_of_log_probs: list[Any] = []
         self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
         self._emitted = False
@@ -225,7 +232,11 @@ class MinibatchListener:
             self._capture(self._policy),
         )
         if self.step == 0 and self.epoch == 0 and self._hooks.wants(FirstMinibatch):
-            self._hooks.emit(first_minibatch_event(self._model, samples, log_probs.detach()))
+            event = first_minibatch_event(self._model, samples, log_probs.detach())
+            self._hooks.emit(event)
+            if log_probs.requires_grad and torch.allclose(event.stored, event.trained, rtol=0, atol=MAX_FIRST_RATIO):
+                self._raw_advantages = samples.advantages
+                log_probs.register_hook(self._gradients_of_log_probs.append)
 
     def place(self) -> tuple[int, int, Tensor | None]:
         """Epoch and step, and the mask of padding of the open minibatch."""
@@ -252,10 +263,22 @@ class MinibatchListener:
             return
         if not self._emitted:
             self._emit_gradients(None, None)
+        if self._gradients_of_log_probs:
+            self._emit_used_advantages()
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(max(self.epoch, 0), self.step, optimizer, self._parameters))
         self.finish()
         self.step += 1
+
+    def _emit_used_advantages(self) -> None:
+        """Emit what multiplied the ratios, which were 1: the gradient at log-probability i of a mean over N rows is -A_i / N."""
+        gradients, raw = self._gradients_of_log_probs, self._raw_advantages
+        self._gradients_of_log_probs = []
+        mask = None if self._open is None else self._open[3]
+        counted = slice(None) if mask is None else mask > MAX_PADDING
+        rows = raw[counted]
+        used = -len(rows) * sum(gradients)[counted]
+        self._hooks.emit(UsedAdvantages(rows, used, bool(self._model.normalize_advantage) and len(rows) > 1))
 
     def finish(self) -> None:
         """The open minibatch, if there is one, is done."""

@@ -138,17 +138,31 @@ DATA = (
         dose=100,
         doses=(1, 1e6),
         needs=(needs_normalized_advantages,),
+        hypotheses=("normalized_advantages_not_normalized", "gradient_advantages_raw"),
     ),
     Fault(
-        "adv_sign", "Advantages have the wrong sign; returns are right.", flipped_advantages, (GAE_IDENTITY,), bound=0
+        "adv_sign",
+        "Advantages have the wrong sign; returns are right.",
+        flipped_advantages,
+        (GAE_IDENTITY,),
+        bound=0,
+        hypotheses=("advantages_sign", "normalized_advantages_sign"),
     ),
-    Fault("stale_adv", "Advantages are those of the rollout before.", stale_advantages, (GAE_IDENTITY,), bound=0),
+    Fault(
+        "stale_adv",
+        "Advantages are those of the rollout before.",
+        stale_advantages,
+        (GAE_IDENTITY,),
+        bound=0,
+        hypotheses=("advantages_stale",),
+    ),
     Fault(
         "returns_shuffled",
         "The critic's targets are permuted.",
         shuffled_returns,
         (GAE_IDENTITY, "value/fit_collapse"),
         bound=0,
+        hypotheses=("returns_other_rows",),
     ),
     Fault(
         "obs_mismatch",
@@ -160,6 +174,7 @@ DATA = (
         dose=3,
         doses=(1, 1000),
         needs=(needs_numeric_observations,),
+        hypotheses=("replayed_log_probs_other_observations", "replayed_log_probs_other_statistics"),
     ),
     Fault(
         "h0_zero",
@@ -168,6 +183,7 @@ DATA = (
         (RATIO_INIT,),
         bound=0,
         needs=(needs_memory,),
+        hypotheses=("replayed_log_probs_memory_zero",),
     ),
     Fault(
         "mask_bug",
@@ -176,6 +192,7 @@ DATA = (
         (RATIO_INIT,),
         bound=0,
         needs=(needs_restrictions,),
+        hypotheses=("replayed_log_probs_mask_missing",),
     ),
     Fault(
         "no_reset",
@@ -184,6 +201,7 @@ DATA = (
         ("lstm/cell_drift", "integrity/ratio_init", "lstm/reset_missing"),
         bound=10,
         needs=(needs_memory,),
+        hypotheses=("replayed_log_probs_memory_not_reset", "values_memory_not_reset"),
     ),
 )
 

@@ -47,6 +47,7 @@ class Fault:
         doses: smallest and largest dose; equal where there is no choice.
         needs: requirements on a trainer.
         causes: accepted causes of an incident; those of `accepts` where empty.
+        hypotheses: labels of equations and their hypotheses, such as `advantages_sign`, with which `integrity/equation` names it too.
         noisy: it raises an exception in training.
         core: one of the faults for which metrics and alarms were designed; the others test what the alarms find beyond them.
     """
@@ -61,6 +62,7 @@ class Fault:
     doses: tuple[float, float] = (1.0, 1.0)
     needs: tuple[Need, ...] = ()
     causes: tuple[str, ...] = ()
+    hypotheses: tuple[str, ...] = ()
     noisy: bool = False
     core: bool = True
 

@@ -104,6 +104,9 @@ def rounded_log_probs(trainer: PPO, dose: float) -> Undo:
 KL_SPIKE, TOO_LARGE, SATURATED = "policy/kl_spike", "opt/update_too_large", "policy/clip_saturation"
 RATE = (needs_scheduled_rate,)
 
+OTHER_RATE = ("optimizer_step_learning_rate", "schedules")
+"""Labels that name a learning rate which is not the one that was set."""
+
 OPTIMISATION = (
     Fault(
         "lr_x100",
@@ -115,6 +118,7 @@ OPTIMISATION = (
         dose=100,
         doses=(2, 1e4),
         needs=RATE,
+        hypotheses=OTHER_RATE,
     ),
     Fault(
         "lr_x10",
@@ -126,6 +130,7 @@ OPTIMISATION = (
         dose=10,
         doses=(2, 1e4),
         needs=RATE,
+        hypotheses=OTHER_RATE,
     ),
     Fault(
         "lr_zero",
@@ -136,6 +141,7 @@ OPTIMISATION = (
         dose=0,
         doses=(0, 0),
         needs=RATE,
+        hypotheses=("optimizer_step_no_step", *OTHER_RATE),
     ),
     Fault(
         "lr_period6",
@@ -147,6 +153,7 @@ OPTIMISATION = (
         doses=(1.5, 100),
         needs=RATE,
         core=False,
+        hypotheses=OTHER_RATE,
     ),
     Fault(
         "lr_leak",
@@ -158,6 +165,7 @@ OPTIMISATION = (
         doses=(1.001, 1.5),
         needs=RATE,
         core=False,
+        hypotheses=OTHER_RATE,
     ),
     Fault(
         "epochs_x5",
@@ -185,6 +193,7 @@ OPTIMISATION = (
         flipped_loss,
         ("policy/wrong_direction",),
         bound=1,
+        hypotheses=("policy_loss_sign", "policy_loss_negated_advantages", "gradient_policy_sign"),
     ),
     Fault(
         "entropy_sign",
@@ -195,6 +204,7 @@ OPTIMISATION = (
         dose=100,  # ten times as much does no harm in 20 updates, on any of the five environments
         doses=(1, 1000),
         core=False,
+        hypotheses=("entropy_loss_sign", "gradient_entropy_sign"),
     ),
     Fault(
         "adam_beta2",
@@ -214,6 +224,7 @@ OPTIMISATION = (
         bound=20,  # adv_norm where the trainer does not emit rows: the rows left out change the moments of the advantages
         needs=(needs_several_minibatches,),
         core=False,
+        hypotheses=("minibatches_same_rows", "minibatches_same_minibatch"),
     ),
     Fault(
         "bf16_log_probs",

@@ -1,6 +1,7 @@
 """The score of a detector over many runs: recall, lag, false alarms and causes, with intervals, as plain data.
 
-An alarm of an accepted type in [u0, u0 + 20], where u0 is the first broken update, is a *hit*; *strict* recall counts hits within the
+An alarm of an accepted type in [u0, u0 + 20], where u0 is the first broken update, is a *hit*, and so is `integrity/equation` with a
+hypothesis that names the fault; *strict* recall counts hits within the
 bound of the fault, *lenient* recall any alarm in the window. Alarms before u0 and in healthy runs are *false*, whatever their level. The
 updates that several runs share before they break count once.
 """
@@ -64,15 +65,17 @@ class BrokenRun:
         assert run.fault is not None
         fault, start = find(run.fault, run.dose), run.at_update
         inside = [alarm for alarm in verdict.alarms if start <= alarm.update <= start + WINDOW_UPDATES]
-        hit = next((alarm for alarm in inside if alarm.type in fault.accepts), None)
+        naming = [alarm for alarm in inside if not alarm.hypotheses.isdisjoint(fault.hypotheses)]
+        hit = next((alarm for alarm in inside if alarm.type in fault.accepts or alarm in naming), None)
+        causes = {*fault.accepted_causes, *(alarm.type for alarm in naming if hit and alarm.incident == hit.incident)}
         return cls(
             fault=fault,
             verdict=verdict,
             hit=hit,
             strict=hit is not None and hit.update <= start + fault.bound,
             lenient=bool(inside),
-            correct_cause=None if hit is None else verdict.causes.get(hit.incident) in fault.accepted_causes,
-            others=tuple(alarm.type for alarm in inside if alarm.type not in fault.accepts),
+            correct_cause=None if hit is None else verdict.causes.get(hit.incident) in causes,
+            others=tuple(alarm.type for alarm in inside if alarm.type not in fault.accepts and alarm not in naming),
         )
 
     @property

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
 from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
+from esper_telemetry.core.equations.schedule import SCHEDULES
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.runs import RUN_FILE, FaultRun, read_fault_run
 
 EXCLUDED_ALARMS = frozenset({"telemetry/overhead"})
 """Not scored: runs of the fault bench share their cores with one another, so this alarm is correct there."""
+
+EQUATION_ALARM = "integrity/equation"
 
 RETURN = "episode/return_mean"
 
@@ -30,11 +34,12 @@ MIN_RETURN_DROP, SYMPTOM_UPDATES = 0.2, 3
 
 
 class RaisedAlarm(NamedTuple):
-    """An alarm that was raised in an update, as part of an incident."""
+    """An alarm that was raised in an update, as part of an incident; `hypotheses` are those that explain its equation, by their labels."""
 
     update: int
     type: str
     incident: int = 0
+    hypotheses: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,20 @@ def detect(journaled: JournaledRun, factory: DetectorFactory) -> RunVerdict:
         for alarm in detector.step(record):
             causes[alarm.incident] = alarm.cause
             if alarm.event is AlarmEvent.RAISE:
-                alarms.append(RaisedAlarm(record.axes.update, alarm.type, alarm.incident))
+                alarms.append(
+                    RaisedAlarm(record.axes.update, alarm.type, alarm.incident, equation_hypotheses(alarm, record))
+                )
     return RunVerdict(journaled.run, tuple(alarms), causes, len(journaled.records), symptom_update(journaled))
+
+
+def equation_hypotheses(alarm: Alarm, record: Record) -> frozenset[str]:
+    """Return the labels of the hypotheses that explain the equation of an alarm; of learning rates the name of the equation."""
+    if alarm.type != EQUATION_ALARM:
+        return frozenset()
+    equation = equations().get(alarm.key.removeprefix(EQUATION_KEY))
+    if equation is None:
+        return frozenset({SCHEDULES})
+    return frozenset(map(equation.label, equation.explanations(record.values)))
 
 
 def symptom_update(journaled: JournaledRun) -> int | None:

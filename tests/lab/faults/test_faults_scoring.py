@@ -21,6 +21,7 @@ from esper_telemetry.lab.faults.score import (
     score,
 )
 from esper_telemetry.lab.faults.verdicts import (
+    EQUATION_ALARM,
     BaselineDetector,
     JournaledRun,
     RaisedAlarm,
@@ -71,6 +72,24 @@ def test_a_cause_is_correct_where_the_incident_of_the_hit_has_an_accepted_cause(
     assert BrokenRun.of(broken("lr_x100", (25, KL), cause=LARGE)).correct_cause is True
     assert BrokenRun.of(broken("lr_x100", (25, KL), cause=OTHER)).correct_cause is False
     assert BrokenRun.of(broken("lr_x100", (25, OTHER), cause=LARGE)).correct_cause is None
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "named"), [("optimizer_step_learning_rate", True), ("schedules", True), ("advantages_sign", False)]
+)
+def test_an_equation_counts_where_its_hypothesis_names_the_fault(hypothesis: str, named: bool) -> None:
+    """The equation comes first, three updates before a type that the fault accepts, in the incident whose cause it is."""
+    verdict = RunVerdict(
+        FaultRun("cue-recall", 1, "lr_x100", 100),
+        (RaisedAlarm(25, EQUATION_ALARM, 1, frozenset({hypothesis})), RaisedAlarm(28, KL, 1)),
+        {1: EQUATION_ALARM},
+        updates=45,
+    )
+
+    outcome = BrokenRun.of(verdict)
+
+    assert (outcome.strict, outcome.lag, outcome.correct_cause) == ((True, 0, True) if named else (False, 3, False))
+    assert outcome.others == (() if named else (EQUATION_ALARM,))
 
 
 def test_figures_of_four_broken_runs() -> None:

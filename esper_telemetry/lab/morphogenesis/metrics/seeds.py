@@ -12,7 +12,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import Last, Max, Mean, Min, Moments, Sum
+from esper_telemetry.core.reduction import Max, Mean, Min, Moments, OfLargest, Sum
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 SEEDS_FAMILY = MetricFamily(
@@ -237,22 +237,22 @@ def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCoun
 class LargestSeed(MetricGroup):
     """Place of the seed whose gradient is largest beside its clip limit."""
 
-    environment: Last = reports(
+    environment: OfLargest = reports(
         Metric.quantity("seed/largest/environment", 1587, "environment of the largest gradient", unit="index", low=0.0)
-        .asks("In which environment is the seed with the largest gradient?")
+        .asks("In which environment, counted within its rank, is the seed with the largest gradient?")
         .absent("no seed learns")
     )
-    slot: Last = reports(
+    slot: OfLargest = reports(
         Metric.quantity("seed/largest/slot", 1588, "slot of the largest gradient", unit="index", low=0.0)
         .asks("In which slot is it?")
         .absent("no seed learns")
     )
-    stage: Last = reports(
+    stage: OfLargest = reports(
         Metric.quantity("seed/largest/stage", 1589, "stage of the largest gradient", unit="index", low=0.0)
         .asks("In which stage is it, as a number of `slots.Stage`?")
         .absent("no seed learns")
     )
-    blueprint: Last = reports(
+    blueprint: OfLargest = reports(
         Metric.quantity("seed/largest/blueprint", 1590, "blueprint of the largest gradient", unit="index", low=0.0)
         .asks("Of which blueprint is it?")
         .absent("no seed learns")
@@ -266,8 +266,10 @@ def _largest(seeds: Mapping[str, Tensor]) -> LargestSeed:
     known = severity.flatten()[place] >= 0
     slots, environments = exploding.shape[-1], exploding.shape[-2]
 
-    def at(index: Tensor) -> Last:
-        return Last(torch.where(known, index.double(), torch.nan))
+    size = torch.where(known, severity.flatten()[place], -torch.inf)
+
+    def at(index: Tensor) -> OfLargest:
+        return OfLargest(index.double(), size)
 
     return LargestSeed(
         environment=at(place // slots % environments),

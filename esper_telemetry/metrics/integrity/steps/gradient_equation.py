@@ -209,6 +209,12 @@ GRADIENT = Equation(
             advice="Divide by the standard deviation",
         ),
         _alternative(
+            "advantages_std_alone",
+            "the gradient of a policy loss whose advantages are divided by their deviation but not centred",
+            "L_policy of A / std A",
+            advice="Subtract the mean before you divide",
+        ),
+        _alternative(
             "returns_for_advantages",
             "the gradient of a policy loss with returns in place of advantages",
             "L_policy of R",
@@ -235,7 +241,7 @@ GRADIENT = Equation(
             variant=True,
             source="stable-baselines3, clip_range_vf",
         ),
-        *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample_sign"}),
+        *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample", "entropy_of_sample_sign": "sample_sign"}),
         Hypothesis(
             name="clipped_already",
             says="the gradient of the loss, clipped by its norm",

@@ -110,6 +110,13 @@ def _advantages_centred(rows: LossRows) -> Tensor | None:
     return None if raw is None or not _normalized(rows) else policy_loss(rows, raw - raw.mean())
 
 
+def _advantages_std_alone(rows: LossRows) -> Tensor | None:
+    raw = rows.raw_advantages
+    if raw is None or len(raw) < 2 or not _normalized(rows):
+        return None
+    return policy_loss(rows, raw / (raw.std() + ADVANTAGE_EPS))
+
+
 def _advantages_normalized(rows: LossRows) -> Tensor | None:
     raw = rows.raw_advantages
     used = None if raw is None or _normalized(rows) else standardized(raw)
@@ -183,6 +190,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "advantages_raw": ("policy", _advantages_raw),
     "advantages_normalized": ("policy", _advantages_normalized),
     "advantages_centred": ("policy", _advantages_centred),
+    "advantages_std_alone": ("policy", _advantages_std_alone),
     "advantages_broadcast": ("policy", _advantages_broadcast),
     "advantages_reversed": ("policy", lambda rows: policy_loss(rows, rows.advantages.flip(0))),
     "advantages_shifted": ("policy", lambda rows: policy_loss(rows, rows.advantages.roll(1))),
@@ -202,6 +210,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
         lambda rows: torch.nn.functional.smooth_l1_loss(rows.values, rows.returns),
     ),
     "entropy_of_sample": ("entropy", lambda rows: rows.log_probs.mean()),
+    "entropy_of_sample_sign": ("entropy", lambda rows: -rows.log_probs.mean()),
     "kl_difference": ("penalty", lambda rows: -rows.log_ratio.mean()),
     "kl_square": ("penalty", lambda rows: 0.5 * rows.log_ratio.square().mean()),
     "kl_expectation": ("penalty", _kl_expectation),
