@@ -13,6 +13,9 @@ from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, RunInfo, template_of
 from esper_telemetry.sinks.values import flattened
 
+REPORT_NAME: Final = "report.html"
+"""The run as a page, in the run directory of a run that writes one."""
+
 MAX_ALARMS: Final = 1000
 """Latest alarms that are kept; a run seldom has more, as the detectors limit how often they raise one."""
 

@@ -20,7 +20,7 @@ from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, RunInfo
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.journal.read import alarms, last_outcome
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console
-from esper_telemetry.sinks.pages import IncidentCards, alarm_text, cause_of
+from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import Place, Sink, SupportsPlace
 
 PIPED_WIDTH: Final = 120
@@ -230,6 +230,8 @@ class Summary:
         if run is None or run.run_dir is None:
             return
         yield "journal", Place(str(run.run_dir / "journal.jsonl"), "")
+        if (run.run_dir / REPORT_NAME).is_file():
+            yield "report", Place(str(run.run_dir / REPORT_NAME), "")
         for sink in self._sinks:
             if isinstance(sink, SupportsPlace) and not isinstance(sink, ConsoleSink):
                 yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), sink.place(run)

@@ -131,7 +131,7 @@ def _short(value: float) -> float | int:
 
 
 def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and the ends of the healthy range that are near."""
+    """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and ends of the healthy range that are near."""
     finite = [math.log10(value) if log else value for value in values] or [0.0]
     low, high = min(finite), max(finite)
     reach = max(high - low, 1.0 if log else 0.25 * max(abs(low), abs(high)))
