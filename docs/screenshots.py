@@ -69,11 +69,11 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def browser(width: int = 1280, height: int = 900) -> Iterator[Any]:
-    """A Chromium without a window, with a profile of its own."""
+def browser(width: int = 1280, height: int = 900, *flags: str) -> Iterator[Any]:
+    """A Chromium without a window, with a profile of its own, and more flags."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
-        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+        for flag in (*FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(flag)
         options.binary_location = CHROMIUM
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import time
+import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
@@ -54,8 +56,13 @@ def report_html(views: Sequence[RunView]) -> str:
     body = "\n".join(_page(views, charts))
     title = ", ".join(view.name for view in views)
     template = Template(files("esper_telemetry.views").joinpath("report_template.html").read_text(encoding="utf-8"))
+    plotly, deflate = get_plotlyjs().encode(), zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     return template.substitute(
-        title=escape(f"{title} · esper_telemetry"), plotly=get_plotlyjs(), body=body, charts=charts.to_json()
+        title=escape(f"{title} · esper_telemetry"),
+        plotly=b64encode(deflate.compress(plotly) + deflate.flush()).decode(),
+        plotly_bytes=len(plotly),
+        body=body,
+        charts=charts.to_json(),
     )
 
 
