@@ -20,10 +20,13 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM
+from rich.text import Text
+
 from esper_telemetry.views.series import Judgement
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from esper_telemetry.views.run_view import RunView
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.views"
@@ -69,12 +72,12 @@ class TableCell(NamedTuple):
     """One cell of a table.
 
     Attributes:
-        text: of the cell.
+        text: of the cell; a `Text` where its parts have styles of their own.
         style: terminal style such as `bold red`; empty for the default.
         sort: value that orders rows by this column; the text by default.
     """
 
-    text: str
+    text: str | Text
     style: str = ""
     sort: float | str | None = None
 
@@ -87,12 +90,14 @@ class TableView:
         name, title: of its declaration.
         columns: headings.
         rows: cells by row; the first cell of a row names it.
+        footer: means and totals, below the rows; empty without any.
     """
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[TableCell, ...], ...]
+    footer: tuple[TableCell, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +109,16 @@ class TableDeclaration:
         title: heading.
         table: returns the table, or None for a run that has none; it reads `RunView.last` and `RunView.latest`.
         place: order among the tables, smallest first.
+        events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
+        detail: returns what a view shows of one row, by its number; None where there is no more than the row.
     """
 
     name: str
     title: str
     table: Callable[[RunView], TableView | None]
     place: int = 100
+    events: tuple[str, ...] = ()
+    detail: Callable[[RunView, int], RenderableType] | None = None
 
 
 class StripItem(NamedTuple):
@@ -135,17 +144,6 @@ class StripDeclaration:
 
 
 ViewDeclaration = PanelDeclaration | TableDeclaration | StripDeclaration
-
-
-def strip_of_alarms(view: RunView) -> StripItem | None:
-    """Return the number of alarms that are on, and the cause of the incident that began first."""
-    active = [alarm for alarm in view.active.values() if alarm.severity >= WARN_FROM]
-    if not active:
-        return None
-    first = min(active, key=lambda alarm: (alarm.incident, alarm.since))
-    count = f"{len(active)} alarm{'' if len(active) == 1 else 's'}"
-    is_critical = any(alarm.severity >= CRITICAL_FROM for alarm in active)
-    return StripItem(f"{count}: {first.cause or first.type}", "critical" if is_critical else "warn")
 
 
 PANELS: Final = (
@@ -231,12 +229,16 @@ PANELS: Final = (
                 stacked=True,
             ),
             ChartDeclaration(("perf/telemetry_frac",)),
+            ChartDeclaration(
+                ("perf/memory/process_mib", "perf/memory/children_mib", "perf/memory/device_mib"), "Memory"
+            ),
+            ChartDeclaration(
+                ("perf/memory/process_frac", "perf/memory/device_frac"), "Share of the memory that is taken"
+            ),
         ),
         70,
     ),
 )
-
-BUILT_IN: Final[tuple[ViewDeclaration, ...]] = (*PANELS, StripDeclaration("alarms", strip_of_alarms, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,11 @@ class ViewDeclarations:
     panels: tuple[PanelDeclaration, ...]
     tables: tuple[TableDeclaration, ...]
     strip: tuple[StripDeclaration, ...]
+
+    @property
+    def table_events(self) -> frozenset[str]:
+        """Types of the events that tables are made of."""
+        return frozenset(event for table in self.tables for event in table.events)
 
     @classmethod
     def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:
@@ -269,7 +276,10 @@ class ViewDeclarations:
 @lru_cache(maxsize=1)
 def view_declarations() -> ViewDeclarations:
     """Return the built-in declarations and those of plugins; a plugin that cannot be used costs a warning and its own."""
-    declarations = list(BUILT_IN)
+    from esper_telemetry.views.strip import STRIP
+    from esper_telemetry.views.tables import TABLES
+
+    declarations: list[ViewDeclaration] = [*PANELS, *STRIP, *TABLES]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             value = entry.load()

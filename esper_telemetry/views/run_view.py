@@ -407,7 +407,7 @@ class RunView:
             self.info.metrics.update(event.data)
             return
         self.latest[event.type] = event
-        if event.type.startswith("evidence/"):
+        if event.type.startswith("evidence/") or event.type in view_declarations().table_events:
             return
         self.events.append(event)
         if is_course(event.type, event.data):
