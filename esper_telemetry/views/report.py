@@ -22,9 +22,12 @@ from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.sinks.values import flattened
+from esper_telemetry.views.compare import comparison
+from esper_telemetry.views.compared_runs import read_compared
+from esper_telemetry.views.comparison_page import COMPARISON_STYLE, comparison_section
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
-from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, step_of
+from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts
 from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text, open_view
 
 MAX_INCIDENTS: Final = 20
@@ -125,6 +128,10 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
     if references:
         plot = f'<div class="plot tall" data-chart="{charts.overlay(references)}"></div>'
         yield f'<h2>Return over environment steps</h2><div class="card">{plot}</div>'
+    run_dirs = [view.run_dir for view in views if view.run_dir is not None and view.updates]
+    if len(run_dirs) > 1:
+        compared = comparison_section(comparison([read_compared(run_dir) for run_dir in run_dirs]))
+        yield f'<h2>Comparison</h2><style>{COMPARISON_STYLE}</style><div class="card">{compared}</div>'
 
 
 def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
@@ -245,7 +252,7 @@ def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequenc
         if around:
             yield '<div class="grid">'
             for chart in around[:MAX_INCIDENT_CHARTS]:
-                yield from _chart(charts, run, chart, [step_of(view, incident.since)], card=False)
+                yield from _chart(charts, run, chart, [view.step_of(incident.since)], card=False)
             yield "</div>"
         if incident.evidence:
             yield f"<details><summary>Evidence</summary><div class='scroll'>{_evidence(incident.evidence)}</div></details>"
@@ -268,14 +275,14 @@ def _evidence(rows: Sequence[EvidenceRow]) -> str:
 
 
 def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
-    marks = [step_of(view, incident.since) for incident in incidents]
+    marks = [view.step_of(incident.since) for incident in incidents]
     for panel in view.panels():
         yield f'<h2>{_text(panel.question)}</h2><div class="grid">'
         for chart in panel.charts:
             yield from _chart(charts, run, chart, marks)
         yield "</div>"
     for table in view.tables():
-        rows = [[_text(cell.text) for cell in row] for row in table.rows]
+        rows = [[_text(cell.text) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
 
 

@@ -11,6 +11,7 @@ the largest value of equally long groups of updates are kept.
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import statistics
@@ -292,6 +293,7 @@ class RunView:
         self.damaged = 0
         self._max_points = max_points
         self._buffers: dict[str, SeriesBuffer] = {}
+        self._positions = SeriesBuffer(max_points)
         self._reports: dict[int, IncidentReport] = {}
         self._course: list[tuple[str, Mapping[str, Any]]] = []
         self._remarks: list[Mapping[str, Any]] = []
@@ -383,6 +385,7 @@ class RunView:
         if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update stands
             return
         self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
+        self._positions.add(axes.update, axes.env_step, axes.update)
         for key, value in record.values.items():
             buffer = self._buffers.get(key)
             if buffer is None:
@@ -529,6 +532,11 @@ class RunView:
         """Return the values of a key; none for one that has not appeared."""
         buffer = self._buffers.get(key)
         return buffer.series if buffer else Series()
+
+    def step_of(self, update: int) -> int:
+        """Return the environment steps at an update, or at the next one whose position is kept; 0 before the first record."""
+        updates, steps, _ = self._positions.series
+        return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)] if updates else 0
 
     def panels(self) -> list[PanelView]:
         """Return the panels of all installed declarations that have a value, by place."""
