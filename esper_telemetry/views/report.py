@@ -130,7 +130,7 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
         yield f'<h2>Return over environment steps</h2><div class="card">{plot}</div>'
     run_dirs = [view.run_dir for view in views if view.run_dir is not None and view.updates]
     if len(run_dirs) > 1:
-        compared = comparison_section(comparison([read_compared(run_dir) for run_dir in run_dirs]))
+        compared = comparison_section(comparison([read_compared(str(run_dir)) for run_dir in run_dirs]))
         yield f'<h2>Comparison</h2><style>{COMPARISON_STYLE}</style><div class="card">{compared}</div>'
 
 
@@ -282,7 +282,7 @@ def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[I
             yield from _chart(charts, run, chart, marks)
         yield "</div>"
     for table in view.tables():
-        rows = [[_text(cell.text) for cell in row] for row in (*table.rows, table.footer) if row]
+        rows = [[_text(str(cell.text)) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
 
 
