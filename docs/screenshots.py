@@ -1,12 +1,13 @@
-"""Takes the pictures of the README and the guides: TensorBoard and MLflow, showing a run, in headless Chromium.
+"""Trains a healthy and a broken run, and takes the pictures of the README and the guides, in headless Chromium.
 
-make demo && .venv/bin/python docs/screenshots.py runs/cartpole_v1-*
-make demo-fault && .venv/bin/python docs/screenshots.py --alarms runs/lr_x100-*
+python docs/screenshots.py                     # all of them, some minutes
+python docs/screenshots.py report watch        # some of them
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import json
 import os
@@ -17,12 +18,19 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from selenium import webdriver
+
+from esper_telemetry.views.compare import comparison
+from esper_telemetry.views.compared_runs import read_compared
+from esper_telemetry.views.comparison_page import comparison_page
+from esper_telemetry.views.report import report_html, write_report
+from esper_telemetry.views.run_view import open_view
+from esper_telemetry.views.watch.app import WatchApp
 
 IMAGES = Path(__file__).with_name("images")
 CHROMIUM = "/usr/bin/chromium"
@@ -69,11 +77,11 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def browser(width: int = 1280, height: int = 900) -> Iterator[Any]:
-    """A Chromium without a window, with a profile of its own."""
+def browser(width: int = 1280, height: int = 900, *flags: str) -> Iterator[Any]:
+    """A Chromium without a window, with a profile of its own, and more flags."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
-        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+        for flag in (*FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(flag)
         options.binary_location = CHROMIUM
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
@@ -184,21 +192,80 @@ def mlflow_ids(run_dir: Path) -> tuple[str, str]:
     return run.info.experiment_id, run.info.run_id
 
 
+def take_report(run_dir: Path, picture: Path) -> None:
+    """The first screens of the page of a run."""
+    page = run_dir / "report.html"
+    write_report(page, report_html([open_view(run_dir, judged=True)]))
+    take_page(page, picture, 1000, 1150)
+
+
+def take_comparison(run_dirs: Sequence[Path], picture: Path) -> None:
+    """The page that compares runs."""
+    with tempfile.TemporaryDirectory() as place:
+        page = Path(place, "comparison.html")
+        page.write_text(comparison_page(comparison([read_compared(str(run_dir)) for run_dir in run_dirs])))
+        take_page(page, picture, 1000, 900)
+
+
+def take_page(page: Path, picture: Path, width: int, height: int) -> None:
+    """A page of this machine, without a network."""
+    with browser(width, height, "--host-resolver-rules=MAP * ~NOTFOUND") as driver:
+        driver.get(page.absolute().as_uri())
+        eventually(lambda: driver.find_elements("css selector", "svg.main-svg"), what="the charts")
+        time.sleep(1)
+        driver.save_screenshot(str(picture))
+
+
+def take_watch(run_dir: Path, picture: Path) -> None:
+    """The terminal, 110 columns wide."""
+
+    async def drawn() -> str:
+        app = WatchApp([str(run_dir)])
+        async with app.run_test(size=(110, 40)) as pilot:
+            await pilot.pause(2.0)
+            return app.export_screenshot()
+
+    with tempfile.TemporaryDirectory() as place:
+        page = Path(place, "watch.html")
+        page.write_text(f"<body style='margin:0'>{asyncio.run(drawn())}</body>", encoding="utf-8")
+        with browser(1100, 800) as driver:
+            driver.get(page.as_uri())
+            driver.save_screenshot(str(picture))
+
+
+def trained(place: Path, *command: str) -> Path:
+    """A new run of that command, which has ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    arguments = [sys.executable, "-m", *command, "--run-dir", str(place)]
+    subprocess.run(arguments, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return place
+
+
 def main() -> None:
-    """Takes the pictures of the run directory on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="a run with TensorBoard and MLflow in it")
-    parser.add_argument("--alarms", action="store_true", help="show the incidents of a broken run, in TensorBoard")
+    """Trains a healthy and a broken run, and takes the pictures that the command line names, all by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", nargs="*", choices=[[], *PICTURES], metavar="PICTURE", help=", ".join(PICTURES))
+    parser.add_argument("--steps", type=int, default=60_000, help="environment steps of each run")
     options = parser.parse_args()
-    run_dir = options.run_dir
     IMAGES.mkdir(exist_ok=True)
-    if options.alarms:
-        take_alarms(run_dir, IMAGES / "alarms.png")
-        print(f"{IMAGES}/alarms.png shows {run_dir}")
-        return
-    take_tensorboard(run_dir, IMAGES / "tensorboard.png")
-    take_mlflow(run_dir, IMAGES / "mlflow.png")
-    print(f"{IMAGES}/tensorboard.png and mlflow.png show {run_dir}")
+    sinks = ("--total-steps", str(options.steps), "--sink", "tensorboard", "--sink", "mlflow")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        healthy = trained(Path(place, "healthy"), "esper_telemetry", "train", "--env", "CartPole-v1", *sinks)
+        broken = trained(Path(place, "broken"), "esper_telemetry.lab.faults", "demo", "--fault", "lr_x100", *sinks)
+        for name in options.pictures or PICTURES:
+            PICTURES[name](healthy, broken, IMAGES / f"{name}.png")
+            print(IMAGES / f"{name}.png")
+
+
+PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
+    "tensorboard": lambda healthy, _, picture: take_tensorboard(healthy, picture),
+    "mlflow": lambda healthy, _, picture: take_mlflow(healthy, picture),
+    "alarms": lambda _, broken, picture: take_alarms(broken, picture),
+    "report": lambda _, broken, picture: take_report(broken, picture),
+    "comparison": lambda healthy, broken, picture: take_comparison([healthy, broken], picture),
+    "watch": lambda _, broken, picture: take_watch(broken, picture),
+}
+"""Functions of the healthy run, the broken run and the file of the picture."""
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class SessionOptions:
         config, facts: of the run.
         detector_factory: None where no alarms are raised.
         all_ranks: whether the ranks of a distributed run report as one.
+        report: whether the run is written as a page when it ends.
     """
 
     run: RunOptions
@@ -92,6 +93,7 @@ class SessionOptions:
     facts: dict[str, Any]
     detector_factory: DetectorFactory | None
     all_ranks: bool
+    report: bool
 
 
 class TelemetrySession:
@@ -506,6 +508,10 @@ class TelemetrySession:
         deadline = time.monotonic() + timeout
         try:
             recorder.end(status, timeout / 2)
+            if self._options.report and recorder.run_dir is not None:
+                from esper_telemetry.views.report import write_run_report  # which needs rich
+
+                write_run_report(recorder.run_dir)  # before the sinks are closed, which store it
             self._deliveries.close(max(0.1, deadline - time.monotonic()), status=status)
         finally:  # an interrupt ends the wait, and the run is closed all the same
             report = self._deliveries.close(0.0, status=status)

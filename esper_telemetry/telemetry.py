@@ -29,6 +29,7 @@ from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
 from esper_telemetry.session import SessionOptions, TelemetrySession
+from esper_telemetry.sinks.protocol import require_package
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
 
@@ -83,6 +84,8 @@ class Telemetry:
         resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
             attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again. Where several ranks
             report, each of them resumes.
+        report: whether `close` writes the run as a page, `report.html` in `run_dir`, which takes some seconds after a long run; MLflow and
+            W&B store it. Needs the extra `views`.
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
             and needs no other one.
 
@@ -92,6 +95,7 @@ class Telemetry:
     everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
 
     Raises:
+        ModuleNotFoundError: with `report`, without plotly.
         ValueError: for an unknown level or sink, a budget that is no share, and an empty `run_dir`.
         TypeError: for thresholds that are none, and other arguments of the wrong type.
         FileExistsError: if `run_dir` holds a journal already.
@@ -126,6 +130,7 @@ class Telemetry:
         alarms: AlarmRule | Iterable[AlarmRule] = (),
         offload: bool | None = None,
         resume: bool = False,
+        report: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
         if not as_number(close_timeout, "close_timeout") > 0:
@@ -134,6 +139,10 @@ class Telemetry:
         if offload is not None:
             _check_choice("offload", offload, (True, False))
         _check_choice("resume", resume, (True, False))
+        _check_choice("report", report, (True, False))
+        if report:
+            require_package("plotly", "report=True")
+            require_package("rich", "report=True")
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a text, got {shown(name)}")
         labels = (tags,) if isinstance(tags, str) else tuple(map(str, tags or ()))
@@ -151,6 +160,7 @@ class Telemetry:
             config=as_settings(config, "config"),
             facts={**as_settings(facts, "facts"), **threshold_facts(detect)},
             all_ranks=ranks == "all",
+            report=bool(report),
         )
         self._session = TelemetrySession(sinks, options)
 

@@ -39,6 +39,8 @@ BELOW: dict[str, set[str]] = {
         "sinks",
         "delivery",
         "pipeline",
+        "importers",
+        "views",
     },
     "testing": {"core", "metrics", "journal", "sinks", "delivery"},
 }

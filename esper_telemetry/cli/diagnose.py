@@ -6,46 +6,47 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from esper_telemetry.alarms.diagnosis import Diagnosis
 from esper_telemetry.alarms.diagnosis import diagnose as judge
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
-from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
+from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents, read_run
 from esper_telemetry.views.outcome import diagnosis_as_dict, print_diagnosis
+from esper_telemetry.views.run_view import open_view
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
 
 FAILURE, INTERVENTION = "failure", "intervention"
 
-TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
-"""Alarms that only a run with this package's telemetry can raise."""
+FAILED: Final = 1
 
 
 def diagnose(options: Diagnose) -> int:
     """Print what is wrong with a run, or that nothing is."""
     if bool(options.run_dir) == bool(options.source):
         raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
-    if options.source:
-        _diagnose_logs(options)
-    else:
-        _diagnose_journal(options)
-    return 0
+    fails = _diagnose_logs(options) if options.source else _diagnose_journal(options)
+    return FAILED if fails else 0
 
 
-def _diagnose_journal(options: Diagnose) -> None:
+def _diagnose_journal(options: Diagnose) -> bool:
     with wrong_use(), without_warnings():
         Thresholds.parse(options.threshold)
         if runs := _runs_within(Path(options.run_dir)):
+            if options.fail_on:
+                raise WrongUse(f"--fail-on judges one run, and {options.run_dir} holds {len(runs)}")
             _list_runs(options.run_dir, runs, as_json=options.json)
-            return
+            return False
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     interventions = [event.seq for event in run.events if event.type == INTERVENTION]
@@ -77,44 +78,36 @@ def _diagnose_journal(options: Diagnose) -> None:
         print_diagnosis(head, verdict, ending, list_unanswered=options.all)
         if run.damaged:
             print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
+    return _fails(verdict, ending, options.fail_on)
 
 
-def _diagnose_logs(options: Diagnose) -> None:
+def _diagnose_logs(options: Diagnose) -> bool:
     """Judge what another trainer logged; the alarms that its logs cannot answer are a part of the verdict."""
-    from esper_telemetry.core.backends import limit_mlflow_requests
-    from esper_telemetry.importers.records import read_foreign
-    from esper_telemetry.importers.source import read_source
-
-    if options.source.startswith("mlflow:"):
-        limit_mlflow_requests()
     with wrong_use():
-        thresholds = Thresholds.parse(options.threshold)
-        run = read_foreign(read_source(options.source))
-    verdict = judge(run.facts, run.records, thresholds=thresholds.without(TELEMETRY_ALARMS))
-    # Only the trainer could have logged more, so the reasons say what was not logged.
-    reasons = {
-        kind: reason.replace("no record has ", "not logged: ").replace(
-            "the run does not say its ", "setting not logged: "
-        )
-        for kind, reason in verdict.unanswered.items()
-    }
-    remedy = "training again with esper-telemetry run, TelemetryCallback or the functions of docs/own_loop.md"
-    remedies = dict.fromkeys(reasons, remedy)
-    verdict = replace(verdict, unanswered=reasons, remedies=remedies)
+        if options.source.partition(":")[0] not in READERS:
+            read_source(options.source)  # refuses it
+        view = open_view(options.source, thresholds=Thresholds.parse(options.threshold))
+    verdict, steps = view.diagnosis, view.axes.env_step if view.axes else 0
     if options.json:
-        head = {"run": run.name, "updates": verdict.updates, "trainer": run.trainer, "x": run.x}
-        values = {**diagnosis_as_dict(head, verdict), "read": dict(run.used), "unread": list(run.unused)}
+        head = {"run": view.name, "updates": verdict.updates, "trainer": view.trainer, "x": view.x_label}
+        values = {**diagnosis_as_dict(head, verdict), "read": dict(view.used), "unread": list(view.unused)}
         print(json.dumps(values, indent=1))
-        return
-    last = run.records[-1].axes.env_step
-    print_diagnosis(
-        f"{run.name}: {verdict.updates} updates of {run.trainer}, up to {last:,} {run.x}",
-        verdict,
-        list_unanswered=options.all,
-    )
-    print("\nRead as:")
-    for key, tag in run.used.items():
-        print(f"  {key}: {tag}")
+    else:
+        head_line = f"{view.name}: {verdict.updates} updates of {view.trainer}, up to {steps:,} {view.x_label}"
+        print_diagnosis(head_line, verdict, list_unanswered=options.all)
+        print("\nRead as:")
+        for key, tag in view.used.items():
+            print(f"  {key}: {tag}")
+    return _fails(verdict, "", options.fail_on)
+
+
+def _fails(verdict: Diagnosis, ending: str, level: str | None) -> bool:
+    """Return whether a run failed, or has an alarm of that level or a higher one; never without a level."""
+    if level is None:
+        return False
+    failed = bool(ending) or verdict.outcome.kind is OutcomeKind.FAILED
+    least = CRITICAL_FROM if level == AlarmLevel.CRITICAL else WARN_FROM
+    return failed or any(alarm.severity >= least for incident in verdict.incidents for alarm in incident.alarms)
 
 
 def _runs_within(directory: Path) -> dict[str, JournalContents]:

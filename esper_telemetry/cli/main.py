@@ -1,11 +1,12 @@
 """The command line: the arguments of every command, and the dispatch to the module that implements it.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
+Exit codes: 0 done, 1 the run failed or has what `diagnose --fail-on` names, 2 wrong use (one sentence on stderr, nothing created or
+changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments it prints the help and exits with 0, as pip, cargo
 and docker do.
 
-Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose` and `doctor`
-start without torch.
+Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose`, `report` and
+`doctor` start without torch.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Train:
     """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
     close_timeout: float = 60.0
     """Seconds that the end of the run waits at most for backends that still take records; after them a background process goes on."""
+    report: bool = False
+    """Write RUN_DIR/report.html when the run ends, as the command report does; MLflow and W&B get it as an artifact."""
     profile: bool = False
     """Trace some updates with torch's profiler into RUN_DIR/profile, for Perfetto or TensorBoard."""
     profile_schedule: tuple[int, int, int] = (3, 1, 2)
@@ -212,6 +215,27 @@ class Diagnose:
     """List the questions that could not be answered, and what supplies the input of each."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
+    fail_on: Literal["warn", "critical"] | None = None
+    """Exit with 1 if the run has an alarm of this level or a higher one, or if it failed, with or without an alarm."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run as one HTML file that needs no network: outcome, incidents, charts with healthy ranges; or as Markdown for a CI job.
+
+    Several runs go into one file, with a comparison. A run may still be under way.
+
+    Example: esper-telemetry report runs/a -o a.html
+    """
+
+    run_dirs: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The run directories; or --from."""
+    source: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="from", metavar="LOGS")] = ()
+    """Logs of another trainer, as for diagnose (repeatable)."""
+    output: Annotated[str, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = ""
+    """File to write; RUN_DIR/report.html by default, report.html here for several runs and for logs; Markdown goes to the terminal."""
+    format: Literal["html", "markdown"] = "html"
+    """html, or markdown: the verdict alone."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +278,7 @@ COMMANDS: Final[dict[str, type]] = {
     "compress": Compress,
     "diagnose": Diagnose,
     "watch": Watch,
+    "report": Report,
     "compare": Compare,
     "workspace": Workspace,
     "metrics": Metrics,

@@ -171,6 +171,7 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         detect=options.detect and _thresholds(options),
         config={**resume.config_of(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,
+        report=options.report,
     )
 
 

@@ -15,7 +15,7 @@ from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, 
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import alarms, last_outcome
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
-from esper_telemetry.sinks.pages import IncidentCards, alarm_text
+from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
 from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
 
 MAX_INCIDENTS: Final = 5
@@ -79,6 +79,8 @@ class RunEnd:
         yield Line("where it is", "bold")
         if self.run_dir is not None:
             yield _labelled("run", f"{self.run_dir} (journal.jsonl in it has every number)")
+            if (self.run_dir / REPORT_NAME).is_file():
+                yield _labelled("report", str(self.run_dir / REPORT_NAME))
         for name, place in places:
             yield _labelled(name, f"{place.where} ({place.note})" if place.note else place.where)
         yield Line("open it with", "bold")

@@ -15,6 +15,9 @@ from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import described, overview_keys
 from esper_telemetry.sinks.values import flattened
 
+REPORT_NAME: Final = "report.html"
+"""The run as a page, in the run directory of a run that writes one."""
+
 MAX_ALARMS: Final = 1000
 """Latest alarms that are kept; a run seldom has more, as the detectors limit how often they raise one."""
 

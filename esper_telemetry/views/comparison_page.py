@@ -28,6 +28,8 @@ MAX_OPEN_METRICS: Final = 20
 STYLE: Final = """
 :root { color-scheme: light dark; font-family: system-ui, sans-serif; line-height: 1.45; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; }
+"""
+COMPARISON_STYLE: Final = """
 .comparison .scroll { overflow-x: auto; }
 .comparison table { border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; }
 .comparison th, .comparison td { padding: .25rem .6rem; border-bottom: 1px solid #8886; text-align: left; }
@@ -46,13 +48,13 @@ def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -
         script = f"<script>{get_plotlyjs()}</script>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>{script}</head><body><h1>{escape(title)}</h1>"
+        f"<title>{escape(title)}</title><style>{STYLE}{COMPARISON_STYLE}</style>{script}</head><body><h1>{escape(title)}</h1>"
         f"{comparison_section(comparison)}</body></html>\n"
     )
 
 
 def comparison_section(comparison: Comparison) -> str:
-    """Return the comparison as a `<section>`, for a page that has `STYLE` and plotly.js; raises ImportError without plotly."""
+    """Return the comparison as a `<section>`, for a page that has `COMPARISON_STYLE` and plotly.js; raises ImportError without plotly."""
     parts = [f"<p>{escape(headline(comparison))}</p>", _table(group_columns(), group_rows(comparison))]
     figure = _figure(comparison)
     if figure is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
+import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
@@ -17,12 +20,15 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
-from esper_telemetry.sinks.pages import safe
+from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.sinks.values import flattened
+from esper_telemetry.views.compare import comparison
+from esper_telemetry.views.compared_runs import read_compared
+from esper_telemetry.views.comparison_page import COMPARISON_STYLE, comparison_section
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
-from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, step_of
-from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text
+from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts
+from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text, open_view
 
 MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""
@@ -30,6 +36,8 @@ MAX_INCIDENT_CHARTS: Final = 4
 MAX_EVIDENCE_ROWS: Final = 30
 MAX_TEXT_CHARACTERS: Final = 400
 """Characters of a setting."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 STATE_STYLES: Final[Mapping[str, str]] = {"matches": "good", "variant": "good", "differs": "bad", "unchecked": "dim"}
 JUDGEMENT_WORDS: Final[Mapping[str, str]] = {
@@ -51,8 +59,13 @@ def report_html(views: Sequence[RunView]) -> str:
     body = "\n".join(_page(views, charts))
     title = ", ".join(view.name for view in views)
     template = Template(files("esper_telemetry.views").joinpath("report_template.html").read_text(encoding="utf-8"))
+    plotly, deflate = get_plotlyjs().encode(), zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     return template.substitute(
-        title=escape(f"{title} · esper_telemetry"), plotly=get_plotlyjs(), body=body, charts=charts.to_json()
+        title=escape(f"{title} · esper_telemetry"),
+        plotly=b64encode(deflate.compress(plotly) + deflate.flush()).decode(),
+        plotly_bytes=len(plotly),
+        body=body,
+        charts=charts.to_json(),
     )
 
 
@@ -65,6 +78,14 @@ def write_report(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def write_run_report(run_dir: Path) -> None:
+    """Write the page of a run into its directory; what fails costs a warning, as training goes on after it."""
+    try:
+        write_report(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
+    except Exception as error:  # an installed plugin's code among others
+        _logger.warning("esper-telemetry: there is no %s of %s: %s", REPORT_NAME, run_dir, error)
 
 
 def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[str]:
@@ -105,7 +126,12 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
         if (key := return_key(view)) in view.last
     ]
     if references:
-        yield f'<h2>Return over environment steps</h2><div class="card"><div class="plot tall" data-chart="{charts.overlay(references)}"></div></div>'
+        plot = f'<div class="plot tall" data-chart="{charts.overlay(references)}"></div>'
+        yield f'<h2>Return over environment steps</h2><div class="card">{plot}</div>'
+    run_dirs = [view.run_dir for view in views if view.run_dir is not None and view.updates]
+    if len(run_dirs) > 1:
+        compared = comparison_section(comparison([read_compared(str(run_dir)) for run_dir in run_dirs]))
+        yield f'<h2>Comparison</h2><style>{COMPARISON_STYLE}</style><div class="card">{compared}</div>'
 
 
 def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
@@ -192,7 +218,10 @@ def _timeline(view: RunView, charts: ReportCharts, run: int, incidents: Sequence
     yield f"<h2>{_text(capitalized(name))}{also}</h2>"
     place = charts.timeline(run, view, curve, incidents)
     yield f'<div class="card"><div class="plot tall" data-chart="{place}"></div>'
-    yield f'<p class="dim">Over {_text(view.x_label)}. {"Each bar is an incident, from its cause to its end; dotted lines show where one began." if incidents else ""}</p></div>'
+    legend = (
+        " Each bar is an incident, from its cause to its end; dotted lines show where one began." if incidents else ""
+    )
+    yield f'<p class="dim">Over {_text(view.x_label)}.{legend}</p></div>'
 
 
 def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
@@ -202,7 +231,8 @@ def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequenc
     for incident in incidents[:MAX_INCIDENTS]:
         until = "still on at the end" if incident.until is None else f"over at update {incident.until:,}"
         yield f'<article class="card incident {incident.level}">'
-        yield f'<div class="head"><h3>{incident.number}. {_text(incident.cause)}</h3><span class="badge {incident.level}">{incident.level}</span></div>'
+        badge = f'<span class="badge {incident.level}">{incident.level}</span>'
+        yield f'<div class="head"><h3>{incident.number}. {_text(incident.cause)}</h3>{badge}</div>'
         yield f'<p class="dim">since update {incident.since:,}, {until}</p>'
         yield f"<p>{_text(incident.text)}</p>"
         if incident.advice:
@@ -222,7 +252,7 @@ def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequenc
         if around:
             yield '<div class="grid">'
             for chart in around[:MAX_INCIDENT_CHARTS]:
-                yield from _chart(charts, run, chart, [step_of(view, incident.since)], card=False)
+                yield from _chart(charts, run, chart, [view.step_of(incident.since)], card=False)
             yield "</div>"
         if incident.evidence:
             yield f"<details><summary>Evidence</summary><div class='scroll'>{_evidence(incident.evidence)}</div></details>"
@@ -245,14 +275,14 @@ def _evidence(rows: Sequence[EvidenceRow]) -> str:
 
 
 def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
-    marks = [step_of(view, incident.since) for incident in incidents]
+    marks = [view.step_of(incident.since) for incident in incidents]
     for panel in view.panels():
         yield f'<h2>{_text(panel.question)}</h2><div class="grid">'
         for chart in panel.charts:
             yield from _chart(charts, run, chart, marks)
         yield "</div>"
     for table in view.tables():
-        rows = [[_text(cell.text) for cell in row] for row in table.rows]
+        rows = [[_text(str(cell.text)) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
 
 
@@ -323,7 +353,7 @@ def _provenance(view: RunView) -> Iterator[str]:
         "Facts": flattened(view.info.facts),
         "Versions": view.info.versions,
         "Read as": view.used,
-        "Tags that were not read": {tag: "" for tag in view.unused},
+        "Tags that were not read": dict.fromkeys(view.unused, ""),
     }
     command = command_of(view)
     if command:
@@ -394,7 +424,7 @@ def _style(view: RunView) -> str:
 
 
 def _judged(judgement: str) -> str:
-    return {"": "plain", "outside": "warn", "warn": "warn", "critical": "critical"}[judgement]
+    return {"": "plain", "outside": "outside", "warn": "warn", "critical": "critical"}[judgement]
 
 
 def _text(text: str) -> str:

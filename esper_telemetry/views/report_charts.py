@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 from collections.abc import Sequence
@@ -68,17 +67,17 @@ class ReportCharts:
         chart = view.chart(key)
         lines = chart.lines if chart else ()
         last = view.axes.env_step if view.axes else 0
-        entry = {
+        entry: dict[str, Any] = {
             "lines": [self.line(run, line.key, line.series, line.label, TIMELINE_POINTS) for line in lines],
-            "marks": [step_of(view, incident.since) for incident in incidents[:MAX_BARS]],
+            "marks": [view.step_of(incident.since) for incident in incidents[:MAX_BARS]],
             "x": [0, last * 1.02 or 1],
             "bars": [
                 {
                     "number": incident.number,
                     "cause": incident.cause,
                     "level": str(incident.level),
-                    "begin": step_of(view, incident.since),
-                    "end": last if incident.until is None else step_of(view, incident.until),
+                    "begin": view.step_of(incident.since),
+                    "end": last if incident.until is None else view.step_of(incident.until),
                 }
                 for incident in incidents[:MAX_BARS]
             ],
@@ -131,7 +130,7 @@ def _short(value: float) -> float | int:
 
 
 def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and the ends of the healthy range that are near."""
+    """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and ends of the healthy range that are near."""
     finite = [math.log10(value) if log else value for value in values] or [0.0]
     low, high = min(finite), max(finite)
     reach = max(high - low, 1.0 if log else 0.25 * max(abs(low), abs(high)))
@@ -148,15 +147,3 @@ def band(healthy: HealthyRange, low: float, high: float, *, log: bool) -> list[f
     bottom, top = (10.0**low, 10.0**high) if log else (low, high)
     ends = bottom if healthy.low is None else healthy.low, top if healthy.high is None else healthy.high
     return [_short(min(max(end, bottom), top)) for end in ends]
-
-
-def step_of(view: RunView, update: int) -> int:
-    """Return the environment steps at an update, those of the nearest one that the view keeps; 0 without any."""
-    updates, steps, _ = view.series("train/update") if "train/update" in view.last else _longest(view)
-    if not updates:
-        return 0
-    return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)]
-
-
-def _longest(view: RunView) -> Series:
-    return max((view.series(key) for key in view.keys[:20]), key=lambda series: len(series.updates), default=Series())

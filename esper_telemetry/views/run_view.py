@@ -11,6 +11,7 @@ the largest value of equally long groups of updates are kept.
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import statistics
@@ -29,6 +30,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeKind
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -206,7 +208,13 @@ class RunProgress:
     staleness: Staleness = "ok"
 
 
-def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> RunView:
+def open_view(
+    source: str | Path,
+    *,
+    max_points: int = DEFAULT_POINTS,
+    judged: bool = False,
+    thresholds: Thresholds | None = None,
+) -> RunView:
     """Return the view of a run, read as far as it goes.
 
     Args:
@@ -214,6 +222,7 @@ def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: b
         max_points: values that are kept of each key, at least 6; 0 for all.
         judged: make the verdict again from the records, as `diagnose` does, with all that could not be answered; by default the
             alarms and outcomes that the journal holds, which takes a tenth of the time. Logs are always judged.
+        thresholds: bounds to judge by; those of the run by default.
 
     Raises:
         FileNotFoundError: where there is no such run.
@@ -222,11 +231,13 @@ def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: b
     """
     address = str(source)
     if address.partition(":")[0] in READERS and not Path(address).is_dir():
+        if address.startswith("mlflow:"):
+            limit_mlflow_requests()
         imported = read_foreign(read_source(address))
-        view = RunView(_info_of(imported), address, max_points=max_points, judged=True)
-        view._import(imported)
+        view = RunView(_info_of(imported), address, max_points=max_points)
+        view._import(imported, thresholds or Thresholds())
         return view
-    view = RunView(run_info(source), address, max_points=max_points, judged=judged)
+    view = RunView(run_info(source), address, max_points=max_points, judged=judged, thresholds=thresholds)
     view.refresh()
     return view
 
@@ -257,7 +268,15 @@ class RunView:
         damaged: number of lines that could not be understood.
     """
 
-    def __init__(self, info: RunInfo, source: str, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> None:
+    def __init__(
+        self,
+        info: RunInfo,
+        source: str,
+        *,
+        max_points: int = DEFAULT_POINTS,
+        judged: bool = False,
+        thresholds: Thresholds | None = None,
+    ) -> None:
         self.info, self.source = info, source
         self.status: RunStatus | None = None
         self.axes: Axes | None = None
@@ -274,12 +293,13 @@ class RunView:
         self.damaged = 0
         self._max_points = max_points
         self._buffers: dict[str, SeriesBuffer] = {}
+        self._positions = SeriesBuffer(max_points)
         self._reports: dict[int, IncidentReport] = {}
         self._course: list[tuple[str, Mapping[str, Any]]] = []
         self._remarks: list[Mapping[str, Any]] = []
         self._failures: list[Failure] = []
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
-        self._judge = RunJudge(info.facts) if judged and info.run_dir else None
+        self._judge = RunJudge(info.facts, thresholds) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
         self._offset = 0
@@ -330,10 +350,10 @@ class RunView:
             reader.close()
         return count
 
-    def _import(self, imported: ImportedRun) -> None:
+    def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
         self.used, self.unused = imported.used, imported.unused
-        self._judge = RunJudge(imported.facts, Thresholds().without(TELEMETRY_ALARMS))
+        self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
         for record in imported.records:
             self._add_record(record)
         for incident in self.diagnosis.incidents:
@@ -365,6 +385,7 @@ class RunView:
         if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update stands
             return
         self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
+        self._positions.add(axes.update, axes.env_step, axes.update)
         for key, value in record.values.items():
             buffer = self._buffers.get(key)
             if buffer is None:
@@ -511,6 +532,11 @@ class RunView:
         """Return the values of a key; none for one that has not appeared."""
         buffer = self._buffers.get(key)
         return buffer.series if buffer else Series()
+
+    def step_of(self, update: int) -> int:
+        """Return the environment steps at an update, or at the next one whose position is kept; 0 before the first record."""
+        updates, steps, _ = self._positions.series
+        return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)] if updates else 0
 
     def panels(self) -> list[PanelView]:
         """Return the panels of all installed declarations that have a value, by place."""

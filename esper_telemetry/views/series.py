@@ -82,8 +82,8 @@ class SeriesBuffer:
         old, self._columns = self._columns, array("d")
         for start in range(0, len(old), 12):
             low, high, next_low, next_high = (old[place : place + 3] for place in range(start, start + 12, 3))
-            self._columns.extend(min(low, next_low, key=lambda point: point[2]))
-            self._columns.extend(max(high, next_high, key=lambda point: point[2]))
+            self._columns.extend(next_low if next_low[2] < low[2] else low)
+            self._columns.extend(next_high if next_high[2] > high[2] else high)
         self._group *= 2
 
     @property
@@ -120,6 +120,8 @@ class HealthyRange:
     @classmethod
     def parse(cls, text: str) -> HealthyRange | None:
         """Return the range of a declaration such as `0.002 to 0.02` or `> 0.9; lower late in training`; None for other texts."""
+        low: float | None
+        high: float | None
         if match := LEADING_RANGE.match(text):
             low, high, size = _float(match[1]), _float(match[2]), None
         elif match := LEADING_BOUND.match(text):

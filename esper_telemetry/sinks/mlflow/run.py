@@ -27,7 +27,7 @@ from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
-from esper_telemetry.sinks.pages import IncidentCards, glossary, run_note, run_readme
+from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, glossary, run_note, run_readme
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
 from esper_telemetry.sinks.values import by_tag, flattened
 
@@ -143,6 +143,7 @@ class MlflowRun:
             self._write_verdict(self.incidents)
         if self.incidents.alarms:
             self._artifacts.store_incidents(self.incidents)
+        self._artifacts.store_report(run)
         if self._is_own:
             self._artifacts.store_description(run)
         if self._checkpoints:
@@ -321,8 +322,15 @@ class Artifacts:
         """Store the pages about the run and its metrics, and its settings from the run directory, where secrets are masked."""
         self._try(METRICS_PAGE, lambda: self._client.log_text(self._run_id, glossary(run), METRICS_PAGE))
         self._try(README, lambda: self._client.log_text(self._run_id, run_readme(run) + "\n", README))
-        if run.run_dir is not None and (path := Path(run.run_dir) / CONFIG).is_file():
-            self._try(CONFIG, lambda: self._client.log_artifact(self._run_id, str(path)))
+        self._store_file(run, CONFIG)
+
+    def store_report(self, run: RunInfo) -> None:
+        """Store the page of the run, if it has one."""
+        self._store_file(run, REPORT_NAME)
+
+    def _store_file(self, run: RunInfo, name: str) -> None:
+        if run.run_dir is not None and (path := Path(run.run_dir) / name).is_file():
+            self._try(name, lambda: self._client.log_artifact(self._run_id, str(path)))
 
     def store_checkpoints(self, run: RunInfo) -> None:
         """Store the files in the run directory's folder of checkpoints; warn if there are none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +20,7 @@ from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import KeyBudget, family_of
-from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of, run_note
+from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.protocol import (
     DeadClientError,
     PermanentSinkError,
@@ -297,19 +297,28 @@ class _OpenRun:
             self.target.run.notes = run_note(cards, self._last, self._budget.run)
 
     def close(self, status: RunStatus) -> None:
-        """Add the table of alarms, if there were any, and end the run; a table that cannot be stored costs a warning."""
+        """Add the table of alarms and the page of the run, where there are some, and end the run; what cannot be stored costs a warning."""
+        run, run_dir = self.target.run, self._budget.run.run_dir
         if self.incidents.alarms:
             import wandb
 
             table = wandb.Table(columns=list(ALARM_COLUMNS), data=self.incidents.rows())
-            try:
-                self.target.run.summary.update({"alarms/table": table})
-            except (ConnectionResetError, BrokenPipeError):
-                raise
-            except Exception as error:  # storing an artifact raises errors of pydantic, requests and W&B
-                line = masked(f"{type(error).__name__}: {error}".splitlines()[0])
-                logger.warning("W&B does not store the table of alarms (%s); the journal has them", line)
+            _try("the table of alarms", lambda: run.summary.update({"alarms/table": table}))
+        page = Path(run_dir or "") / REPORT_NAME
+        if run_dir is not None and page.is_file():
+            _try(REPORT_NAME, lambda: run.log_artifact(str(page), name=f"report-{run.id}", type="report"))
         self.target.close(status)
+
+
+def _try(what: str, store: Callable[[], object]) -> None:
+    """Store an artifact; one that cannot be stored costs a warning."""
+    try:
+        store()
+    except (ConnectionResetError, BrokenPipeError):
+        raise
+    except Exception as error:  # storing an artifact raises errors of pydantic, requests and W&B
+        line = masked(f"{type(error).__name__}: {error}".splitlines()[0])
+        logger.warning("W&B does not store %s (%s); the run directory has it", what, line)
 
 
 def row_of(record: Record) -> dict[str, Any]:
