@@ -47,7 +47,7 @@ POINTS: Final = 400
 """Values that are kept of each key: two for each column of a wide terminal."""
 
 
-class Page(ScrollView, can_focus=True):
+class Page(ScrollView, can_focus=True, inherit_bindings=False):
     """Lines below fixed ones, with a cursor that stays on its line's id when the lines change.
 
     Attributes:
@@ -133,6 +133,14 @@ class Page(ScrollView, can_focus=True):
             for index, line in enumerate(self._lines):
                 if line.id in (old, self.chosen):
                     self.refresh(Region(0, index - top + len(self._fixed), self.size.width, 1))
+
+    def turn(self, pages: int) -> None:
+        """Scroll by screens, and choose the first line in sight that can be chosen."""
+        self.scroll_relative(y=pages * max(1, self.room - 1), animate=False)
+        seen = [line.id for line in self._visible() if line.id]
+        if seen and self.chosen not in seen:
+            self.chosen = seen[0] if pages > 0 else seen[-1]
+        self.refresh()
 
     @property
     def room(self) -> int:
@@ -294,7 +302,7 @@ class WatchApp(App[None]):
 
     def action_page(self, count: int) -> None:
         """Move the cursor by a screen."""
-        self._page.move(count * self._page.room)
+        self._page.turn(count)
 
     def action_sideways(self, direction: int) -> None:
         """Scroll a table sideways; elsewhere move the cursor over time."""

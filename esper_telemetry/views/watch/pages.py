@@ -41,7 +41,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 32, 10, 16
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 50, 10, 16
 
 
 class Line(NamedTuple):
@@ -251,7 +251,7 @@ def _chart_lines(
     if not any(charts):
         return
     name = key if by_key else _name(views, key)
-    name_width = min(NAME_COLUMNS + max(0, (width - 100) // 4), max(18, width // 3))
+    name_width = min(NAME_COLUMNS, max(18, width * 2 // 5)) if len(views) == 1 else max(18, width // 4)
     label = Text(_cut(name, name_width - 1).ljust(name_width))
     if len(views) == 1 and charts[0] is not None:
         yield Line(_single(charts[0].lines[0], label, state, width), f"key:{key}")
@@ -404,18 +404,23 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
         *(Line(part) for part in _wrapped("Alarms: " + ", ".join(ends), width, "dim")),
         Line(Text()),
     ]
-    rows = [
-        Line(
-            Text.assemble(
-                (_cut(row.key, 40).ljust(41)),
-                (str(row.value).rjust(12), LEVEL_STYLES[row.judgement]),
-                (f"  usually {row.usual}" if row.usual else "", "dim"),
-                (f"  healthy {row.healthy}" if row.healthy else "", "dim"),
-            )
-        )
-        for row in incident.evidence
-    ]
+    rows = []
+    for row in incident.evidence:
+        text = Text(_cut(row.key, 40).ljust(41))
+        text.append(_cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
+        text.append(f"  usually {row.usual}" if row.usual else "", "dim")
+        rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
+    for name, items in incident.report.main.evidence.items():
+        if isinstance(items, list) and items and isinstance(items[0], Mapping):
+            rows += [Line(Text()), Line(Text(name, "bold"))]
+            rows += [Line(part) for item in items[:MAX_EVENTS] for part in _wrapped(_plain_words(item), width)]
     return [*lines, *_section("Evidence", rows)]
+
+
+def _plain_words(item: Mapping[str, object]) -> str:
+    """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
+    plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
 
 
 class Canvas:
@@ -550,10 +555,10 @@ def cell_text(cell: TableCell) -> Text:
 
 
 def _row(texts: Sequence[Text], widths: Sequence[int], striped: bool) -> Text:
-    """Return a row; every second one has dots between its columns, which need no colour of the background."""
+    """Return a row; every second one has lines between its columns, which need no colour of the background."""
     line = Text()
     for place, (text, width) in enumerate(zip(texts, widths, strict=False)):
-        line.append(("· " if striped else "  ") if place else "", "dim")
+        line.append(("┊ " if striped else "  ") if place else "", "dim")
         line.append_text(text).append(" " * (width - text.cell_len))
     return line
 
