@@ -252,7 +252,7 @@ def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[I
             yield from _chart(charts, run, chart, marks)
         yield "</div>"
     for table in view.tables():
-        rows = [[_text(cell.text) for cell in row] for row in table.rows]
+        rows = [[_text(str(cell.text)) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
 
 
@@ -323,7 +323,7 @@ def _provenance(view: RunView) -> Iterator[str]:
         "Facts": flattened(view.info.facts),
         "Versions": view.info.versions,
         "Read as": view.used,
-        "Tags that were not read": {tag: "" for tag in view.unused},
+        "Tags that were not read": dict.fromkeys(view.unused, ""),
     }
     command = command_of(view)
     if command:
