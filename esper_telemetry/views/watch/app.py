@@ -36,8 +36,8 @@ from esper_telemetry.views.watch.pages import (
 )
 
 REFRESH_SECONDS: Final = 0.25
-READ_SECONDS: Final = 0.15
-"""Time of a refresh that is spent on reading: a long journal is shown as it is read."""
+READ_SECONDS, CATCH_UP_SECONDS = 0.1, 0.5
+"""Time of a refresh that is spent on reading, and until the end of a long journal is reached: it is shown as it is read."""
 READ_LINES: Final = 50
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
@@ -237,15 +237,16 @@ class WatchApp(App[None]):
         for index, view in enumerate(self._views):
             if view is None:
                 self._open_source(index, missing_ok=True)
-        deadline, count = time.monotonic() + READ_SECONDS, 0
+        deadline, count = time.monotonic() + (CATCH_UP_SECONDS if self._reading else READ_SECONDS), 0
         for view in self.views:
             with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
                 while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
                     count += read
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        if now - self._drawn_at >= (pause if count else 1.0) or (self._reading and not count):
-            self._reading = count > 0
+        caught_up = self._reading and now < deadline
+        if now - self._drawn_at >= (pause if count else 1.0) or caught_up:
             self.draw()
+        self._reading = self._reading and not caught_up
 
     def draw(self) -> None:
         """Show the present page."""

@@ -179,7 +179,8 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     """Return outcome, pinned metrics, incidents, panels by question and the last events; with a filter the metrics that match it."""
     first = views[0]
     if first.axes is None and not first.incidents:
-        return [Line(Text("Waiting for data...", "dim")), Line(Text(f"{first.source} has no record yet.", "dim"))]
+        waiting = Text("There is no record yet.", "dim")
+        return [Line(waiting), *(Line(part) for part in _wrapped(first.source, width, "dim"))]
     lines: list[Line] = []
     if not state.pattern:
         for index, view in enumerate(views):
@@ -187,8 +188,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     lines += _section("Pinned", (line for key in state.pinned for line in _chart_lines(views, key, state, width)))
     if state.pattern:
         keys = list(dict.fromkeys(key for view in views for key in view.keys))
-        names = {key: f"{key} {_name(views, key)}" for key in keys}
-        matching = [key for key in keys if state.matches(names[key])]
+        matching = [key for key in keys if state.matches(key) or state.matches(_name(views, key))]
         shown = [line for key in matching[:MAX_MATCHES] for line in _chart_lines(views, key, state, width, by_key=True)]
         more = f", the first {MAX_MATCHES} of which are shown" if len(matching) > MAX_MATCHES else ""
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
@@ -469,11 +469,11 @@ def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int
         else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
     )
     lines.append(Line(Text(f"{where}{healthy}", "dim")))
+    if info and info.action and line.judgement:
+        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
     lines += plot(
         [(index, view.series(key)) for index, view, _ in charts], state, line, width, max(4, height - len(lines) - 3)
     )
-    if info and info.action and line.judgement:
-        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
     return lines
 
 
