@@ -224,7 +224,7 @@ def test_runs_are_laid_over_each_other(run: WrittenRun, tmp_path: Path) -> None:
     plotted = [row for row in rows if "┤" in row or row.startswith(" " * 9 + "│")]
     assert sum(row.count("●") for row in plotted) == 4 and sum(row.count("▲") for row in plotted) == 8
     assert rows[-1].split() == ["1,000", "8,000"]
-    assert strip(views).plain == "● ANOMALIES: PPO ⚠   ▲ ANOMALIES: PPO ⚠"
+    assert strip(views).plain == "ANOMALIES: ● PPO ⚠   ▲ PPO ⚠"
 
 
 def table_event(count: int) -> dict[str, Any]:

@@ -81,23 +81,35 @@ class WatchState:
 
 
 def strip(views: Sequence[RunView]) -> Text:
-    """Return the anomaly strip; of several runs one after the other, each behind its mark."""
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for index, view in enumerate(views):
+    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes."""
+    if not any(view.axes for view in views):
+        return Text("Waiting for data...", "dim")
+    parts = [view.strip() for view in views]
+    text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
+    for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
-            mark, style = RUN_MARKS[index % len(RUN_MARKS)]
-            text.append(f"{'   ' if index else ''}{mark} ", style)
-        items = view.strip()
+            text.append("   " if index else "").append_text(_mark(index))
         if view.axes is None:
             text.append("Waiting for data...", "dim")
         elif not items:
             text.append("ALL CLEAR ✓", "bold green")
-        else:
-            text.append("ANOMALIES: ", "bold red")
-            for place, item in enumerate(items):
-                text.append(" | " if place else "", "dim")
-                text.append(item.text, "bold red" if item.level == "critical" else "yellow")
-    return text or Text("Waiting for data...", "dim")
+        for place, item in enumerate(items):
+            text.append(" | " if place else "", "dim")
+            words = item.text if len(views) == 1 else item.text.partition(": ")[0]
+            text.append(words, "bold red" if item.level == "critical" else "yellow")
+    return text
+
+
+def _mark(index: int) -> Text:
+    """Return the mark by which a run is known among several, and a blank."""
+    mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
+    return Text(f"{mark} ", colour)
+
+
+def _names_of(views: Sequence[RunView]) -> list[str]:
+    """Return the names of runs; where two are equal, what they were opened by."""
+    names = [view.name for view in views]
+    return [view.source if names.count(view.name) > 1 else view.name for view in views]
 
 
 def header(views: Sequence[RunView], width: int, now: float | None = None) -> list[Line]:
@@ -105,10 +117,9 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     if len(views) == 1:
         return [*_single_header(views[0], width, now)]
     lines = []
-    for index, view in enumerate(views):
-        mark, style = RUN_MARKS[index % len(RUN_MARKS)]
+    for index, (view, name) in enumerate(zip(views, _names_of(views), strict=True)):
         progress = view.progress(now)
-        left = Text.assemble((f"{mark} ", style), (view.name, "bold"), f"  update {progress.update:,}")
+        left = Text.assemble(_mark(index), (name, "bold"), f"  update {progress.update:,}")
         left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
         lines.append(Line(_justified(left, _state(view, now), width)))
     return lines
@@ -213,8 +224,7 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     text = outcome.text[:1].upper() + outcome.text[1:]
     for part in _wrapped(text, width - 2, style):
         if index is not None:
-            mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-            part = Text.assemble((f"{mark} ", colour), part)
+            part = _mark(index).append_text(part)
         yield Line(part)
 
 
@@ -258,11 +268,11 @@ def _chart_lines(
         return
     room = max(12, (width - name_width) // len(views))
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
+        colour = RUN_MARKS[index % len(RUN_MARKS)][1]
         value = None if chart is None else value_at(view.series(key), state.cursor)
         text = "─" if value is None else compact(value)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        label.append(f"{mark} ", colour)
+        label.append_text(_mark(index))
         label.append(text.rjust(8), judged or ("dim" if value is None else ""))
         columns = room - 12
         bars = "" if chart is None else sparkline(view.series(key), columns, log=state.log)
@@ -354,11 +364,11 @@ def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
 def _incident(incident: IncidentView, width: int, index: int, *, marked: bool) -> Iterator[Line]:
     style = ALARM_STYLES[incident.level] if incident.until is None else "dim"
     state = "still on" if incident.until is None else f"over at {incident.until:,}"
-    head = Text(f"{RUN_MARKS[index % len(RUN_MARKS)][0]} " if marked else "")
+    head = _mark(index) if marked else Text()
     head.append(f"{incident.cause}", style)
     head.append(f"  since update {incident.since:,}, {state}", "dim")
     yield Line(head, f"incident:{index}:{incident.number}")
-    if incident.until is None:
+    if incident.until is None and not marked:
         yield from (Line(Text("  ").append_text(part)) for part in _wrapped(incident.text, width - 2))
         if incident.advice:
             yield from (
@@ -457,18 +467,16 @@ def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int
     if info and info.question:
         lines += [Line(part) for part in _wrapped(info.question, width, "dim")]
     for index, view, _ in charts:
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
         value = value_at(view.series(key), state.cursor)
-        lines.append(
-            Line(Text.assemble((f"{mark} ", colour), view.name, "  ", number_text(value) if value is not None else "─"))
-        )
+        words = f"{_names_of(views)[index]}  {'─' if value is None else number_text(value)}"
+        lines.append(Line(_mark(index).append(words)))
     where = "latest value" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
     healthy = (
         ""
         if line.healthy is None
         else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
     )
-    lines.append(Line(Text(f"{where}{healthy}", "dim")))
+    lines += [Line(part) for part in _wrapped(f"{where}{healthy}", width, "dim")]
     if info and info.action and line.judgement:
         lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
     lines += plot(
