@@ -174,7 +174,7 @@ class WatchApp(App[None]):
         Binding("left", "sideways(-1)"),
         Binding("right", "sideways(1)"),
         Binding("enter", "open"),
-        Binding("escape,q", "back"),
+        Binding("escape,q", "go_back"),
         Binding("t,tab", "next_table"),
         Binding("slash", "filter"),
         Binding("p", "pin"),
@@ -331,7 +331,7 @@ class WatchApp(App[None]):
         if kind:
             self._go(kind, argument)
 
-    def action_back(self) -> None:
+    def action_go_back(self) -> None:
         """Go back to the page before; take a filter away; leave from the overview."""
         if len(self._pages) > 1:
             self._pages.pop()

@@ -18,7 +18,7 @@ from rich.text import Text
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableView
-from esper_telemetry.views.run_view import ChartView, IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
 from esper_telemetry.views.series import Series
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -455,10 +455,10 @@ class Canvas:
 
 def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int, height: int) -> list[Line]:
     """Return a chart of one metric over environment steps, all runs on the same axes, with its description and healthy range."""
-    charts = [(index, view, view.chart(key)) for index, view in enumerate(views) if key in view.last]
+    charts = [(index, view, chart) for index, view in enumerate(views) if (chart := view.chart(key)) is not None]
     if not charts:
         return [Line(Text(f"No run has {key}.", "dim"))]
-    chart: ChartView = charts[0][2]
+    chart = charts[0][2]
     line, info = chart.lines[0], chart.info
     title = Text.assemble(
         (_name(views, key), "bold"), (f"  {key}" + (f"  [{chart.unit}]" if chart.unit else ""), "dim")
@@ -538,7 +538,7 @@ def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
         for place, name in enumerate(table.columns)
     ]
     head = Text("  ".join(name.ljust(width) for name, width in zip(table.columns, widths, strict=True)), "bold")
-    lines = []
+    lines: list[Line] = []
     for number, row in enumerate(table.rows):
         texts = [cell_text(cell) for cell in row]
         if state.pattern and not _row_matches(texts, state.pattern):
