@@ -17,7 +17,7 @@ from waiting import wait_until
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.file import Journal, compress
 from esper_telemetry.journal.lines import (
     JournalEvent,
     encode_alarm,
@@ -342,6 +342,16 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:
         assert screen(app).startswith("ALL CLEAR ✓")
 
     with_app([tmp_path / "late"], use, wait=True)
+
+
+def test_a_compressed_journal_of_a_run_that_is_over_is_shown(run: WrittenRun) -> None:
+    run.end(RunStatus.FINISHED)
+    compress(run.run_dir)
+
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert "finished" in screen(app) and "update 4" in screen(app)
+
+    with_app([run.run_dir], use)
 
 
 def test_without_colours_no_colour_is_drawn(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -19,7 +20,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input
 
-from esper_telemetry.journal.file import journal_path
+from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import TableView, view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
@@ -198,15 +199,16 @@ class WatchApp(App[None]):
         self._page = Page(self._color)
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
         self._drawn_at = 0.0
+        self._files: dict[str, tuple[int, int]] = {}  # as they were when they were read to their ends
         self._reading = True
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
         try:
-            if ":" in source and not os.path.isdir(source):  # noqa: PTH112  # an address is no path
+            is_address = ":" in source and not Path(source).is_dir()
+            if is_address or journal_path(source).suffix == PACKED_SUFFIX:  # to go on reading would unpack it again
                 self._views[index] = open_view(source, max_points=POINTS)
             else:
-                journal_path(source)
                 self._views[index] = RunView(run_info(source), source, max_points=POINTS)
         except (FileNotFoundError, ValueError):
             if not missing_ok:
@@ -240,8 +242,13 @@ class WatchApp(App[None]):
         deadline, count = time.monotonic() + (CATCH_UP_SECONDS if self._reading else READ_SECONDS), 0
         for view in self.views:
             with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
+                state = _file_state(view)
+                if state is None or self._files.get(view.source) == state:
+                    continue
                 while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
                     count += read
+                if time.monotonic() < deadline:
+                    self._files[view.source] = state
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
         caught_up = self._reading and now < deadline
         if now - self._drawn_at >= (pause if count else 1.0) or caught_up:
@@ -416,13 +423,17 @@ class WatchApp(App[None]):
         self._page.refresh()
 
 
+def _file_state(view: RunView) -> tuple[int, int] | None:
+    """Return size and time of a run's journal; None where there is nothing to read on."""
+    path = None if view.run_dir is None else journal_path(view.run_dir)
+    if path is None or path.suffix == PACKED_SUFFIX:
+        return None
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 def rendered(renderable: RenderableType, width: int) -> list[Line]:
     """Return a Rich renderable as lines of that width."""
     console = Console(width=width, color_system="standard", force_terminal=True)
     rows = console.render_lines(renderable, console.options.update(width=width), pad=False)
     return [Line(Text.assemble(*((part.text, part.style or "") for part in row))) for row in rows]
-
-
-def watch_runs(sources: Sequence[str], *, wait: bool = False, run: Callable[[WatchApp], Any] = WatchApp.run) -> None:
-    """Show runs in the terminal until the reader leaves; raises as `views.run_view.open_view` before anything is drawn."""
-    run(WatchApp(sources, wait=wait))
