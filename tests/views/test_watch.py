@@ -297,6 +297,21 @@ def test_keys_lead_to_charts_incidents_tables_and_back(run: WrittenRun) -> None:
     with_app([run.run_dir], use)
 
 
+def test_a_wide_table_scrolls_beside_its_first_column(run: WrittenRun) -> None:
+    run.event("environments", **table_event(3) | {"return": [1.5e5, 0.1, 0.2]})
+
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.resize_terminal(40, 24)
+        await pilot.press("t", "right")
+        await pilot.pause()
+        rows = screen(app).splitlines()
+        head = next(row for row in rows if row.startswith("Env"))
+        assert rows[0].startswith("ANOMALIES: ") and "Return" not in head.replace("Last return", "")
+        assert next(row for row in rows if row.startswith("0")) and "150,000" not in screen(app)
+
+    with_app([run.run_dir], use)
+
+
 def test_a_refresh_keeps_cursor_and_scroll_and_draws_what_is_new(run: WrittenRun) -> None:
     async def use(app: WatchApp, pilot: Pilot[None]) -> None:
         await pilot.press("end")

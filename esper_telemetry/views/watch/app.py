@@ -53,6 +53,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     Attributes:
         chosen: id of the line under the cursor; empty without any.
+        frozen: columns that stay in sight where lines with an id are scrolled sideways; 0 where nothing is.
     """
 
     DEFAULT_CSS = """
@@ -66,6 +67,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self._fixed: list[Line] = []
         self._lines: list[Line] = []
         self.chosen = ""
+        self.frozen = 0
 
     def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
         """Replace the lines, and redraw those that differ."""
@@ -73,14 +75,14 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         moved = len(fixed) != len(self._fixed)
         self._fixed, self._lines = list(fixed), list(lines)
         ids = [line.id for line in self._lines if line.id]
-        if self.chosen not in ids:
-            self.chosen = ids[0] if ids else ""
+        chosen = self.chosen if self.chosen in ids else ids[0] if ids else ""
+        lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
         if size != self.virtual_size:
             self.virtual_size = size
         after = [*self._fixed, *self._visible()]
-        if moved or not before:
+        if moved or lost or not before:
             self.refresh()
             return
         for y in range(self.size.height):
@@ -104,12 +106,15 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
             text = text.copy()
             text.pad_right(max(0, round(self.scroll_x) + self.size.width - text.cell_len))
             text.stylize("reverse")
-        left = round(self.scroll_x)
+        left, width = round(self.scroll_x), self.size.width
         segments: list[Segment] = list(text.render(self._rich))
         if not self._color:
             segments = [Segment(part.text, part.style.without_color if part.style else None) for part in segments]
-        strip_ = Strip(segments)
-        return strip_.crop(left, left + self.size.width).adjust_cell_length(self.size.width)
+        whole = Strip(segments)
+        if left == 0 or not (line.id and self.frozen):
+            return whole.crop(0, width).adjust_cell_length(width)
+        rest = whole.crop(left + self.frozen, left + width)
+        return Strip.join([whole.crop(0, self.frozen), rest]).adjust_cell_length(width)
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
@@ -277,6 +282,7 @@ class WatchApp(App[None]):
         elif kind == "table":
             table = self._table(argument)
             head, lines = table_page(table, self._state) if table else (Line(Text()), [])
+            self._page.frozen = head.text.plain.find(table.columns[1]) if table and len(table.columns) > 1 else 0
             self._page.show([*top, head], lines)
         elif kind == "row":
             name, row = argument.rsplit(":", 1)
@@ -335,7 +341,7 @@ class WatchApp(App[None]):
         if kind == "row":
             argument = f"{self._pages[-1][1]}:{argument}"
         kind = {"key": "chart"}.get(kind, kind)
-        if kind:
+        if kind in ("chart", "incident", "row"):
             self._go(kind, argument)
 
     def action_go_back(self) -> None:

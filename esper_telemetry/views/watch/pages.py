@@ -547,8 +547,8 @@ def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
     if not lines:
         lines.append(Line(Text(f"No environments match '{state.pattern}'" if state.pattern else "No rows yet", "dim")))
     elif table.footer and not state.pattern and len(table.rows) > 1:
-        lines.append(Line(_row([cell_text(cell) for cell in table.footer], widths, striped=False)))
-    return Line(head), lines
+        lines.append(Line(_row([cell_text(cell) for cell in table.footer], widths, striped=False), "footer"))
+    return Line(head, "head"), lines
 
 
 def _row_matches(texts: Sequence[Text], pattern: str) -> bool:
