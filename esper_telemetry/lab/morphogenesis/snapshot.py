@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
 
 if TYPE_CHECKING:
     from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
@@ -119,16 +119,21 @@ class GrowthHistory(NamedTuple):
         )
 
 
-def growth_event(step: GrowthStep, history: GrowthHistory) -> dict[str, Any]:
-    """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments after a step, see docs/morphogenesis.md.
+def growth_event(step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
     Columns are lists with a leading environment axis; None where a number is not known. There is one copy from a device.
+
+    Args:
+        step, history: the last step, and the course of the environments.
+        seeds: [T, B, S] each, the columns of the update; of the severities of gradients the largest is told.
     """
     total = len(history.paid)
     count = min(MAX_ENVIRONMENTS, total)
     trend = TREND_EPOCHS if count <= MAX_LONG_TRENDS else SHORT_TREND_EPOCHS
     columns = {f"hosts/{name}": step.hosts[column] for name, column in HOST_COLUMNS.items()}
     columns |= {f"seeds/{name}": step.seeds[name] for name in SEED_COLUMNS}
+    columns |= {f"seeds/{name}": _worst(seeds, name, history.epochs) for name in ("exploding", "vanishing")}
     columns |= {f"rewards/{name}": reward for name, reward in step.rewards.items()}
     columns |= {f"rollback/{name}": step.hosts[name] for name in ROLLBACKS}
     columns |= {"trend/accuracy": history.accuracy[:, -trend:], "trend/reward": history.reward[:, -trend:]}
@@ -139,20 +144,31 @@ def growth_event(step: GrowthStep, history: GrowthHistory) -> dict[str, Any]:
     data |= {"statuses": STATUSES, "blueprints": [kind.name for kind in BLUEPRINTS], **step.labels}
     for name, piece, part in zip(columns, pieces, parts, strict=True):
         family, _, column = name.partition("/")
-        data.setdefault(family, {})[column] = _rounded(piece.view(part.shape).tolist(), whole=column in INTEGERS)
+        digits = 3 if family == "trend" else 4
+        values = _rounded(piece.view(part.shape).tolist(), whole=column in INTEGERS, digits=digits)
+        data.setdefault(family, {})[column] = values
     reasons = data.pop("rollback")
     rows = zip(*reasons.values(), strict=True)
     data["rollbacks"] = [next((name for name, hit in zip(reasons, row, strict=True) if hit), "") for row in rows]
     return data
 
 
-def _rounded(value: Any, *, whole: bool) -> Any:
-    """Return nested lists with four significant digits, or as integers; None where a number is not finite."""
+def _worst(seeds: Mapping[str, Tensor], name: str, epochs: int) -> Tensor:
+    """Return the largest severity [B, S] that the present seed of each slot, or the one that was removed last, had in this update."""
+    steps = len(seeds["life"])
+    ago = torch.arange(steps - 1, -1, -1, device=seeds["life"].device).view(-1, 1, 1)
+    belongs = (ago < seeds["life"][-1]) | ((seeds["stage"][-1] > Stage.FOSSILIZED) & (ago < epochs))
+    worst = torch.where(belongs & seeds[name].isfinite(), seeds[name], -1.0).amax(0)
+    return torch.where(worst < 0, torch.nan, worst)
+
+
+def _rounded(value: Any, *, whole: bool, digits: int = 4) -> Any:
+    """Return nested lists with so many significant digits, or as integers; None where a number is not finite."""
     if isinstance(value, list):
-        return [_rounded(item, whole=whole) for item in value]
+        return [_rounded(item, whole=whole, digits=digits) for item in value]
     if value - value != 0:
         return None
-    return int(value) if whole else float(f"{value:.4g}")
+    return int(value) if whole else float(f"{value:.{digits}g}")
 
 
 def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], alarm: str) -> list[dict[str, Any]]:

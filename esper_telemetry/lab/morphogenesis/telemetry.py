@@ -114,7 +114,7 @@ class GrowthUpdate:
     def events(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth`: the environments and their seeds after the last step."""
         if self.final.history is not None:
-            yield Capture("growth", growth_event(self.final, self.final.history))
+            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds))
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
         """Return the seeds that an alarm about seeds means, by environment and slot."""

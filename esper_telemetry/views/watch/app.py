@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -19,7 +20,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input
 
-from esper_telemetry.journal.file import journal_path
+from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import TableView, view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
@@ -36,8 +37,8 @@ from esper_telemetry.views.watch.pages import (
 )
 
 REFRESH_SECONDS: Final = 0.25
-READ_SECONDS: Final = 0.15
-"""Time of a refresh that is spent on reading: a long journal is shown as it is read."""
+READ_SECONDS, CATCH_UP_SECONDS = 0.1, 0.5
+"""Time of a refresh that is spent on reading, and until the end of a long journal is reached: it is shown as it is read."""
 READ_LINES: Final = 50
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
@@ -47,11 +48,12 @@ POINTS: Final = 400
 """Values that are kept of each key: two for each column of a wide terminal."""
 
 
-class Page(ScrollView, can_focus=True):
+class Page(ScrollView, can_focus=True, inherit_bindings=False):
     """Lines below fixed ones, with a cursor that stays on its line's id when the lines change.
 
     Attributes:
         chosen: id of the line under the cursor; empty without any.
+        frozen: columns that stay in sight where lines with an id are scrolled sideways; 0 where nothing is.
     """
 
     DEFAULT_CSS = """
@@ -65,6 +67,7 @@ class Page(ScrollView, can_focus=True):
         self._fixed: list[Line] = []
         self._lines: list[Line] = []
         self.chosen = ""
+        self.frozen = 0
 
     def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
         """Replace the lines, and redraw those that differ."""
@@ -72,14 +75,14 @@ class Page(ScrollView, can_focus=True):
         moved = len(fixed) != len(self._fixed)
         self._fixed, self._lines = list(fixed), list(lines)
         ids = [line.id for line in self._lines if line.id]
-        if self.chosen not in ids:
-            self.chosen = ids[0] if ids else ""
+        chosen = self.chosen if self.chosen in ids else ids[0] if ids else ""
+        lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
         if size != self.virtual_size:
             self.virtual_size = size
         after = [*self._fixed, *self._visible()]
-        if moved or not before:
+        if moved or lost or not before:
             self.refresh()
             return
         for y in range(self.size.height):
@@ -103,12 +106,15 @@ class Page(ScrollView, can_focus=True):
             text = text.copy()
             text.pad_right(max(0, round(self.scroll_x) + self.size.width - text.cell_len))
             text.stylize("reverse")
-        left = round(self.scroll_x)
+        left, width = round(self.scroll_x), self.size.width
         segments: list[Segment] = list(text.render(self._rich))
         if not self._color:
             segments = [Segment(part.text, part.style.without_color if part.style else None) for part in segments]
-        strip_ = Strip(segments)
-        return strip_.crop(left, left + self.size.width).adjust_cell_length(self.size.width)
+        whole = Strip(segments)
+        if left == 0 or not (line.id and self.frozen):
+            return whole.crop(0, width).adjust_cell_length(width)
+        rest = whole.crop(left + self.frozen, left + width)
+        return Strip.join([whole.crop(0, self.frozen), rest]).adjust_cell_length(width)
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
@@ -133,6 +139,14 @@ class Page(ScrollView, can_focus=True):
             for index, line in enumerate(self._lines):
                 if line.id in (old, self.chosen):
                     self.refresh(Region(0, index - top + len(self._fixed), self.size.width, 1))
+
+    def turn(self, pages: int) -> None:
+        """Scroll by screens, and choose the first line in sight that can be chosen."""
+        self.scroll_relative(y=pages * max(1, self.room - 1), animate=False)
+        seen = [line.id for line in self._visible() if line.id]
+        if seen and self.chosen not in seen:
+            self.chosen = seen[0] if pages > 0 else seen[-1]
+        self.refresh()
 
     @property
     def room(self) -> int:
@@ -166,7 +180,7 @@ class WatchApp(App[None]):
         Binding("left", "sideways(-1)"),
         Binding("right", "sideways(1)"),
         Binding("enter", "open"),
-        Binding("escape,q", "back"),
+        Binding("escape,q", "go_back"),
         Binding("t,tab", "next_table"),
         Binding("slash", "filter"),
         Binding("p", "pin"),
@@ -190,15 +204,16 @@ class WatchApp(App[None]):
         self._page = Page(self._color)
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
         self._drawn_at = 0.0
+        self._files: dict[str, tuple[int, int]] = {}  # as they were when they were read to their ends
         self._reading = True
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
         try:
-            if ":" in source and not os.path.isdir(source):  # noqa: PTH112  # an address is no path
+            is_address = ":" in source and not Path(source).is_dir()
+            if is_address or journal_path(source).suffix == PACKED_SUFFIX:  # to go on reading would unpack it again
                 self._views[index] = open_view(source, max_points=POINTS)
             else:
-                journal_path(source)
                 self._views[index] = RunView(run_info(source), source, max_points=POINTS)
         except (FileNotFoundError, ValueError):
             if not missing_ok:
@@ -229,15 +244,21 @@ class WatchApp(App[None]):
         for index, view in enumerate(self._views):
             if view is None:
                 self._open_source(index, missing_ok=True)
-        deadline, count = time.monotonic() + READ_SECONDS, 0
+        deadline, count = time.monotonic() + (CATCH_UP_SECONDS if self._reading else READ_SECONDS), 0
         for view in self.views:
             with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
+                state = _file_state(view)
+                if state is None or self._files.get(view.source) == state:
+                    continue
                 while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
                     count += read
+                if time.monotonic() < deadline:
+                    self._files[view.source] = state
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        if now - self._drawn_at >= (pause if count else 1.0) or (self._reading and not count):
-            self._reading = count > 0
+        caught_up = self._reading and now < deadline
+        if now - self._drawn_at >= (pause if count else 1.0) or caught_up:
             self.draw()
+        self._reading = self._reading and not caught_up
 
     def draw(self) -> None:
         """Show the present page."""
@@ -261,6 +282,7 @@ class WatchApp(App[None]):
         elif kind == "table":
             table = self._table(argument)
             head, lines = table_page(table, self._state) if table else (Line(Text()), [])
+            self._page.frozen = head.text.plain.find(table.columns[1]) if table and len(table.columns) > 1 else 0
             self._page.show([*top, head], lines)
         elif kind == "row":
             name, row = argument.rsplit(":", 1)
@@ -294,7 +316,7 @@ class WatchApp(App[None]):
 
     def action_page(self, count: int) -> None:
         """Move the cursor by a screen."""
-        self._page.move(count * self._page.room)
+        self._page.turn(count)
 
     def action_sideways(self, direction: int) -> None:
         """Scroll a table sideways; elsewhere move the cursor over time."""
@@ -319,10 +341,10 @@ class WatchApp(App[None]):
         if kind == "row":
             argument = f"{self._pages[-1][1]}:{argument}"
         kind = {"key": "chart"}.get(kind, kind)
-        if kind:
+        if kind in ("chart", "incident", "row"):
             self._go(kind, argument)
 
-    def action_back(self) -> None:
+    def action_go_back(self) -> None:
         """Go back to the page before; take a filter away; leave from the overview."""
         if len(self._pages) > 1:
             self._pages.pop()
@@ -407,13 +429,17 @@ class WatchApp(App[None]):
         self._page.refresh()
 
 
+def _file_state(view: RunView) -> tuple[int, int] | None:
+    """Return size and time of a run's journal; None where there is nothing to read on."""
+    path = None if view.run_dir is None else journal_path(view.run_dir)
+    if path is None or path.suffix == PACKED_SUFFIX:
+        return None
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 def rendered(renderable: RenderableType, width: int) -> list[Line]:
     """Return a Rich renderable as lines of that width."""
     console = Console(width=width, color_system="standard", force_terminal=True)
     rows = console.render_lines(renderable, console.options.update(width=width), pad=False)
     return [Line(Text.assemble(*((part.text, part.style or "") for part in row))) for row in rows]
-
-
-def watch_runs(sources: Sequence[str], *, wait: bool = False, run: Callable[[WatchApp], Any] = WatchApp.run) -> None:
-    """Show runs in the terminal until the reader leaves; raises as `views.run_view.open_view` before anything is drawn."""
-    run(WatchApp(sources, wait=wait))

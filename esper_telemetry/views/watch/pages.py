@@ -18,7 +18,7 @@ from rich.text import Text
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableView
-from esper_telemetry.views.run_view import ChartView, IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
 from esper_telemetry.views.series import Series
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 32, 10, 16
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 50, 10, 16
 
 
 class Line(NamedTuple):
@@ -81,23 +81,35 @@ class WatchState:
 
 
 def strip(views: Sequence[RunView]) -> Text:
-    """Return the anomaly strip; of several runs one after the other, each behind its mark."""
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for index, view in enumerate(views):
+    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes."""
+    if not any(view.axes for view in views):
+        return Text("Waiting for data...", "dim")
+    parts = [view.strip() for view in views]
+    text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
+    for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
-            mark, style = RUN_MARKS[index % len(RUN_MARKS)]
-            text.append(f"{'   ' if index else ''}{mark} ", style)
-        items = view.strip()
+            text.append("   " if index else "").append_text(_mark(index))
         if view.axes is None:
             text.append("Waiting for data...", "dim")
         elif not items:
             text.append("ALL CLEAR ✓", "bold green")
-        else:
-            text.append("ANOMALIES: ", "bold red")
-            for place, item in enumerate(items):
-                text.append(" | " if place else "", "dim")
-                text.append(item.text, "bold red" if item.level == "critical" else "yellow")
-    return text or Text("Waiting for data...", "dim")
+        for place, item in enumerate(items):
+            text.append(" | " if place else "", "dim")
+            words = item.text if len(views) == 1 else item.text.partition(": ")[0]
+            text.append(words, "bold red" if item.level == "critical" else "yellow")
+    return text
+
+
+def _mark(index: int) -> Text:
+    """Return the mark by which a run is known among several, and a blank."""
+    mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
+    return Text(f"{mark} ", colour)
+
+
+def _names_of(views: Sequence[RunView]) -> list[str]:
+    """Return the names of runs; where two are equal, what they were opened by."""
+    names = [view.name for view in views]
+    return [view.source if names.count(view.name) > 1 else view.name for view in views]
 
 
 def header(views: Sequence[RunView], width: int, now: float | None = None) -> list[Line]:
@@ -105,10 +117,9 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     if len(views) == 1:
         return [*_single_header(views[0], width, now)]
     lines = []
-    for index, view in enumerate(views):
-        mark, style = RUN_MARKS[index % len(RUN_MARKS)]
+    for index, (view, name) in enumerate(zip(views, _names_of(views), strict=True)):
         progress = view.progress(now)
-        left = Text.assemble((f"{mark} ", style), (view.name, "bold"), f"  update {progress.update:,}")
+        left = Text.assemble(_mark(index), (name, "bold"), f"  update {progress.update:,}")
         left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
         lines.append(Line(_justified(left, _state(view, now), width)))
     return lines
@@ -179,7 +190,8 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     """Return outcome, pinned metrics, incidents, panels by question and the last events; with a filter the metrics that match it."""
     first = views[0]
     if first.axes is None and not first.incidents:
-        return [Line(Text("Waiting for data...", "dim")), Line(Text(f"{first.source} has no record yet.", "dim"))]
+        waiting = Text("There is no record yet.", "dim")
+        return [Line(waiting), *(Line(part) for part in _wrapped(first.source, width, "dim"))]
     lines: list[Line] = []
     if not state.pattern:
         for index, view in enumerate(views):
@@ -187,8 +199,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     lines += _section("Pinned", (line for key in state.pinned for line in _chart_lines(views, key, state, width)))
     if state.pattern:
         keys = list(dict.fromkeys(key for view in views for key in view.keys))
-        names = {key: f"{key} {_name(views, key)}" for key in keys}
-        matching = [key for key in keys if state.matches(names[key])]
+        matching = [key for key in keys if state.matches(key) or state.matches(_name(views, key))]
         shown = [line for key in matching[:MAX_MATCHES] for line in _chart_lines(views, key, state, width, by_key=True)]
         more = f", the first {MAX_MATCHES} of which are shown" if len(matching) > MAX_MATCHES else ""
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
@@ -213,8 +224,7 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     text = outcome.text[:1].upper() + outcome.text[1:]
     for part in _wrapped(text, width - 2, style):
         if index is not None:
-            mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-            part = Text.assemble((f"{mark} ", colour), part)
+            part = _mark(index).append_text(part)
         yield Line(part)
 
 
@@ -251,18 +261,18 @@ def _chart_lines(
     if not any(charts):
         return
     name = key if by_key else _name(views, key)
-    name_width = min(NAME_COLUMNS + max(0, (width - 100) // 4), max(18, width // 3))
+    name_width = min(NAME_COLUMNS, max(18, width * 2 // 5)) if len(views) == 1 else max(18, width // 4)
     label = Text(_cut(name, name_width - 1).ljust(name_width))
     if len(views) == 1 and charts[0] is not None:
         yield Line(_single(charts[0].lines[0], label, state, width), f"key:{key}")
         return
     room = max(12, (width - name_width) // len(views))
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
+        colour = RUN_MARKS[index % len(RUN_MARKS)][1]
         value = None if chart is None else value_at(view.series(key), state.cursor)
         text = "─" if value is None else compact(value)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        label.append(f"{mark} ", colour)
+        label.append_text(_mark(index))
         label.append(text.rjust(8), judged or ("dim" if value is None else ""))
         columns = room - 12
         bars = "" if chart is None else sparkline(view.series(key), columns, log=state.log)
@@ -354,11 +364,11 @@ def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
 def _incident(incident: IncidentView, width: int, index: int, *, marked: bool) -> Iterator[Line]:
     style = ALARM_STYLES[incident.level] if incident.until is None else "dim"
     state = "still on" if incident.until is None else f"over at {incident.until:,}"
-    head = Text(f"{RUN_MARKS[index % len(RUN_MARKS)][0]} " if marked else "")
+    head = _mark(index) if marked else Text()
     head.append(f"{incident.cause}", style)
     head.append(f"  since update {incident.since:,}, {state}", "dim")
     yield Line(head, f"incident:{index}:{incident.number}")
-    if incident.until is None:
+    if incident.until is None and not marked:
         yield from (Line(Text("  ").append_text(part)) for part in _wrapped(incident.text, width - 2))
         if incident.advice:
             yield from (
@@ -404,18 +414,23 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
         *(Line(part) for part in _wrapped("Alarms: " + ", ".join(ends), width, "dim")),
         Line(Text()),
     ]
-    rows = [
-        Line(
-            Text.assemble(
-                (_cut(row.key, 40).ljust(41)),
-                (str(row.value).rjust(12), LEVEL_STYLES[row.judgement]),
-                (f"  usually {row.usual}" if row.usual else "", "dim"),
-                (f"  healthy {row.healthy}" if row.healthy else "", "dim"),
-            )
-        )
-        for row in incident.evidence
-    ]
+    rows = []
+    for row in incident.evidence:
+        text = Text(_cut(row.key, 40).ljust(41))
+        text.append(_cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
+        text.append(f"  usually {row.usual}" if row.usual else "", "dim")
+        rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
+    for name, items in incident.report.main.evidence.items():
+        if isinstance(items, list) and items and isinstance(items[0], Mapping):
+            rows += [Line(Text()), Line(Text(name, "bold"))]
+            rows += [Line(part) for item in items[:MAX_EVENTS] for part in _wrapped(_plain_words(item), width)]
     return [*lines, *_section("Evidence", rows)]
+
+
+def _plain_words(item: Mapping[str, object]) -> str:
+    """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
+    plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
 
 
 class Canvas:
@@ -440,10 +455,10 @@ class Canvas:
 
 def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int, height: int) -> list[Line]:
     """Return a chart of one metric over environment steps, all runs on the same axes, with its description and healthy range."""
-    charts = [(index, view, view.chart(key)) for index, view in enumerate(views) if key in view.last]
+    charts = [(index, view, chart) for index, view in enumerate(views) if (chart := view.chart(key)) is not None]
     if not charts:
         return [Line(Text(f"No run has {key}.", "dim"))]
-    chart: ChartView = charts[0][2]
+    chart = charts[0][2]
     line, info = chart.lines[0], chart.info
     title = Text.assemble(
         (_name(views, key), "bold"), (f"  {key}" + (f"  [{chart.unit}]" if chart.unit else ""), "dim")
@@ -452,23 +467,21 @@ def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int
     if info and info.question:
         lines += [Line(part) for part in _wrapped(info.question, width, "dim")]
     for index, view, _ in charts:
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
         value = value_at(view.series(key), state.cursor)
-        lines.append(
-            Line(Text.assemble((f"{mark} ", colour), view.name, "  ", number_text(value) if value is not None else "─"))
-        )
+        words = f"{_names_of(views)[index]}  {'─' if value is None else number_text(value)}"
+        lines.append(Line(_mark(index).append(words)))
     where = "latest value" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
     healthy = (
         ""
         if line.healthy is None
         else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
     )
-    lines.append(Line(Text(f"{where}{healthy}", "dim")))
+    lines += [Line(part) for part in _wrapped(f"{where}{healthy}", width, "dim")]
+    if info and info.action and line.judgement:
+        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
     lines += plot(
         [(index, view.series(key)) for index, view, _ in charts], state, line, width, max(4, height - len(lines) - 3)
     )
-    if info and info.action and line.judgement:
-        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
     return lines
 
 
@@ -525,7 +538,7 @@ def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
         for place, name in enumerate(table.columns)
     ]
     head = Text("  ".join(name.ljust(width) for name, width in zip(table.columns, widths, strict=True)), "bold")
-    lines = []
+    lines: list[Line] = []
     for number, row in enumerate(table.rows):
         texts = [cell_text(cell) for cell in row]
         if state.pattern and not _row_matches(texts, state.pattern):
@@ -534,8 +547,8 @@ def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
     if not lines:
         lines.append(Line(Text(f"No environments match '{state.pattern}'" if state.pattern else "No rows yet", "dim")))
     elif table.footer and not state.pattern and len(table.rows) > 1:
-        lines.append(Line(_row([cell_text(cell) for cell in table.footer], widths, striped=False)))
-    return Line(head), lines
+        lines.append(Line(_row([cell_text(cell) for cell in table.footer], widths, striped=False), "footer"))
+    return Line(head, "head"), lines
 
 
 def _row_matches(texts: Sequence[Text], pattern: str) -> bool:
@@ -550,10 +563,10 @@ def cell_text(cell: TableCell) -> Text:
 
 
 def _row(texts: Sequence[Text], widths: Sequence[int], striped: bool) -> Text:
-    """Return a row; every second one has dots between its columns, which need no colour of the background."""
+    """Return a row; every second one has lines between its columns, which need no colour of the background."""
     line = Text()
     for place, (text, width) in enumerate(zip(texts, widths, strict=False)):
-        line.append(("· " if striped else "  ") if place else "", "dim")
+        line.append(("┊ " if striped else "  ") if place else "", "dim")
         line.append_text(text).append(" " * (width - text.cell_len))
     return line
 
