@@ -214,6 +214,21 @@ class Diagnose:
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
+
+    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
+
+    Example: esper-telemetry watch runs/a
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
+    wait: bool = False
+    """Wait for run directories that do not exist yet."""
+
+
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
@@ -222,6 +237,7 @@ COMMANDS: Final[dict[str, type]] = {
     "doctor": Doctor,
     "compress": Compress,
     "diagnose": Diagnose,
+    "watch": Watch,
     "workspace": Workspace,
     "metrics": Metrics,
 }

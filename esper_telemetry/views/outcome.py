@@ -44,9 +44,9 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
     if not diagnosis.updates:
         console.print(Text("The journal has no records yet.", style="yellow"))
     elif ending:  # the sentence of a failed run is the ending, which stands above
-        console.print(Text(_capitalized(diagnosis.summary.rpartition("; ")[2])))
+        console.print(Text(capitalized(diagnosis.summary.rpartition("; ")[2])))
     else:
-        console.print(Text(_capitalized(diagnosis.summary), style=_colour(diagnosis)))
+        console.print(Text(capitalized(diagnosis.summary), style=_colour(diagnosis)))
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
@@ -62,7 +62,8 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
             console.print(text)
 
 
-def _capitalized(text: str) -> str:
+def capitalized(text: str) -> str:
+    """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
@@ -100,12 +101,17 @@ def unanswered_lines(diagnosis: Diagnosis, *, each: bool) -> Iterator[str]:
     if not each:
         yield f"\n{questions}, as values were not reported; --all lists them."
         return
-    yield f"\n{_capitalized(questions)}:"
+    yield f"\n{capitalized(questions)}:"
+    for (reason, remedy), kinds in unanswered_by_reason(diagnosis).items():
+        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+
+
+def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str]]:
+    """Return the types of alarm that cannot be raised, by reason and by what supplies what they lack."""
     alarms_by_reason: dict[tuple[str, str], list[str]] = {}
     for kind, reason in diagnosis.unanswered.items():
         alarms_by_reason.setdefault((reason, diagnosis.remedies.get(kind, "")), []).append(kind)
-    for (reason, remedy), kinds in alarms_by_reason.items():
-        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+    return alarms_by_reason
 
 
 def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
