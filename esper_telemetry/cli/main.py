@@ -229,6 +229,22 @@ class Watch:
     """Wait for run directories that do not exist yet."""
 
 
+@dataclass(frozen=True)
+class Compare:
+    """Compare runs: groups of seeds by permutation tests, and runs of one seed record by record.
+
+    Example: esper-telemetry compare runs/slow-1 runs/slow-2 runs/fast-1 runs/fast-2 -o comparison.html
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, or folders of them; those of one configuration, whatever the seed, are a group. The first run's group is
+    what the others are compared with."""
+    output: Annotated[str, tyro.conf.arg(aliases=("-o",))] = ""
+    """Also write an HTML page to this file."""
+    json: bool = False
+    """As JSON, with every metric that differs."""
+
+
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
@@ -238,6 +254,7 @@ COMMANDS: Final[dict[str, type]] = {
     "compress": Compress,
     "diagnose": Diagnose,
     "watch": Watch,
+    "compare": Compare,
     "workspace": Workspace,
     "metrics": Metrics,
 }

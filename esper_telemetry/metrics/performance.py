@@ -35,6 +35,7 @@ TIME_FAMILY = MetricFamily(
     question="Where does the time go?",
     axis="axis/env_step",
     first=("perf/telemetry_frac",),
+    reproducible=False,
 )
 TELEMETRY_FAMILY = MetricFamily(
     "telemetry",
@@ -43,6 +44,7 @@ TELEMETRY_FAMILY = MetricFamily(
     place=240,
     question="How is telemetry itself?",
     first=("telemetry/errors", "telemetry/dropped"),
+    reproducible=False,
 )
 
 
