@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted import ScriptedAlarm, scripted
@@ -52,7 +53,7 @@ def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
     assert "wrong" not in said(tmp_path, {}, capsys)
 
 
-def loop(run_dir: Path | None, sinks: list[object], error: type[BaseException] | None = None) -> None:
+def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
     """A loop of a user's own, which ends by itself or by that exception."""
     with (
         suppress(KeyboardInterrupt),
