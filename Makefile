@@ -69,8 +69,10 @@ bench: install  ## speed and memory beside other trainers and loggers; see docs/
 	@$(BIN)/python benchmarks/delivery.py
 	@$(BIN)/python benchmarks/paced.py
 
-docs: install  ## write docs/metrics.md and the list in docs/is_my_ppo_correct.md from the declarations in the code
+docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "wrote build/site/index.html"
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs wandb

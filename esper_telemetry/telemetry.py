@@ -99,7 +99,8 @@ class Telemetry:
         FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
         OSError: if `run_dir` can be no directory, or, with `resume`, cannot be written.
         RuntimeError: a rank made no `Telemetry` within a minute.
-        All of them are raised on every rank, and nothing is left behind.
+
+    An error is raised on every rank, and nothing is left behind.
 
     Threads may share a Telemetry: one call at a time is served. It cannot be pickled; a copy of an object that holds one holds the same.
 

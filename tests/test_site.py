@@ -1,0 +1,44 @@
+"""The documentation as a site: the strict build, every page in its navigation, and no request that leaves it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import esper_telemetry
+
+ROOT = Path(__file__).parent.parent
+REQUEST = re.compile(
+    r"""<(?:script|img|iframe)[^>]+src=["']?https?://|<link[^>]+rel=["']?stylesheet["']?[^>]+href=["']?https?://|url\(https?://"""
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+    build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert build.returncode == 0, build.stderr
+    return place
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    index = (site / "index.html").read_text(encoding="utf-8")
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+
+    assert pages
+    assert not [page for page in sorted(pages) if f'href="{page}/"' not in index]
+
+
+def test_the_api_page_describes_every_public_name(site: Path) -> None:
+    page = (site / "api" / "index.html").read_text(encoding="utf-8")
+
+    assert not [name for name in esper_telemetry.__all__ if f'id="esper_telemetry.{name}"' not in page]
+
+
+def test_no_page_asks_another_host(site: Path) -> None:
+    assert not [path for path in site.rglob("*.html") if REQUEST.search(path.read_text(encoding="utf-8"))]
