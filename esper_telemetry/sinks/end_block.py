@@ -60,6 +60,8 @@ class RunEnd:
         cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         if text := cards.sentence():
             yield Line(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
+        else:
+            yield Line("outcome not known: too few updates or returns were recorded")
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
