@@ -23,7 +23,6 @@ from esper_telemetry.adapters.script.program import (
     log_to_stderr,
     run_as_main,
     say,
-    write_stderr,
 )
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
@@ -247,13 +246,14 @@ class ScriptTelemetry:
         """Print the block about the run, or about the last of several, on stderr."""
         if self._recorded is None:
             return
-        from esper_telemetry.sinks.end_block import block_text
+        from esper_telemetry.sinks.end_block import block_lines
         from esper_telemetry.telemetry import session_of
         from esper_telemetry.updates.failure import status_of
 
         end = session_of(self._recorded).run_end(status_of(error), resume="")
         try:
-            write_stderr(block_text(end, self.run_dirs))
+            for line in block_lines(end, self.run_dirs):
+                say(line)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._say(f"the end of the run cannot be shown: {type(failure).__name__}: {failure}")
 

@@ -60,6 +60,8 @@ class RunEnd:
         cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         if text := cards.sentence():
             yield Line(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
+        else:
+            yield Line("outcome not known: too few updates or returns were recorded")
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
@@ -131,14 +133,11 @@ def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[Line]:
         yield Line(f"    with it came {', '.join(others)}")
 
 
-def block_text(end: RunEnd, run_dirs: Sequence[Path] = ()) -> str:
-    """Return the block as plain text, for a run that is the last of those in `run_dirs`."""
-    earlier = (
-        [f"{len(run_dirs)} runs, of which this is the last: {', '.join(map(str, run_dirs))}"]
-        if len(run_dirs) > 1
-        else []
-    )
-    return "\n".join([*earlier, *(line.text for line in (*end.verdict(), *end.openings()))]) + "\n"
+def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:
+    """Return the block as plain lines, for a run that is the last of those in `run_dirs`."""
+    count = len(run_dirs)
+    earlier = [f"{count} runs, of which this is the last: {', '.join(map(str, run_dirs))}"] if count > 1 else []
+    return [*earlier, *(line.text for line in (*end.verdict(), *end.openings()))]
 
 
 def print_lines(console: Any, lines: Iterable[Line]) -> None:

@@ -24,6 +24,8 @@ MAX_ALARMS: Final = 1000
 MAX_NOTE_CHARACTERS: Final = 7500
 """MLflow takes 8,000 in a tag."""
 MAX_NOTE_INCIDENTS: Final = 5
+MAX_QUIET_VALUES: Final = 5
+"""Values in the first lines of the description of a run without incidents; all headline values are in its table."""
 
 ALARM_COLUMNS: Final = (
     *("update", "env_step", "event", "type", "level", "severity", "key", "value", "threshold", "incident", "text"),
@@ -218,10 +220,18 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
     sentence = cards.sentence() or "No outcome yet"
     # Backends cut the description after a few lines, so it has no large headings.
     parts = [f"**{safe(sentence[:1].upper() + sentence[1:])}**"]
-    parts += [cards.incident(number).replace("## ", "### ", 1) for number in first] or ["No alarm was raised."]
+    keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
+    if first:
+        parts += [cards.incident(number).replace("## ", "### ", 1) for number in first]
+    else:
+        values = [
+            f"{safe(described(key, run).name or key)} {_number(record.values[key])}"
+            for key in keys[:MAX_QUIET_VALUES]
+            if record is not None
+        ]
+        parts.append(f"No alarm was raised. {', '.join(values)[:1].upper()}{', '.join(values)[1:]}".strip())
     if later := len(cards.numbers) - len(first):
         parts.append(f"{later} later incident{'s' * (later > 1)}: see the artifact or table of alarms.")
-    keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
     if record is not None and keys:
         place = f"at update {record.axes.update:,}, step {record.axes.env_step:,}"
         rows = [

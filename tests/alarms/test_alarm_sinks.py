@@ -166,6 +166,7 @@ def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
     assert summary["alarms/raised"] == 2
     assert summary["alarms/active"] == "grad/explode"
     assert summary["alarms/first"].startswith("policy/kl_spike: Since update 2")
+    assert summary["verdict"] == "no outcome yet (policy/kl_spike since update 2)"
     (table,) = directory.glob("wandb/offline-run-*/files/media/table/alarms/*.json")
     rows = json.loads(table.read_text())
     assert rows["columns"][:5] == ["update", "env_step", "event", "type", "level"]
@@ -184,6 +185,8 @@ def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> No
     entries = assert_wandb_has_the_alarms(tmp_path)
     history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
     assert [row["axis/update"] for row in history] == [1, 2, 3, 4, 5, 6]
+    notes = [entry["run"]["notes"] for entry in entries if entry["type"] == "run" and "notes" in entry["run"]]
+    assert "### Incident 1, since update 2: policy/kl\\_spike" in notes[-1] and "`policy/kl` | 0.06 |" in notes[-1]
 
 
 def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""The last words of a run in which something went wrong."""
+"""The block at the end of a run: what went wrong, where everything is, and what opens it."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted import ScriptedAlarm, scripted
 
 from esper_telemetry import Telemetry
 from esper_telemetry.core.record import AlarmEvent, RunStatus
+from esper_telemetry.sinks import MLflowSink, TensorBoardSink
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.views.outcome import Summary
 
@@ -48,3 +51,51 @@ def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "wrong" not in said(tmp_path, {}, capsys)
+
+
+def loop(run_dir: Path | None, sinks: list[Any], error: type[BaseException] | None = None) -> None:
+    """A loop of a user's own, which ends by itself or by that exception."""
+    with (
+        suppress(KeyboardInterrupt),
+        Telemetry(sinks, run_dir=run_dir, detect=scripted(SCRIPT), offload=False) as telemetry,
+    ):
+        for update in range(1, 6):
+            telemetry.flush(env_step=update)
+        if error is not None:
+            raise error
+
+
+def test_a_loop_of_ones_own_with_the_console_ends_with_the_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop(tmp_path / "a", ["console", TensorBoardSink()])
+
+    lines = capsys.readouterr().out.splitlines()
+    block = lines[lines.index("what went wrong") :]
+    assert block[1] == "  policy/kl_spike, since update 2, still so at the end"
+    assert f"  TensorBoard  $ tensorboard --logdir {tmp_path}/a/tensorboard" in block
+    assert any("http://localhost:6006/#custom_scalars" in line for line in block)
+    assert "resume" not in "".join(block)
+
+
+def test_a_loop_that_was_interrupted_is_told_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop(tmp_path, ["console"], KeyboardInterrupt)
+
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"resume with: Telemetry(run_dir='{tmp_path}', resume=True), and the model of your last checkpoint"
+
+
+def test_a_loop_without_the_console_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop(tmp_path, [])
+
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_a_directory_names_the_backends_that_have_a_place_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop(None, ["console", TensorBoardSink(tmp_path / "there"), MLflowSink()])
+
+    block = capsys.readouterr().out.split("where it is\n")[1]
+    assert f"$ tensorboard --logdir {tmp_path}/there" in block
+    assert "mlflow" not in block.lower() and "esper-telemetry" not in block

@@ -116,11 +116,14 @@ def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[floa
 
 
 def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
-    """By tag, all scalars in the event files."""
+    """By tag, all scalars in the event files; those of the overview repeat the key that their tag ends with."""
     everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {
+    points = {
         tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
     }
+    for tag in [tag for tag in points if tag.startswith("0_overview/")]:
+        assert points.pop(tag) == points[tag.partition(" ")[2]]
+    return points
 
 
 def _in_order(events: Any) -> list[tuple[int, float, float]]:

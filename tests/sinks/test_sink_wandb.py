@@ -367,3 +367,23 @@ def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
 
     (where,) = temporary.glob("wandb/offline-run-*")
     assert f"W&B cannot write to {run_dir} and keeps the run in {where}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "reason"),
+    [
+        ("offline", {}, "the sink says mode=offline"),
+        ("auto", {"WANDB_MODE": "offline"}, "the environment says WANDB_MODE=offline"),
+        ("auto", {}, "no API key was found"),
+        ("online", {"WANDB_API_KEY": "x" * 40}, "the server could not be reached or refused the API key"),
+    ],
+)
+def test_the_place_of_an_offline_run_says_why_it_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, environment: dict[str, str], reason: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    place = WandbSink(mode=mode).place(run_info(tmp_path))
+    assert reason in place.note
+    assert place.command == f"wandb sync {tmp_path}/wandb/offline-run-*-abc123"
