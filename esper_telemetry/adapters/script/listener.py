@@ -300,6 +300,7 @@ class ScriptListener:
         self._env_step = counted if counted > self._env_step else self._env_step + collected
         ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
         transitions = rollout and self.environments.transitions(rollout.observations, rollout.actions)
+        bounds = rollout and self.environments.bounds(rollout.actions)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -307,10 +308,14 @@ class ScriptListener:
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
         if rollout is not None:
-            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions, bounds)
 
     def _emit_rollout(
-        self, rollout: RolloutVariables, ends: RecordedEnds | None, transitions: Transitions | None
+        self,
+        rollout: RolloutVariables,
+        ends: RecordedEnds | None,
+        transitions: Transitions | None,
+        bounds: Tensor | None,
     ) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
@@ -328,6 +333,9 @@ class ScriptListener:
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 transitions=transitions,
+                bounds={}
+                if bounds is None or count != 1
+                else {name: bounds.to(actions_of) for name, actions_of in by_head.items() if name in heads.means},
                 **columns,
                 **heads._asdict(),
             )

@@ -153,6 +153,23 @@ def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
     return torch.where(cut, inputs.stored, reference)
 
 
+def _of_permuted(inputs: LogProbInputs) -> Tensor | None:
+    """Those of another choice for each stored one, by the permutation that comes closest; None where it is none."""
+    if len(inputs.heads) != 1 or not inputs.logits:
+        return None
+    (head,) = inputs.heads
+    log_probs, actions = _categorical_logits(inputs, head).log_softmax(-1), inputs.actions[head].long()
+    order = torch.arange(log_probs.shape[-1], device=actions.device)
+    present = actions.unique()
+    for choice in present:
+        rows = actions == choice
+        order[choice] = (log_probs[rows] - inputs.stored[rows].unsqueeze(-1)).abs().sum(0).argmin()
+    moved = order[present]
+    if bool((moved == present).all()) or len(moved.unique()) < len(moved):
+        return None
+    return log_prob(replace(inputs, actions={head: order[actions]}))
+
+
 def _of_likeliest(inputs: LogProbInputs) -> Tensor:
     likeliest = {head: _categorical_logits(inputs, head).argmax(-1) for head in inputs.logits}
     return log_prob(replace(inputs, actions={**likeliest, **inputs.means}))
@@ -270,6 +287,13 @@ LOG_PROBS = Equation(
             equation="max_a log π(a | s)",
             compute=_of_likeliest,
             advice="Compute the log-probability of the action that was drawn.",
+        ),
+        Hypothesis(
+            name="permuted_actions",
+            says="those of other choices, by a fixed permutation of those that are stored",
+            equation="log π(σ(a) | s)",
+            compute=_of_permuted,
+            advice="Store the very action that was drawn, and translate it for the environment only.",
         ),
         Hypothesis(
             name="heads_left_out",
