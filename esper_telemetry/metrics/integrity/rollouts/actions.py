@@ -239,7 +239,9 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
             return unchecked(ACTIONS, "some of the numbers are NaN or infinite")
         if float(inputs.std[head].amin()) < SMALLEST_STD * max(1.0, float(drawn)):
             return unchecked(ACTIONS, "the noise is as small as the rounding of the actions")
-    error = float(ACTIONS.compute(inputs)) / Z_BOUND
+    # a normal distribution draws no action that lies exactly at a bound: some there decide, where all moments are too few to
+    at_bounds = calibration.count_at_bounds(inputs) / MAX_AT_BOUNDS
+    error = max(float(ACTIONS.compute(inputs)) / Z_BOUND, at_bounds)
     if error <= 1:
         return EquationCheck(ACTIONS, error, 1.0)
     candidates = [
@@ -250,7 +252,17 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
     ]
     names = {one.hypothesis.name for one in candidates}
     weaker = next((others for name, others in WEAKER.items() if name in names), frozenset())
+    if at_bounds > 1 and "cut_at_bounds" in names:
+        return EquationCheck(
+            ACTIONS, error, 1.0, tuple(one for one in candidates if one.hypothesis.name == "cut_at_bounds")
+        )
+    if error == at_bounds:
+        return unchecked(ACTIONS, "actions lie exactly at their bounds, and those beyond are not all cut there")
     return EquationCheck(ACTIONS, error, 1.0, tuple(one for one in candidates if one.hypothesis.name not in weaker))
+
+
+MAX_AT_BOUNDS = 4
+"""Normal actions exactly at a bound that may be chance or rounding."""
 
 
 @inference_mode

@@ -390,6 +390,18 @@ def same_noise(inputs: ActionInputs) -> float | None:
     return max(largest(scores(one)) for one in alone)
 
 
+def count_at_bounds(inputs: ActionInputs) -> int:
+    """Number of actions of Gaussian heads with an entry exactly at its bound, where some of the policy's lie beyond."""
+    count = 0
+    for head in inputs.means:
+        if head in inputs.bounds:
+            low, high = inputs.bounds[head]
+            actions = inputs.actions[head]
+            hits = ((actions == low) | (actions == high)) & ((actions >= low) & (actions <= high)).all()
+            count += int((hits.any(-1) & inputs.counted[head]).sum())
+    return count
+
+
 def cut_at_bounds(inputs: ActionInputs) -> float | None:
     """Score of Gaussian actions, those at a bound counted as somewhere beyond it."""
     numbers = []
