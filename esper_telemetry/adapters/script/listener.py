@@ -44,6 +44,7 @@ from esper_telemetry.events import (
     RunStart,
     Transitions,
     UpdateEnd,
+    UpdateStart,
 )
 
 DEFAULT_GAMMA = 0.99
@@ -99,6 +100,7 @@ class ScriptListener:
         self._started = False
         self._gamma = DEFAULT_GAMMA
         self._parameters: dict[int, str] = {}
+        self._trained: dict[str, Tensor] = {}
         self._ratio: object = None
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
@@ -228,7 +230,8 @@ class ScriptListener:
         if gradients is not None:
             self._shown = True
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
-            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=parameters, **gradients._asdict()))
+            self._trained |= parameters  # an update's passes may be of several optimizers
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
@@ -307,7 +310,9 @@ class ScriptListener:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
-        if rollout is not None:
+        if rollout is None:
+            self.hooks.emit(UpdateStart(self.updates + 1, self._env_step))
+        else:
             self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions, bounds)
 
     def _emit_rollout(
