@@ -161,17 +161,16 @@ def _returns_in_use(
         return unchecked(RETURNS, "the rows of the minibatches are not those of the rollout")
     if torch.equal(returns, rollout.returns.flatten()[rows]):
         return unchecked(RETURNS, "the targets are those of the rollout")
-    columns, options = (collected.advantages, old_values, returns), {"precision": facts.get("precision")}
-    values, valid = minibatches.values, minibatches.valid
-    check = check_returns(*columns, new_values=values, valid=valid, **options)
+    valid = minibatches.valid
+    compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
+    check = compared(valid=valid, precision=facts.get("precision"))
     if check.matches or check.explanations:
         return check
     # values of before each pass are those of its first minibatch alone
     counts = torch.tensor(minibatches.counts, device=returns.device)
     passes = torch.tensor([-1, *minibatches.epochs], device=returns.device).diff() != 0
     first = torch.repeat_interleave(passes, counts)
-    own = first if valid is None else first & valid
-    return check_returns(*columns, new_values=values, valid=own, **options)
+    return compared(valid=first if valid is None else first & valid, precision=facts.get("precision"))
 
 
 def _normalized(

@@ -271,8 +271,8 @@ class TransitionLog:
         if rows is None or self._entries + rows.size > MAX_STEP_ENTRIES:
             return
         self._entries += rows.size
-        finals = infos.get("final_obs", infos.get("final_observation")) if isinstance(infos, Mapping) else None
-        for place in np.flatnonzero(ended) if finals is not None and len(finals) == envs else ():
+        finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
+        for place in np.flatnonzero(ended) if len(finals) == envs else ():
             final = _rows_of(finals[place], 1)
             if final is not None and final.shape[1] == rows.shape[1]:
                 self._finals.append((len(self._rewards), int(place), final[0]))
