@@ -111,7 +111,9 @@ class ScriptListener:
         self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
-        self._shown = self._several = False
+        self._shown = self._several = self._accumulates = False
+        self._passed: Callable[[], Tensor | None] = lambda: None
+        self._passed_at = -1
         self._scales: object = None
         self._clips: list[ClipCall] = []
         self._last_clips: list[ClipCall] = []
@@ -159,6 +161,7 @@ class ScriptListener:
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass is about to begin: show a sample the minibatch's objective, with gradients of the script's graph."""
+        self._find_accumulation()
         if not self.hooks.wants(MinibatchObjective) or self._several:
             return
         optimizer, variables = self._last_optimizer(), names.calling_variables()
@@ -178,6 +181,13 @@ class ScriptListener:
         self._scales = variables.find(
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
         )
+
+    def _find_accumulation(self) -> None:
+        """Look in the first update for steps with the gradients of several minibatches, whose rows the variables do not show together."""
+        ratio = None if self.updates or self._accumulates else names.find_ratio(names.calling_variables())
+        if ratio is not None and isinstance(ratio.source, Tensor):
+            self._accumulates = self._step == self._passed_at and self._passed() is not ratio.source
+            self._passed, self._passed_at = weakref.ref(ratio.source), self._step
 
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
@@ -359,6 +369,8 @@ class ScriptListener:
             return
         if minibatch.old_values is None:
             minibatch = minibatch._replace(old_values=self._at_collection(minibatch.rows))
+        if self._accumulates:
+            minibatch = minibatch._replace(rows=None)
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None

@@ -10,7 +10,17 @@ from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
-        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip_rate", "clip"),
+        *(
+            "clip_coef",
+            "clip_eps",
+            "clip_range",
+            "clip_param",
+            "clip_epsilon",
+            "eps_clip",
+            "clip_ratio",
+            "clip_rate",
+            "clip",
+        ),
         "CLIP",
     ),
     "gamma": ("gamma", "GAMMA", "discount"),
