@@ -137,14 +137,14 @@ def run_program(text: str, base: str, args: Sequence[str], seed: int, *, telemet
         return reading
 
 
-def forked(command: Sequence[str], directory: Path) -> int:
+def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_LIMIT_SECONDS) -> int:
     """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
 
     The fork has one core, so that the records are made in it and not in a worker process: that saves the import of torch in each.
     """
     pid = os.fork()
     if pid:
-        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        deadline = time.monotonic() + limit_seconds
         while time.monotonic() < deadline:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -214,6 +214,37 @@ class Diagnose:
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
+
+    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
+
+    Example: esper-telemetry watch runs/a
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
+    wait: bool = False
+    """Wait for run directories that do not exist yet."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare runs: groups of seeds by permutation tests, and runs of one seed record by record.
+
+    Example: esper-telemetry compare runs/slow-1 runs/slow-2 runs/fast-1 runs/fast-2 -o comparison.html
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, or folders of them; those of one configuration, whatever the seed, are a group. The first run's group is
+    what the others are compared with."""
+    output: Annotated[str, tyro.conf.arg(aliases=("-o",))] = ""
+    """Also write an HTML page to this file."""
+    json: bool = False
+    """As JSON, with every metric that differs."""
+
+
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
@@ -222,6 +253,8 @@ COMMANDS: Final[dict[str, type]] = {
     "doctor": Doctor,
     "compress": Compress,
     "diagnose": Diagnose,
+    "watch": Watch,
+    "compare": Compare,
     "workspace": Workspace,
     "metrics": Metrics,
 }

@@ -213,6 +213,7 @@ class MetricFamily:
         question: the question that its section of a dashboard answers.
         axis: x-axis of its charts.
         first: keys to look at first.
+        reproducible: False where its values tell of the machine and of telemetry: two runs that are equal differ in them.
     """
 
     name: str
@@ -222,6 +223,7 @@ class MetricFamily:
     question: str = ""
     axis: str = "axis/update"
     first: tuple[str, ...] = ()
+    reproducible: bool = True
 
 
 def reports(*metrics: Metric) -> Any:

@@ -41,7 +41,7 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
-    if gae_lambda is not None and discount is not None:
+    if gae_lambda is not None and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
         check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
         yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)

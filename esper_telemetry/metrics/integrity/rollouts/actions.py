@@ -111,6 +111,14 @@ ACTIONS = CalibrationEquation(
             "Store the action as it was drawn, and cut only what the environment gets.",
         ),
         _test(
+            "squashed",
+            "the tanh of draws",
+            "a_t = tanh u, u ~ π(· | s_t)",
+            calibration.squashed,
+            variant=True,
+            source="1801.01290, appendix C",
+        ),
+        _test(
             "same_noise",
             "drawn with the same noise in all environments",
             "a_{t,b} = F_b⁻¹(ε_t)",
@@ -144,7 +152,9 @@ ACTIONS = CalibrationEquation(
 
 WEAKER = {
     "deterministic": frozenset(one.name for one in ACTIONS.hypotheses[1:]),
-    **dict.fromkeys(("permuted", "step_before", "step_after", "cut_at_bounds"), frozenset(("independent", "shuffled"))),
+    **dict.fromkeys(
+        ("permuted", "step_before", "step_after", "cut_at_bounds", "squashed"), frozenset(("independent", "shuffled"))
+    ),
 }
 """Hypotheses that fit by chance, by the one that predicts more of each action."""
 
@@ -239,9 +249,7 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
             return unchecked(ACTIONS, "some of the numbers are NaN or infinite")
         if float(inputs.std[head].amin()) < SMALLEST_STD * max(1.0, float(drawn)):
             return unchecked(ACTIONS, "the noise is as small as the rounding of the actions")
-    # a normal distribution draws no action that lies exactly at a bound: some there decide, where all moments are too few to
-    at_bounds = calibration.count_at_bounds(inputs) / MAX_AT_BOUNDS
-    error = max(float(ACTIONS.compute(inputs)) / Z_BOUND, at_bounds)
+    error = float(ACTIONS.compute(inputs)) / Z_BOUND
     if error <= 1:
         return EquationCheck(ACTIONS, error, 1.0)
     candidates = [
@@ -252,17 +260,7 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
     ]
     names = {one.hypothesis.name for one in candidates}
     weaker = next((others for name, others in WEAKER.items() if name in names), frozenset())
-    if at_bounds > 1 and "cut_at_bounds" in names:
-        return EquationCheck(
-            ACTIONS, error, 1.0, tuple(one for one in candidates if one.hypothesis.name == "cut_at_bounds")
-        )
-    if error == at_bounds:
-        return unchecked(ACTIONS, "actions lie exactly at their bounds, and those beyond are not all cut there")
     return EquationCheck(ACTIONS, error, 1.0, tuple(one for one in candidates if one.hypothesis.name not in weaker))
-
-
-MAX_AT_BOUNDS = 4
-"""Normal actions exactly at a bound that may be chance or rounding."""
 
 
 @inference_mode

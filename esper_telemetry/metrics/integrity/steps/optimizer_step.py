@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
-from esper_telemetry.metrics.integrity.steps.gradient_terms import fitted, spread
+from esper_telemetry.metrics.integrity.steps.loss_gradients import fitted, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -221,7 +221,7 @@ OPTIMIZER_STEP = Equation(
     rank=70,
     quantity="the optimizer's steps",
     equation="θ' - θ of the optimizer's update rule, its state and its settings",
-    source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); 1211.5063 (momentum); Hinton 2012, lecture 6 (RMSprop)",
+    source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); Sutskever et al. 2013 (momentum); Hinton 2012, lecture 6 (RMSprop)",
     inputs="weights before and after a step, the gradient and the optimizer",
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,

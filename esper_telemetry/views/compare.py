@@ -1,0 +1,403 @@
+"""Comparison of runs, as plain data: groups of seeds, their final returns, what differs beyond the seeds, and first exact differences.
+
+Runs of one configuration are a group, whatever their seeds. Each later group is compared with the first one, on the axis of environment
+steps, as far as all runs go.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from esper_telemetry.alarms.verdict.outcome import EVALUATION, NONFINITE, RECENT_RETURN, RETURN
+from esper_telemetry.views.compared_runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.group_tests import (
+    METRICS_LEVEL,
+    RETURN_LEVEL,
+    Axis,
+    Divergence,
+    Interval,
+    MetricDifference,
+    MetricTable,
+    final_return_test,
+    improvement,
+    improvement_interval,
+    iqm,
+    iqm_interval,
+    seeds_needed,
+    smallest_p,
+)
+
+MAX_LABEL_SETTINGS: Final = 3
+"""Settings that name a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run: where it is, its seed, how it ended, what it does and reached; `final_return` is None without returns."""
+
+    place: str
+    name: str
+    seed: str
+    status: str | None
+    outcome: str
+    text: str
+    updates: int
+    env_steps: int
+    final_return: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnCourse:
+    """Interquartile mean return of a group along the environment steps, with its interval; None where no episode ended."""
+
+    env_steps: tuple[float, ...]
+    level: tuple[float | None, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """Runs of one configuration.
+
+    Attributes:
+        label: the settings in which it differs from other groups.
+        runs: all of them.
+        seeds: number of runs with different seeds, which are what tests count.
+        outcomes: number of runs by outcome.
+        alarms: number of runs by type of alarm that was raised.
+        level, interval: interquartile mean of the final returns, and its bootstrap interval.
+        deviation, low, high: standard deviation, smallest and largest of the final returns.
+        course: return along the run.
+    """
+
+    label: str
+    runs: tuple[RunSummary, ...]
+    seeds: int
+    outcomes: Mapping[str, int]
+    alarms: Mapping[str, int]
+    level: float | None
+    interval: Interval | None
+    deviation: float | None
+    low: float | None
+    high: float | None
+    course: ReturnCourse
+
+
+@dataclass(frozen=True, slots=True)
+class GroupComparison:
+    """A group against the first one.
+
+    Attributes:
+        first, second: labels of the groups.
+        seeds: of both.
+        verdict: `differs`, `same` where nothing differs beyond the seeds, `cannot tell` with too few of them.
+        text: in one or more sentences.
+        improvement, improvement_interval: probability that a run of the second group has the higher final return.
+        return_p: of the final return; None where it could not be tested.
+        return_divergence: first sustained one of the return.
+        metrics: those that differ, by the environment step of their first divergence.
+        tested: number of metrics that were tested.
+        constant: metrics that are constant over the runs of each group, and differ: values of both.
+        only_first, only_second: metrics that only one group has.
+    """
+
+    first: str
+    second: str
+    seeds: tuple[int, int]
+    verdict: str
+    text: str
+    improvement: float | None
+    improvement_interval: Interval | None
+    return_p: float | None
+    return_divergence: Divergence | None
+    metrics: tuple[MetricDifference, ...]
+    tested: int
+    constant: Mapping[str, tuple[float, float]]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Comparison of several runs.
+
+    Attributes:
+        groups: in the order of their first runs.
+        comparisons: of each later group with the first one.
+        repeats: of runs of one configuration and seed with the first such run.
+        return_key: the metric that is the return; empty where no run has one.
+        reach: environment steps up to which runs are compared.
+        settings: in which groups differ: value by group label; `none` for a setting that a group lacks.
+        versions: of software that are not the same in all runs: by group label.
+        notes: sentences on runs that are shorter, damaged or without records.
+    """
+
+    groups: tuple[GroupSummary, ...]
+    comparisons: tuple[GroupComparison, ...]
+    repeats: tuple[FirstDifference, ...]
+    return_key: str
+    reach: float
+    settings: Mapping[str, Mapping[str, str]]
+    versions: Mapping[str, Mapping[str, str]]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+
+def comparison(runs: Sequence[ComparedRun]) -> Comparison:
+    """Compare at least two runs; raises ValueError for fewer, ImportError without SciPy."""
+    if len(runs) < 2:
+        raise ValueError(f"a comparison needs at least two runs, got {len(runs)}")
+    grouped: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
+    for run in runs:
+        grouped.setdefault(tuple(sorted(run.settings.items())), []).append(run)
+    groups = list(grouped.values())
+    labels = _labels(groups)
+    return_key = next((key for key in (RETURN, RECENT_RETURN, EVALUATION) if any(key in run.keys for run in runs)), "")
+    axis = Axis.of(runs)
+    repeats = [difference for group in groups for difference in _repeats(group)]
+    independent = [_one_per_seed(group) for group in groups]
+    return Comparison(
+        tuple(
+            _summary(label, group, seeds, return_key, axis)
+            for label, group, seeds in zip(labels, groups, independent, strict=True)
+        ),
+        tuple(
+            _compare((labels[0], label), (independent[0], seeds), return_key, axis)
+            for label, seeds in zip(labels[1:], independent[1:], strict=True)
+        ),
+        tuple(repeats),
+        return_key,
+        axis.reach,
+        {
+            name: {label: _word(group[0].settings.get(name)) for label, group in zip(labels, groups, strict=True)}
+            for name in _differing(groups)
+        },
+        _versions(labels, groups),
+        tuple(_notes(runs, groups, independent, return_key, axis)),
+    )
+
+
+def _labels(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
+    """Return a name for each group: its own settings of those that differ between groups."""
+    if len(groups) == 1:
+        return ["all runs"]
+    names = _differing(groups)
+    more = f" and {len(names) - MAX_LABEL_SETTINGS} more" if len(names) > MAX_LABEL_SETTINGS else ""
+    labels = [
+        ", ".join(f"{name}={_word(group[0].settings.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more
+        for group in groups
+    ]
+    repeated = {label for label, count in Counter(labels).items() if count > 1}
+    return [f"{label} ({place})" if label in repeated else label for place, label in enumerate(labels, 1)]
+
+
+def _differing(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
+    """Return the settings in which groups differ."""
+    settings = [group[0].settings for group in groups]
+    return sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
+
+
+def _word(value: str | None) -> str:
+    return "none" if value is None else value.strip('"')
+
+
+def _repeats(group: Sequence[ComparedRun]) -> list[FirstDifference]:
+    """Return first differences of runs with the seed of an earlier one; without seeds, of two runs that begin alike."""
+    by_seed: dict[str, list[ComparedRun]] = {}
+    for run in group:
+        by_seed.setdefault(run.seed, []).append(run)
+    differences = [
+        first_difference(runs[0], run) for seed, runs in by_seed.items() if seed or len(group) == 2 for run in runs[1:]
+    ]
+    return [one for one in differences if one.seed or one.equal_updates]
+
+
+def _one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return the runs of a group that have records, the longest of each seed: repeated runs of a seed are one observation."""
+    chosen: dict[str, ComparedRun] = {}
+    for place, run in enumerate(group):
+        if not len(run.updates):
+            continue
+        seed = run.seed or f"run {place}"
+        if seed not in chosen or run.last_step > chosen[seed].last_step:
+            chosen[seed] = run
+    return list(chosen.values())
+
+
+def _summary(
+    label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: Axis
+) -> GroupSummary:
+    finals = _finals(independent, return_key, axis)
+    finals = finals[np.isfinite(finals)]
+    courses = np.array([axis.means(run, run.column(return_key)[:, None])[:, 0] for run in independent])
+    columns = [column[np.isfinite(column)] for column in courses.reshape(len(independent), axis.bins).T]
+    intervals = [iqm_interval(column) for column in columns]
+    has_returns = len(finals) > 0
+    return GroupSummary(
+        label,
+        tuple(
+            RunSummary(
+                run.place,
+                run.info.name,
+                run.seed,
+                None if run.status is None else str(run.status),
+                str(run.outcome),
+                run.outcome_text,
+                len(run.updates),
+                int(run.last_step),
+                _number(run.final_level(return_key, axis.reach)),
+            )
+            for run in group
+        ),
+        len(independent),
+        dict(Counter(str(run.outcome) for run in group).most_common()),
+        dict(Counter(kind for run in group for kind in sorted(run.alarms)).most_common()),
+        float(iqm(finals)) if has_returns else None,
+        iqm_interval(finals),
+        float(np.std(finals, ddof=1)) if len(finals) > 1 else None,
+        float(finals.min()) if has_returns else None,
+        float(finals.max()) if has_returns else None,
+        ReturnCourse(
+            tuple(((axis.edges[:-1] + axis.edges[1:]) / 2).tolist()),
+            tuple(float(iqm(column)) if len(column) else None for column in columns),
+            tuple(None if one is None else one.low for one in intervals),
+            tuple(None if one is None else one.high for one in intervals),
+        ),
+    )
+
+
+def _finals(runs: Iterable[ComparedRun], return_key: str, axis: Axis) -> Array:
+    return np.array([run.final_level(return_key, axis.reach) for run in runs])
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _compare(
+    labels: tuple[str, str],
+    groups: tuple[Sequence[ComparedRun], Sequence[ComparedRun]],
+    return_key: str,
+    axis: Axis,
+) -> GroupComparison:
+    """Compare two groups of runs, one per seed."""
+    finals = [_finals(group, return_key, axis) for group in groups]
+    present = [values[np.isfinite(values)] for values in finals]
+    has_returns = all(len(values) for values in present)
+    return_p, return_divergence = final_return_test(groups, finals, return_key, axis)
+    table = MetricTable.of(groups, axis)
+    metrics = table.differences()
+    if return_p is None and not table.is_testable:
+        verdict = "cannot tell"
+    else:
+        differs = metrics or (return_p is not None and return_p <= RETURN_LEVEL)
+        verdict = "differs" if differs else "same"
+    comparison = GroupComparison(
+        *labels,
+        (len(groups[0]), len(groups[1])),
+        verdict,
+        "",
+        improvement(*present) if has_returns else None,
+        improvement_interval(present[0], present[1]) if has_returns else None,
+        return_p,
+        return_divergence,
+        metrics,
+        len(table.tested),
+        table.constant(),
+        *table.only_in_one(),
+    )
+    levels = [float(iqm(values)) if len(values) else math.nan for values in present]
+    return replace(comparison, text=_text(comparison, levels))
+
+
+def _text(comparison: GroupComparison, levels: Sequence[float]) -> str:
+    """Return the sentence on two groups."""
+    first, second = comparison.seeds
+    seeds = f"{first} and {second} seeds"
+    if comparison.verdict == "cannot tell":
+        if smallest_p(first, second) <= METRICS_LEVEL:
+            return f"Cannot tell: the groups have {seeds}, and no metric that all of them report up to a common step."
+        return (
+            f"Cannot tell with {seeds}: a difference of metrics can be told from {seeds_needed(METRICS_LEVEL)} seeds per group on,"
+            f" one of the final return from {seeds_needed(RETURN_LEVEL)} on."
+        )
+    missing = (
+        f" The final return was not tested: it needs {seeds_needed(RETURN_LEVEL)} seeds with returns per group."
+        if comparison.return_p is None
+        else ""
+    )
+    if comparison.verdict == "same":
+        return f"Nothing differs beyond the seeds: {seeds}, {comparison.tested} metrics tested.{missing}"
+    parts = []
+    if comparison.return_p is not None and comparison.return_p <= RETURN_LEVEL:
+        direction = "higher" if levels[1] > levels[0] else "lower"
+        parts.append(f"its final return is {direction} (p = {comparison.return_p:.2g})")
+    if comparison.metrics:
+        leading = comparison.metrics[0]
+        since = f", first {leading.key} {_since(leading.divergence)}" if leading.divergence else ""
+        parts.append(f"{len(comparison.metrics)} of {comparison.tested} metrics differ{since}")
+    return f"{comparison.second} differs from {comparison.first}: {', and '.join(parts)} ({seeds}).{missing}"
+
+
+def _since(divergence: Divergence) -> str:
+    until = "" if divergence.until is None else f" to {divergence.until:,.0f}"
+    return f"from step {divergence.since:,.0f}{until or ' on'}"
+
+
+def _versions(labels: Sequence[str], groups: Sequence[Sequence[ComparedRun]]) -> dict[str, dict[str, str]]:
+    """Return the versions of software that are not the same in all runs, by group."""
+    names = dict.fromkeys(name for group in groups for run in group for name in run.info.versions)
+    versions = {}
+    for name in names:
+        by_group = [sorted({run.info.versions.get(name, "none") for run in group}) for group in groups]
+        if len({version for each in by_group for version in each}) > 1:
+            versions[name] = {label: ", ".join(each) for label, each in zip(labels, by_group, strict=True)}
+    return versions
+
+
+def _notes(
+    runs: Sequence[ComparedRun],
+    groups: Sequence[Sequence[ComparedRun]],
+    independent: Sequence[Sequence[ComparedRun]],
+    return_key: str,
+    axis: Axis,
+) -> Iterator[str]:
+    """Yield sentences on runs that count less than others, or not at all."""
+    if len(groups) == 1:
+        yield "All runs have one configuration: they differ by their seeds alone, and there is no other group to compare them with."
+    if axis.reach < (1 - FINAL_SHARE) * max(run.last_step for run in runs):
+        yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
+    for run in runs:
+        name = f"{run.place} ({run.info.name})"
+        if run.damage:
+            yield f"{run.damage}."
+        if not len(run.updates):
+            yield f"{name} has no records: only its settings and how it ended are compared."
+            continue
+        if run.last_step < axis.reach:
+            yield f"{name} ends at {run.last_step:,.0f} environment steps: its metrics are not compared with longer runs."
+        if return_key and not np.isfinite(run.final_level(return_key, axis.reach)):
+            yield f"{name} has no returns."
+        if NONFINITE in run.keys and (since := np.flatnonzero(run.column(NONFINITE) > 0)).size:
+            yield f"{name} has numbers that are not finite since update {run.updates[since[0]]:,}; they are left out of its metrics."
+    if not return_key:
+        yield "No run has returns: only metrics are compared."
+    repeated = sum(
+        sum(1 for run in group if len(run.updates)) - len(kept) for group, kept in zip(groups, independent, strict=True)
+    )
+    if repeated:
+        yield f"{repeated} of the runs repeat{'s' if repeated == 1 else ''} a seed of the group: the longest run of each seed counts."
+    if any(not run.seed for run in runs) and len(runs) > 1:
+        yield "Some runs record no seed: each counts as a seed of its own."

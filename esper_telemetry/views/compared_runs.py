@@ -1,0 +1,318 @@
+"""Runs as a comparison reads them: a table of values per run, its settings without the seed, and the first difference of two journals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
+from esper_telemetry.alarms.verdict.outcome import COUNT, OutcomeKind, outcome_of
+from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, template_of
+from esper_telemetry.history.derive import ALL_SUFFIXES
+from esper_telemetry.journal.file import damage_sentence, journal_path
+from esper_telemetry.journal.lines import plain
+from esper_telemetry.journal.read import Run, entries, read_run
+
+Array = npt.NDArray[np.float64]
+
+MAX_DEPTH: Final = 3
+"""Folders below the given one in which runs are looked for."""
+SEED: Final = re.compile(r"(.*[_.])?seed")
+"""Settings that two runs of one configuration may differ in: `seed`, `train.seed`, `env_seed`."""
+OUTPUT_SETTING: Final = re.compile(
+    r"(.*\.)?((run|exp|experiment|wandb|project)_?(name|id|entity|project\w*)|(log|save|output|out|run|result|checkpoint|video)s?_?(dir|path|folder)"
+    r"|tensorboard_log|sinks?|track|verbose|capture_video|save_model|checkpoint_every|eval_every|eval_episodes|timestamp|start_time|host_?name)"
+    r"|name"
+)
+"""Settings of where a run writes and what it reports, which do not change its training."""
+TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
+"""Units of time and memory, which differ between runs that are equal."""
+SAMPLED_COSTS: Final = ("sampled", "debug")
+"""Costs of metrics that are measured in some updates only, chosen by the time that they take."""
+FINAL_SHARE: Final = 0.1
+"""Share of the environment steps whose episodes make the final return."""
+MIN_FINAL_EPISODES: Final = 20
+"""Episodes of the final return, where the run has as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """A run as a table.
+
+    Attributes:
+        place: directory of the run, as given.
+        info: its description.
+        seed: its seeds as text; empty where none is recorded.
+        settings: configuration and plain facts by dotted name, without seeds and without what only says where the run writes.
+        status: how it ended; None for a run that goes on.
+        outcome: what it does.
+        outcome_text: in one sentence.
+        alarms: types of alarm that were raised.
+        damage: sentence on lines that could not be read; else empty.
+        updates, env_steps: [records], of every update that ended.
+        keys: columns of `values`.
+        values: [records, keys], NaN where a key is absent.
+    """
+
+    place: str
+    info: RunInfo
+    seed: str
+    settings: Mapping[str, str]
+    status: RunStatus | None
+    outcome: OutcomeKind
+    outcome_text: str
+    alarms: frozenset[str]
+    damage: str
+    updates: npt.NDArray[np.int64]
+    env_steps: Array
+    keys: tuple[str, ...]
+    values: Array
+
+    @property
+    def last_step(self) -> float:
+        """Environment steps of the last record; 0 without one."""
+        return float(self.env_steps[-1]) if len(self.env_steps) else 0.0
+
+    def column(self, key: str) -> Array:
+        """Values of a key, [records], NaN where it is absent."""
+        if key not in self.keys:
+            return np.full(len(self.updates), math.nan)
+        column: Array = self.values[:, self.keys.index(key)]
+        return column
+
+    def final_level(self, key: str, reach: float) -> float:
+        """Return the mean over the last episodes up to `reach` environment steps, weighted by their number; NaN where there is none."""
+        values = self.column(key)
+        weights = np.nan_to_num(self.column(COUNT), nan=1.0) if COUNT in self.keys else np.ones(len(values))
+        rows = np.flatnonzero(np.isfinite(values) & (weights > 0) & (self.env_steps <= reach))
+        if not len(rows):
+            return math.nan
+        begin = min(self.last_step, reach) * (1 - FINAL_SHARE)
+        episodes = np.cumsum(weights[rows][::-1])[::-1]  # from each row to the end
+        first = min(int(np.searchsorted(self.env_steps[rows], begin, side="right")), len(rows) - 1)
+        while first > 0 and episodes[first] < MIN_FINAL_EPISODES:
+            first -= 1
+        return float(np.average(values[rows[first:]], weights=weights[rows[first:]]))
+
+
+def find_runs(places: Iterable[str]) -> list[str]:
+    """Return the run directories among `places` and in the folders there, each once, in order.
+
+    Raises FileNotFoundError for a place that is no directory or holds no run.
+    """
+    runs: dict[Path, str] = {}
+    for place in places:
+        directory = Path(place).expanduser()
+        if not directory.is_dir():
+            raise FileNotFoundError(f"there is no run directory {place}")
+        here = list(_runs_in(directory, MAX_DEPTH))
+        if not here:
+            raise FileNotFoundError(f"{place} holds no run: neither a journal.jsonl nor folders with one")
+        for path in here:
+            runs.setdefault(path.resolve(), str(path))
+    return list(runs.values())
+
+
+def _runs_in(directory: Path, depth: int) -> Iterator[Path]:
+    try:
+        journal_path(directory)
+    except FileNotFoundError:
+        if depth:
+            for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+                yield from _runs_in(folder, depth - 1)
+        return
+    yield directory
+
+
+def read_compared(place: str) -> ComparedRun:
+    """Read a run as it is now; raises ValueError for a journal that does not say which run it is."""
+    run = read_run(place)
+    records = [record for record in run.records if not record.partial]
+    keys = tuple(dict.fromkeys(key for record in records for key in record.values))
+    columns = {key: column for column, key in enumerate(keys)}
+    values = np.full((len(records), len(keys)), math.nan)
+    for row, record in enumerate(records):
+        values[row, [columns[key] for key in record.values]] = list(record.values.values())
+    outcome = outcome_of(records, run.info.facts, run.status)
+    settings = _flat(run)
+    return ComparedRun(
+        place,
+        run.info,
+        ", ".join(dict.fromkeys(value for name, value in settings.items() if SEED.fullmatch(name) and value != "null")),
+        {
+            name: value
+            for name, value in settings.items()
+            if not SEED.fullmatch(name) and not OUTPUT_SETTING.fullmatch(name)
+        },
+        run.status,
+        outcome.kind,
+        outcome.text,
+        frozenset(alarm.type for alarm in run.alarms if alarm.event is AlarmEvent.RAISE),
+        damage_sentence(journal_path(place), run.damaged) if run.damaged else "",
+        np.array([record.axes.update for record in records], np.int64),
+        np.array([record.axes.env_step for record in records], float),
+        keys,
+        values,
+    )
+
+
+def _flat(run: Run) -> dict[str, str]:
+    """Return settings as JSON text by dotted name: the configuration, and facts of one value that it does not name."""
+    flat: dict[str, str] = {}
+
+    def add(values: Mapping[str, Any], prefix: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                add(value, f"{prefix}{name}.")
+            else:
+                flat[f"{prefix}{name}"] = json.dumps(value, sort_keys=True)
+
+    add(plain(run.info.config), "")
+    names = {name.rpartition(".")[2] for name in flat}
+    facts = plain(run.info.facts)
+    names |= {"level", "thresholds"}  # of telemetry
+    add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)}, "")
+    return flat
+
+
+@lru_cache(maxsize=100_000)
+def _is_reproducible_family(family: str) -> bool:
+    return family not in families() or families()[family].reproducible
+
+
+def is_reproducible(key: str, info: MetricInfo | None) -> bool:
+    """Return False for keys of time, memory and cost, and of telemetry itself, by their declaration."""
+    return _is_reproducible_family(family_name(key)) and (info is None or info.unit not in TIME_UNITS)
+
+
+def base_key(key: str) -> str:
+    """Return the key whose history a key is: `policy/kl` for `policy/kl/ema`; else the key itself."""
+    return next((key.removesuffix(f"/{suffix}") for suffix in ALL_SUFFIXES if key.endswith(f"/{suffix}")), key)
+
+
+def is_sampled(key: str, info: RunInfo) -> bool:
+    """Return True where a key, or the one whose history it is, is measured in some updates only."""
+    described = info.metrics.get(template_of(base_key(key), info.metrics))
+    return described is not None and described.cost in SAMPLED_COSTS
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """Comparison of two runs of one configuration and seed.
+
+    Attributes:
+        first, second: their directories.
+        seed: of both.
+        equal_updates: number of updates before the difference, or of all that both have.
+        update, env_step: position of the difference; None where there is none.
+        key: the first key of that record that differs; `axes/...` for an axis, `histogram/...` for a histogram.
+        values: of both runs; None where the key, or the record, is absent.
+        keys: all keys of that record that differ.
+        updates: records of each run.
+    """
+
+    first: str
+    second: str
+    seed: str
+    equal_updates: int
+    update: int | None
+    env_step: int | None
+    key: str
+    values: tuple[Any, Any]
+    keys: tuple[str, ...]
+    updates: tuple[int, int]
+
+
+def first_difference(first: ComparedRun, second: ComparedRun) -> FirstDifference:
+    """Return the first record and key in which two journals differ, by exact values.
+
+    Keys of time, memory and cost are left out. Sampled metrics and alarms are compared as long as both runs sampled the same updates: the
+    time that sampling takes decides which. Where levels or versions of telemetry differ, keys of one run alone are left out.
+    """
+    infos = (first.info, second.info)
+    updates = (len(first.updates), len(second.updates))
+    keep_absent = all(
+        left == right
+        for left, right in (
+            (infos[0].facts.get("level"), infos[1].facts.get("level")),
+            (infos[0].versions.get("esper-telemetry"), infos[1].versions.get("esper-telemetry")),
+        )
+    )
+    sampled_alike, equal = True, 0
+    sampled: dict[str, bool] = {}
+
+    def is_sampled_key(key: str) -> bool:
+        if key not in sampled:
+            sampled[key] = is_sampled(key, infos[0]) or is_sampled(key, infos[1])
+        return sampled[key]
+
+    def comparable(key: str) -> bool:
+        key = key.removeprefix("histogram/")
+        described = infos[0].describe(key) or infos[1].describe(key)
+        depends_on_samples = is_sampled_key(key) or family_name(key) == ALARMS_FAMILY.name
+        return is_reproducible(key, described) and (sampled_alike or not depends_on_samples)
+
+    for left, right in zip(_records(first.place), _records(second.place), strict=False):
+        names = [left.values, right.values]
+        sampled_alike = sampled_alike and any(map(is_sampled_key, names[0])) == any(map(is_sampled_key, names[1]))
+        mine, other = _plain_values(left), _plain_values(right)
+        differing = [
+            key
+            for key in {**mine, **other}
+            if not _same(mine.get(key), other.get(key))
+            and (keep_absent or (key in mine and key in other))
+            and comparable(key)
+        ]
+        if differing:
+            key = differing[0]
+            return FirstDifference(
+                first.place,
+                second.place,
+                first.seed,
+                equal,
+                left.axes.update,
+                left.axes.env_step,
+                key,
+                (mine.get(key), other.get(key)),
+                tuple(differing),
+                updates,
+            )
+        equal += 1
+    return FirstDifference(first.place, second.place, first.seed, equal, None, None, "", (None, None), (), updates)
+
+
+def _records(place: str) -> Iterator[Record]:
+    """Yield the records of updates that ended, of two for one update the first."""
+    last = -1
+    for entry in entries(place):
+        if isinstance(entry, Record) and not entry.partial and entry.axes.update > last:
+            last = entry.axes.update
+            yield entry
+
+
+def _plain_values(record: Record) -> dict[str, Any]:
+    axes = {name: getattr(record.axes, name) for name in ("update", "env_step", "gradient_step")}
+    return {
+        **{f"axes/{name}": value for name, value in axes.items()},
+        **record.values,
+        **{f"histogram/{key}": (*shape.edges, *shape.counts) for key, shape in record.histograms.items()},
+    }
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two numbers, or rows of numbers, are bit-equal: 0 and -0 are not."""
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if left is None or right is None or isinstance(left, tuple) or isinstance(right, tuple):
+        return left is right
+    return bool(left == right) and math.copysign(1, left) == math.copysign(1, right)

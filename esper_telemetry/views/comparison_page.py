@@ -1,0 +1,138 @@
+"""A comparison of runs as HTML: a section that a report can hold, and a page of its own that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Final
+
+from esper_telemetry.views.compare import Comparison, GroupSummary
+from esper_telemetry.views.comparison_text import (
+    Row,
+    group_columns,
+    group_rows,
+    headline,
+    mapping_rows,
+    metric_columns,
+    metric_rows,
+    pair_lines,
+    repeat_text,
+)
+
+COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+BAND_OPACITY: Final = "33"
+MAX_OPEN_METRICS: Final = 20
+"""Metrics of a table that is unfolded at first."""
+
+STYLE: Final = """
+:root { color-scheme: light dark; font-family: system-ui, sans-serif; line-height: 1.45; }
+body { max-width: 70rem; margin: 0 auto; padding: 1rem; }
+.comparison .scroll { overflow-x: auto; }
+.comparison table { border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; }
+.comparison th, .comparison td { padding: .25rem .6rem; border-bottom: 1px solid #8886; text-align: left; }
+.comparison .verdict { border-left: .3rem solid #888; padding-left: .6rem; }
+.comparison .differs { border-color: #d55e00; } .comparison .same { border-color: #009e73; }
+"""
+
+
+def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
+    """Return a whole page with plotly.js in it; raises ImportError without plotly."""
+    figure = _figure(comparison)
+    script = ""
+    if figure is not None:
+        from plotly.offline import get_plotlyjs
+
+        script = f"<script>{get_plotlyjs()}</script>"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>{script}</head><body><h1>{escape(title)}</h1>"
+        f"{comparison_section(comparison)}</body></html>\n"
+    )
+
+
+def comparison_section(comparison: Comparison) -> str:
+    """Return the comparison as a `<section>`, for a page that has `STYLE` and plotly.js; raises ImportError without plotly."""
+    parts = [f"<p>{escape(headline(comparison))}</p>", _table(group_columns(), group_rows(comparison))]
+    figure = _figure(comparison)
+    if figure is not None:
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
+    labels = tuple(group.label for group in comparison.groups)
+    for name, values in (("setting", comparison.settings), ("version", comparison.versions)):
+        if values and len(labels) > 1:
+            parts.append(_table((name, *labels), mapping_rows(values)))
+    for pair in comparison.comparisons:
+        kind = pair.verdict.replace(" ", "-")
+        parts.append(f'<p class="verdict {kind}"><strong>{escape(pair.text)}</strong></p>')
+        parts += [f"<p>{escape(line)}</p>" for line in pair_lines(pair)]
+        if pair.metrics:
+            unfolded = " open" if len(pair.metrics) <= MAX_OPEN_METRICS else ""
+            table = _table(metric_columns(pair), metric_rows(pair))
+            parts.append(
+                f"<details{unfolded}><summary>{len(pair.metrics)} metrics that differ</summary>{table}</details>"
+            )
+    parts += [f"<p><strong>{escape(repeat_text(repeat))}</strong></p>" for repeat in comparison.repeats]
+    parts += [f"<p><small>{escape(note)}</small></p>" for note in comparison.notes]
+    return f'<section class="comparison">{"".join(parts)}</section>'
+
+
+def _table(columns: Row, rows: Sequence[Row]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _figure(comparison: Comparison) -> Any:
+    """Return the returns of all groups with their intervals over environment steps; None where no run has returns."""
+    if not comparison.return_key:
+        return None
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise ImportError("an HTML page needs plotly: pip install 'esper-telemetry[views]'") from None
+    figure = go.Figure()
+    for place, group in enumerate(comparison.groups):
+        for trace in _traces(group, COLOURS[place % len(COLOURS)]):
+            figure.add_trace(go.Scatter(**trace))
+    figure.update_layout(
+        xaxis_title="environment steps",
+        yaxis_title=f"{comparison.return_key}, interquartile mean over seeds",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": "#888"},
+        legend={"orientation": "h", "y": 1.15},
+        height=420,
+    )
+    figure.update_xaxes(gridcolor="#8884", zeroline=False)
+    figure.update_yaxes(gridcolor="#8884", zeroline=False)
+    return figure
+
+
+def _traces(group: GroupSummary, colour: str) -> list[dict[str, Any]]:
+    """Return the band of a group, where it has an interval, and its line."""
+    course = group.course
+    points = [
+        (step, low, high)
+        for step, low, high in zip(course.env_steps, course.low, course.high, strict=True)
+        if low is not None and high is not None
+    ]
+    band = {
+        "x": [step for step, _, _ in points] + [step for step, _, _ in reversed(points)],
+        "y": [low for _, low, _ in points] + [high for _, _, high in reversed(points)],
+        "fill": "toself",
+        "fillcolor": colour + BAND_OPACITY,
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": group.label,
+    }
+    line = {
+        "x": list(course.env_steps),
+        "y": list(course.level),
+        "mode": "lines+markers",
+        "connectgaps": True,
+        "name": group.label,
+        "legendgroup": group.label,
+        "line": {"color": colour},
+    }
+    return [band, line] if points else [line]
