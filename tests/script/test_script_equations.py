@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,7 +205,12 @@ def first_minibatch(*, log_ratio: float, new: Tensor, values: Tensor) -> set[str
     rollout = RolloutEnd(
         *(1, 1, zeros, values, zeros, values, zeros - 1, never, never), next_values=zeros, actions={}, gamma=0.9
     )
-    columns = {"rows": rows, "values": new.flatten(), "old_values": values.flatten(), "returns": values.flatten()}
+    columns: dict[str, Any] = {
+        "rows": rows,
+        "values": new.flatten(),
+        "old_values": values.flatten(),
+        "returns": values.flatten(),
+    }
     minibatches = MinibatchesEnd(
         (0,), (len(rows),), torch.full((len(rows),), log_ratio), zeros.flatten(), None, {}, **columns
     )
