@@ -273,7 +273,7 @@ SCRIPT_STEPS = (
         "schedule_restarts",
         (SCHED,),
         "restart|again|rises|back",
-        (FRAC, "frac = 1.0 - ((iteration - 1.0) % 2) / num_iterations"),
+        (FRAC, "frac = 1.0 - ((iteration - 1.0) % (num_iterations // 2)) / (num_iterations // 2)"),
     ),
     script(
         "schedule_negative",

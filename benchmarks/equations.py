@@ -297,7 +297,9 @@ def run_bugs(bugs: Iterable[Bug], seeds: int) -> list[Verdict]:
 
 
 def short(bug: Bug) -> tuple[str, ...]:
-    """Return the options of a run of three updates; those of schedules and of actions need five."""
+    """Return the options of a run of three updates; those of actions need five, and those of schedules more."""
+    if bug.quantities[0] == "schedule" and bug.base == "script.py":
+        return ("--total-timesteps", "6144")
     long = bug.quantities[0] in ("actions", "schedule") or bug.base == "bundled.py"
     return () if long else ("--total-timesteps", "1200")
 

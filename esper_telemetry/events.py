@@ -272,6 +272,14 @@ class RolloutEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateStart:
+    """The start of an update whose rollout is not known, in place of `RolloutEnd`."""
+
+    update: int
+    env_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentForward:
     """Inputs and states of the actor's LSTM in a part of the rollout, before the update changes its weights.
 

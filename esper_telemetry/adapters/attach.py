@@ -33,6 +33,7 @@ from esper_telemetry.events import (
     RunStart,
     TrunkBackward,
     UpdateEnd,
+    UpdateStart,
 )
 from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.metrics.gradients.actor_critic import pair_gradients
@@ -167,6 +168,7 @@ class UpdateCollector:
         self._trunk: list[TrunkGradients] = []
         listener.on(RunStart, self._start)
         listener.on(RolloutEnd, self._begin)
+        listener.on(UpdateStart, self._begin)
         listener.on(UpdateEnd, self._end)
         listener.on(EvaluationEnd, self._evaluated)
         listener.on(Rollback, self._rolled_back)
@@ -273,7 +275,7 @@ class UpdateCollector:
             self._listener.untimed(MinibatchEnd, self._critic.add)
             self._keeps_critic = True
 
-    def _begin(self, event: RolloutEnd) -> None:
+    def _begin(self, event: RolloutEnd | UpdateStart) -> None:
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
         self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated)

@@ -24,7 +24,7 @@ from esper_telemetry.metrics.integrity.rollouts.collection import (
     check_replayed_log_probs,
     check_values,
 )
-from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
+from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs, shifted
 from esper_telemetry.metrics.integrity.rollouts.transitions import (
     check_executed,
     check_rewards,
@@ -97,7 +97,16 @@ def _first_minibatch(
     old, new = minibatches.old_values, minibatches.values
     if old is None or new is None or not torch.equal(old[first], rollout.values.flatten()[rows]):
         return
-    values = check_values(rollout.values, replayed(rollout.values, new[first]), valid=valid, precision=precision)
+    replay = replayed(rollout.values, new[first])
+
+    def of_step(steps: int) -> Tensor | None:
+        """The pass over the observation `steps` later, where the minibatch has it."""
+        known = shifted(valid, steps, torch.zeros_like(valid))
+        other = shifted(replay, steps, rollout.values.double())
+        return None if known is None or other is None else torch.where(known, other, rollout.values.double())
+
+    alternatives = {"observation_before": partial(of_step, -1), "observation_after": partial(of_step, 1)}
+    values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     sure = values.matches or values.explanations or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
 

@@ -24,6 +24,7 @@ from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_lo
 from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.target_equations import certain
 
 MAX_LOG_PROB_ERROR = 1e-3
 """Difference up to which two log-probabilities are the same, in nats, in single precision."""
@@ -112,7 +113,7 @@ def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measur
     checks = {"policy": _policy_loss, "value": _value_loss, "entropy": _entropy_loss, "total": _total_loss}
     for name, check in checks.items():
         if claims.claim(name) is not None and f"{name}_loss" not in unshown and _has_inputs(name, claims):
-            yield partial(check, claims)
+            yield partial(certain, facts, partial(check, claims))
     if update.rollout is not None and batches.rows is not None and LOG_RATIOS.name not in unshown:
         yield partial(_log_ratios, claims)
     if update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:

@@ -44,15 +44,15 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if gae_lambda is not None and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
         check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
-        yield partial(_certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
-    yield partial(_certain, facts, partial(_returns, rollout, facts))
+        yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
+    yield partial(certain, facts, partial(_returns, rollout, facts))
     if minibatches is not None and collected is not None:
-        yield partial(_certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
+        yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
         if not str(facts.get("trainer", "")).startswith(OWN_NORMALIZATION) and facts.get("ranks", 1) == 1:
-            yield partial(_certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
+            yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
-def _certain(
+def certain(
     facts: Mapping[str, Any], check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
 ) -> Iterable[MetricGroup]:
     """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one."""
@@ -161,14 +161,16 @@ def _returns_in_use(
         return unchecked(RETURNS, "the rows of the minibatches are not those of the rollout")
     if torch.equal(returns, rollout.returns.flatten()[rows]):
         return unchecked(RETURNS, "the targets are those of the rollout")
-    return check_returns(
-        collected.advantages,
-        old_values,
-        returns,
-        new_values=minibatches.values,
-        valid=minibatches.valid,
-        precision=facts.get("precision"),
-    )
+    valid = minibatches.valid
+    compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
+    check = compared(valid=valid, precision=facts.get("precision"))
+    if check.matches or check.explanations:
+        return check
+    # values of before each pass are those of its first minibatch alone
+    counts = torch.tensor(minibatches.counts, device=returns.device)
+    passes = torch.tensor([-1, *minibatches.epochs], device=returns.device).diff() != 0
+    first = torch.repeat_interleave(passes, counts)
+    return compared(valid=first if valid is None else first & valid, precision=facts.get("precision"))
 
 
 def _normalized(

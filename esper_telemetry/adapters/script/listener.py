@@ -44,6 +44,7 @@ from esper_telemetry.events import (
     RunStart,
     Transitions,
     UpdateEnd,
+    UpdateStart,
 )
 
 DEFAULT_GAMMA = 0.99
@@ -99,6 +100,7 @@ class ScriptListener:
         self._started = False
         self._gamma = DEFAULT_GAMMA
         self._parameters: dict[int, str] = {}
+        self._trained: dict[str, Tensor] = {}
         self._ratio: object = None
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
@@ -109,7 +111,9 @@ class ScriptListener:
         self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
-        self._shown = self._several = False
+        self._shown = self._several = self._accumulates = False
+        self._passed: Callable[[], Tensor | None] = lambda: None
+        self._passed_at = -1
         self._scales: object = None
         self._clips: list[ClipCall] = []
         self._last_clips: list[ClipCall] = []
@@ -157,6 +161,7 @@ class ScriptListener:
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass is about to begin: show a sample the minibatch's objective, with gradients of the script's graph."""
+        self._find_accumulation()
         if not self.hooks.wants(MinibatchObjective) or self._several:
             return
         optimizer, variables = self._last_optimizer(), names.calling_variables()
@@ -176,6 +181,13 @@ class ScriptListener:
         self._scales = variables.find(
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
         )
+
+    def _find_accumulation(self) -> None:
+        """Look in the first update for steps with the gradients of several minibatches, whose rows the variables do not show together."""
+        ratio = None if self.updates or self._accumulates else names.find_ratio(names.calling_variables())
+        if ratio is not None and isinstance(ratio.source, Tensor):
+            self._accumulates = self._step == self._passed_at and self._passed() is not ratio.source
+            self._passed, self._passed_at = weakref.ref(ratio.source), self._step
 
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
@@ -228,7 +240,8 @@ class ScriptListener:
         if gradients is not None:
             self._shown = True
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
-            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=parameters, **gradients._asdict()))
+            self._trained |= parameters  # an update's passes may be of several optimizers
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
@@ -300,17 +313,24 @@ class ScriptListener:
         self._env_step = counted if counted > self._env_step else self._env_step + collected
         ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
         transitions = rollout and self.environments.transitions(rollout.observations, rollout.actions)
+        bounds = rollout and self.environments.bounds(rollout.actions)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
-        if rollout is not None:
-            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions)
+        if rollout is None:
+            self.hooks.emit(UpdateStart(self.updates + 1, self._env_step))
+        else:
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions, bounds)
 
     def _emit_rollout(
-        self, rollout: RolloutVariables, ends: RecordedEnds | None, transitions: Transitions | None
+        self,
+        rollout: RolloutVariables,
+        ends: RecordedEnds | None,
+        transitions: Transitions | None,
+        bounds: Tensor | None,
     ) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
@@ -328,6 +348,9 @@ class ScriptListener:
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 transitions=transitions,
+                bounds={}
+                if bounds is None or count != 1
+                else {name: bounds.to(actions_of) for name, actions_of in by_head.items() if name in heads.means},
                 **columns,
                 **heads._asdict(),
             )
@@ -346,6 +369,8 @@ class ScriptListener:
             return
         if minibatch.old_values is None:
             minibatch = minibatch._replace(old_values=self._at_collection(minibatch.rows))
+        if self._accumulates:
+            minibatch = minibatch._replace(rows=None)
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None

@@ -68,7 +68,7 @@ def left_out(variables: Variables, parameters: Iterable[Tensor]) -> dict[str, Te
     own = {id(parameter) for parameter in parameters}
     best: dict[str, Tensor] | None = None
     for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
-        named = dict(module.named_parameters())
+        named: dict[str, Tensor] = dict(module.named_parameters())
         if own <= {id(parameter) for parameter in named.values()} and (best is None or len(named) < len(best)):
             best = named
     return {

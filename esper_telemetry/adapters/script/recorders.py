@@ -237,6 +237,24 @@ class TransitionLog:
     def __init__(self) -> None:
         self.clear()
 
+    def bounds(self, actions: Tensor, space: Any) -> Tensor | None:
+        """Return the bounds [2, D] of a space of vectors, where the environments received the stored actions [T, B, D], one of both perhaps
+        cut there; None where something else happens to actions on their way.
+        """
+        if getattr(space, "low", None) is None or not np.isfinite([space.low, space.high]).all():
+            return None
+        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
+        sent, received = actions.detach().cpu().double().numpy(), self._received
+        if len(received) != len(sent) or any(one is None or one.shape != sent.shape[1:] for one in received):
+            return None
+        arrived = np.stack(received)
+        if len(low) != sent.shape[-1] or not any(
+            np.allclose(*pair, atol=1e-6)
+            for pair in ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
+        ):
+            return None
+        return torch.from_numpy(np.stack([low, high]))
+
     def clear(self) -> None:
         """Forget all steps."""
         self._entries = 0
@@ -253,8 +271,8 @@ class TransitionLog:
         if rows is None or self._entries + rows.size > MAX_STEP_ENTRIES:
             return
         self._entries += rows.size
-        finals = infos.get("final_obs", infos.get("final_observation")) if isinstance(infos, Mapping) else None
-        for place in np.flatnonzero(ended) if finals is not None and len(finals) == envs else ():
+        finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
+        for place in np.flatnonzero(ended) if len(finals) == envs else ():
             final = _rows_of(finals[place], 1)
             if final is not None and final.shape[1] == rows.shape[1]:
                 self._finals.append((len(self._rewards), int(place), final[0]))
@@ -375,6 +393,11 @@ class EpisodeLog:
         """Return the steps since the last `take` beside what the script has stored; None where they do not fit it."""
         one = len(self._running) == 1 and observations is not None and len(self._ends) == len(observations)
         return self._transitions.beside(observations, actions) if one and observations is not None else None
+
+    def bounds(self, actions: Tensor | None) -> Tensor | None:
+        """Return the bounds [2, D] of the actions since the last `take`; None where stored ones [T, B, D] need not be those in use."""
+        spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
+        return self._transitions.bounds(actions, spaces[0]) if len(spaces) == 1 and actions is not None else None
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""

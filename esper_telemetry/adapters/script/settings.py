@@ -10,11 +10,21 @@ from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
-        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip"),
+        *(
+            "clip_coef",
+            "clip_eps",
+            "clip_range",
+            "clip_param",
+            "clip_epsilon",
+            "eps_clip",
+            "clip_ratio",
+            "clip_rate",
+            "clip",
+        ),
         "CLIP",
     ),
     "gamma": ("gamma", "GAMMA", "discount"),
-    "gae_lambda": ("gae_lambda", "lam", "lambda_", "gae_lam", "LAMBDA"),
+    "gae_lambda": ("gae_lambda", "lam", "lambda_", "gae_lam", "lambd", "lmbda", "LAMBDA"),
     "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
     "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
     "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "EPOCHS", "K_epochs"),

@@ -1,0 +1,236 @@
+"""Equations of scripts: transitions, first minibatches, and gradients from the script's own graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_script_runs import SCRIPTS, with_telemetry
+from torch import Tensor, nn
+
+from esper_telemetry import read_run
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
+from esper_telemetry.adapters.script.recorders import EpisodeLog
+from esper_telemetry.adapters.script.variables import Variables, find_ratio
+from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.equations import equation_checks
+
+STALE = (
+    (
+        "            next_obs = torch.Tensor(next_obs)\n",
+        "            next_obs, waiting = waiting, torch.Tensor(next_obs)\n",
+    ),
+    ("next_done = torch.zeros(args.num_envs)\n", "next_done = torch.zeros(args.num_envs)\n    waiting = next_obs\n"),
+)
+MATCHING = ("stored_rewards", "executed_actions", "replayed_log_probs", "values", "clipping", "advantages", "log_probs")
+
+
+def test_a_script_that_clears_no_gradient_and_acts_on_stale_observations(tmp_path: Path) -> None:
+    """Both are named in every update, and what neither touches matches: nothing but an explained difference counts."""
+    source = (SCRIPTS / "categorical.py").read_text()
+    for old, new in (*STALE, ("                optimizer.zero_grad()\n", "")):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "script.py").write_text(source)
+
+    result = with_telemetry(tmp_path, "script.py", "--total_timesteps=768")
+
+    assert result.code == 0, result.stderr
+    first = read_run(tmp_path / "run").records[0].values
+    assert EQUATION_KEY + "gradient_not_cleared" in first
+    assert EQUATION_KEY + "transitions_stale" in first
+    assert {name: first[EQUATION_KEY + name] < 2e-4 for name in MATCHING} == dict.fromkeys(MATCHING, True)
+
+
+TWO_NETWORKS = """
+import gymnasium as gym, numpy as np, torch
+from torch import nn
+env, size = gym.make("CartPole-v1"), 64
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.l1 = nn.Linear(4, n)
+    def forward(self, x):
+        return self.l1(x)
+actor, critic = Net(2), Net(1)
+optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (actor, critic)]
+o, _ = env.reset(seed=0)
+for update in range(3):
+    s, a, r = [], [], []
+    for _ in range(size):
+        action = torch.distributions.Categorical(logits=actor(torch.tensor(o))).sample().item()
+        s.append(o); a.append(action)
+        o, reward, end, cut, _ = env.step(action)
+        r.append(reward)
+        if end or cut:
+            o, _ = env.reset()
+    s, a, adv = torch.tensor(np.array(s)), torch.tensor(a), torch.randn(size)
+    with torch.no_grad():
+        old_log_prob = actor(s).log_softmax(-1)[torch.arange(size), a]
+    for _ in range(4):
+        ratio = (actor(s).log_softmax(-1)[torch.arange(size), a] - old_log_prob).exp()
+        for loss, optimizer in ((-(ratio * adv).mean(), optimizers[0]), (critic(s).square().mean(), optimizers[1])):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+"""
+
+
+def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None:
+    """The parameters of its networks have the same names; the steps of its optimizers are checked without a rollout."""
+    (tmp_path / "script.py").write_text(TWO_NETWORKS)
+
+    result = with_telemetry(tmp_path, "script.py")
+
+    assert result.code == 0 and "failed" not in result.stderr, result.stderr
+    run = read_run(tmp_path / "run")
+    assert len(run.records) == 3
+    assert run.records[0].values[EQUATION_KEY + "optimizer_step"] < 1e-3
+    assert not any(alarm.type.startswith("integrity/") for alarm in run.alarms)
+
+
+class Minibatch:
+    """Eight rows of a policy and a critic with one layer each, and the variables of a script that computes the clipped surrogate."""
+
+    def __init__(self, *, square: float = 0.5, extra: float = 0.0) -> None:
+        torch.manual_seed(1)
+        self.agent = nn.ModuleDict({"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)})
+        states, actions = torch.randn(8, 3), torch.arange(8) % 2
+        logits = self.agent["actor"](states).log_softmax(-1)
+        newlogprob = logits[torch.arange(8), actions]
+        logratio = newlogprob - newlogprob.detach().roll(1)
+        entropy = -(logits.exp() * logits).sum(-1)
+        newvalue, mb_returns, mb_advantages = self.agent["critic"](states).view(-1), torch.randn(8), torch.randn(8)
+        ratio = logratio.exp()
+        pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * ratio.clamp(0.8, 1.2)).mean()
+        v_loss = square * (newvalue - mb_returns).square().mean()
+        self.loss = loss = pg_loss + 0.25 * v_loss - 0.01 * entropy.mean() + extra * newvalue.mean()
+        names = {"logratio": logratio, "newvalue": newvalue, "entropy": entropy, "loss": loss, "agent": self.agent}
+        columns = {"mb_advantages": mb_advantages, "mb_returns": mb_returns, "vf_coef": 0.25, "ent_coef": 0.01}
+        self.variables = Variables([{**names, **columns}])
+        self.parameters = list(self.agent.parameters())
+
+    def terms(self, started: Tensor) -> tuple[list[str], dict[str, float], Tensor]:
+        """Names of the terms, their weights, and the sum of their weighted gradients."""
+        ratio = find_ratio(self.variables)
+        assert ratio is not None
+        terms = loss_terms(started, self.variables, ratio, {"clip": 0.2}, self.parameters)
+        assert terms is not None and all(p.grad is None for p in self.parameters)
+        gradients, weights = terms
+        return [*gradients], dict(weights), torch.stack([weights[name] * g for name, g in gradients.items()]).sum(0)
+
+    def backward(self) -> Tensor:
+        """The gradient of the loss, after which its graph is gone."""
+        self.loss.backward()
+        return torch.cat(
+            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
+        )
+
+
+@pytest.mark.parametrize(("square", "weight"), [(0.5, 0.25), (1.0, 0.5)])
+def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_has(
+    square: float, weight: float
+) -> None:
+    minibatch = Minibatch(square=square)
+
+    names, weights, total = minibatch.terms(minibatch.loss / 4)
+
+    assert (names, weights) == (["policy", "value", "entropy"], {"policy": 1.0, "value": weight, "entropy": 0.01})
+    assert torch.allclose(total, minibatch.backward().double(), atol=1e-7)
+
+
+def test_a_loss_with_other_terms_is_taken_as_a_whole() -> None:
+    minibatch = Minibatch(extra=0.3)
+
+    names, _, total = minibatch.terms(minibatch.loss)
+
+    assert names == ["policy"]
+    assert torch.allclose(total, minibatch.backward().double(), atol=1e-7)
+
+
+def test_parameters_that_an_optimizer_lacks_are_those_with_a_gradient() -> None:
+    minibatch = Minibatch()
+    actor = list(minibatch.agent["actor"].parameters())
+    assert not left_out(minibatch.variables, actor)
+    minibatch.backward()
+    assert [*left_out(minibatch.variables, actor)] == ["critic.weight", "critic.bias"]
+
+
+class Space:
+    low, high = np.array([-1.0]), np.array([1.0])
+
+
+class Walkers:
+    """Two environments that step together."""
+
+    num_envs = 2
+    single_action_space = Space()
+
+
+def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_reach_them() -> None:
+    """Two steps of two environments; the second one ends its episode in the first step, and shows its last observation."""
+    log, env = EpisodeLog(), Walkers()
+    returned, sent = np.array([[[1.0, 2], [3, 4.5]], [[5, 6], [7, 8.5]]]), torch.tensor([[[0.5], [3]], [[-2], [0]]])
+    assert log.includes(env)
+    for step in range(2):
+        ends = np.array([False, step == 0])
+        infos = {"final_obs": np.array([None, np.array([9.0, 9])], dtype=object)} if step == 0 else {}
+        result = (returned[step], np.ones(2), ends, np.zeros(2, bool), infos)
+        log.after_step(env, result, sent[step].clamp(-1, 1).numpy())
+
+    stored = torch.cat([torch.zeros(1, 2, 2), torch.tensor(returned[:1])]).float()
+    steps = log.transitions(stored, sent)
+    assert steps is not None and steps.sent is not None and steps.received is not None
+    assert torch.equal(steps.inputs[1], steps.outcomes[0])
+    assert steps.finals.isnan().tolist() == [[True, False], [True, True]]
+    assert (steps.sent == steps.received).tolist() == [[True, False], [False, True]]
+    bounds = log.bounds(sent)
+    assert bounds is not None and bounds.tolist() == [[-1], [1]]
+    assert log.bounds(sent / 2) is None
+    assert log.transitions(stored[..., :1], sent) is None
+    log.take()
+    assert log.transitions(stored, sent) is None
+
+
+def first_minibatch(*, log_ratio: float, new: Tensor, values: Tensor) -> set[str]:
+    """Names of the equations of `values` and `replayed_log_probs` that differ, and of their explanations, in one minibatch of all rows."""
+    shape, rows = values.shape, torch.arange(values.numel())
+    zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    rollout = RolloutEnd(
+        *(1, 1, zeros, values, zeros, values, zeros - 1, never, never), next_values=zeros, actions={}, gamma=0.9
+    )
+    columns: dict[str, Any] = {
+        "rows": rows,
+        "values": new.flatten(),
+        "old_values": values.flatten(),
+        "returns": values.flatten(),
+    }
+    minibatches = MinibatchesEnd(
+        (0,), (len(rows),), torch.full((len(rows),), log_ratio), zeros.flatten(), None, {}, **columns
+    )
+    update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+    groups = [group for check in equation_checks(update, {"columns_by_name": True}) for group in check()]  # type: ignore[union-attr]  # all return groups
+    keys = {key: value for group in groups for key, value in group.values().items()}
+    names = ("values", "replayed_log_probs")
+    return {
+        key.removeprefix(EQUATION_KEY)
+        for key, value in keys.items()
+        if key.removeprefix(EQUATION_KEY).startswith(names) and (value > 1e-4 or "observation" in key)
+    }
+
+
+def test_values_of_a_first_minibatch_alone_may_be_in_other_units_but_not_beside_log_probabilities() -> None:
+    values = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))
+    after = torch.cat([values[:1] * 0, values[:-1]])
+
+    assert first_minibatch(log_ratio=0.0, new=values, values=values) == set()
+    assert first_minibatch(log_ratio=0.0, new=3 * values + 1, values=values) == set()
+    assert first_minibatch(log_ratio=1e-3, new=values, values=values) == set()
+    assert first_minibatch(log_ratio=0.5, new=3 * values + 1, values=values) == {"values", "replayed_log_probs"}
+    assert first_minibatch(log_ratio=0.0, new=after, values=values) == {"values", "values_observation_after"}
