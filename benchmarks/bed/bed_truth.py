@@ -10,8 +10,8 @@ Episodes are those of the task itself, beneath all wrappers. *First* are those t
 - learns: the last fifth is above the first episodes;
 - flat: neither.
 
-A program is harmful where most seeds are flat, declining or failed, and most seeds of its correct twin learn. Seeds that were not run do not
-count: one may decide.
+A program is harmful where most seeds are flat, declining or failed, and most seeds of its correct twin learn. Seeds that were not run do
+not count: one may decide.
 """
 
 from __future__ import annotations
