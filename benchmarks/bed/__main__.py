@@ -4,7 +4,7 @@
     python benchmarks/bed run --half tuning          # can be interrupted; runs that are there are kept
     python benchmarks/bed score --half tuning        # tables, from the journals of the runs that are there
 
-Programs run one after the other, in a process each, with one torch thread. `results/` in this folder, which git ignores, holds for each run
+Programs run one after the other, in a process each, with one torch thread. `runs/bed/`, which git ignores, holds for each run
 its journal, its true returns and `run.json`. A program runs with a third seed only where two do not agree on whether it learns.
 """
 
@@ -28,7 +28,7 @@ import bed_truth  # noqa: E402
 import equations  # noqa: E402
 from bed_programs import PROGRAMS_OF_BED, Program  # noqa: E402
 
-RESULTS = BED / "results"
+RESULTS = BED.parents[1] / "runs" / "bed"
 TIME_LIMIT_SECONDS = 900
 
 

@@ -16,6 +16,8 @@ import equations
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, Edit, edited
 from equation_healthy import BOOTSTRAPPED, ROLLOUT_NORMALISED
 
+from esper_telemetry.core.equations.equation import equations as equations_of_ppo
+
 
 @dataclass(frozen=True)
 class Task:
@@ -93,8 +95,8 @@ class Program:
         steps = ("--total-timesteps", str(self.task.steps), "--seed", str(seed))
         if self.trainer in ("sb3", "bundled"):
             text = (PROGRAMS.parent / "bed" / "library_program.py").read_text()
-            settings = ("--settings", json.dumps(dict(self.settings)), "--env-id", self.task.env)
-            return text, ["program.py", "--trainer", self.trainer, *settings, *steps, "--run-dir", run_dir]
+            options = ("--settings", json.dumps(dict(self.settings)), "--env-id", self.task.env)
+            return text, ["program.py", "--trainer", self.trainer, *options, *steps, "--run-dir", run_dir]
         own = ("--env-id", self.task.env, *steps)
         watched = ["run", "--run-dir", run_dir, "program.py", *own]
         if self.trainer == "script":
@@ -218,7 +220,7 @@ def equation_program(bug: Bug, task: Task) -> Program:
     causes = frozenset().union(*(CAUSES[quantity] for quantity in bug.quantities))
     if _named(bug) == "permuted_stored":  # FrozenLake has four actions
         edits = tuple((old, new.replace("2 -", "3 -")) for old, new in edits)
-    declared = equations.equations()
+    declared = equations_of_ppo()
     quantities = dict.fromkeys(
         [*bug.quantities, *bug.follows, *("gradient" for one in bug.quantities if one in equations.LOSSES)]
     )
