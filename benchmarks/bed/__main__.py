@@ -1,10 +1,10 @@
-"""Real programs that are wrong from their first line, their correct twins, harmless variants and published settings: how telemetry judges them.
+"""How telemetry judges programs that are wrong from their first line, their correct twins, harmless variants and published settings.
 
     python benchmarks/bed list
     python benchmarks/bed run --half tuning          # can be interrupted; runs that are there are kept
     python benchmarks/bed score --half tuning        # tables, from the journals of the runs that are there
 
-Programs run one after the other, in a process each, with one torch thread. `results/` in this folder, which git ignores, holds for each run
+Programs run one after the other, in a process each, with one torch thread. `runs/bed/`, which git ignores, holds for each run
 its journal, its true returns and `run.json`. A program runs with a third seed only where two do not agree on whether it learns.
 """
 
@@ -22,13 +22,13 @@ from pathlib import Path
 BED = Path(__file__).resolve().parent
 sys.path[:0] = [str(BED), str(BED.parent)]
 
+import bed_competitors  # noqa: E402
 import bed_score  # noqa: E402
 import bed_truth  # noqa: E402
+import equations  # noqa: E402
 from bed_programs import PROGRAMS_OF_BED, Program  # noqa: E402
 
-import equations  # noqa: E402
-
-RESULTS = BED / "results"
+RESULTS = BED.parents[1] / "runs" / "bed"
 TIME_LIMIT_SECONDS = 900
 
 
@@ -83,13 +83,16 @@ def main() -> None:
         "--seeds", type=int, choices=[1, 2, 3], default=3, help="at most, of programs that are wrong and their twins"
     )
     parser.add_argument("--json", type=Path, help="file for the score of every run")
+    parser.add_argument("--competitors", type=Path, help="folder with zen-rl and rlwatch, to compare with")
     options = parser.parse_args()
     programs = chosen(options.half, options.only)
     if options.what == "list":
         for one in programs:
             print(f"{one.half:8}{one.kind:11}{one.name:42}{one.task.env:22}{one.source}")
     elif options.what == "score":
-        bed_score.score(RESULTS, programs, options.json)
+        scores = bed_score.score(RESULTS, programs, options.json)
+        if options.competitors:
+            bed_competitors.compare(RESULTS, programs, scores, options.competitors)
     else:
         equations.preload()
         for program, seed in plan(programs, options.seeds):

@@ -1,7 +1,7 @@
 """Programs of the bed, declared before any was scored: tasks, programs that are wrong from their first line, variants, published settings.
 
-Programs with wrong equations are those of `equation_bugs*.py`, trained longer on other tasks. `Program.causes` are the alarms that name what is
-wrong; a remark on a setting is `remark/<setting>`. `integrity/equation` counts where the equation is one of the bug's.
+Programs with wrong equations are those of `equation_bugs*.py`, trained longer on other tasks. `Program.causes` are the alarms that name
+what is wrong; a remark on a setting is `remark/<setting>`. `integrity/equation` counts where the equation is one of the bug's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Final
 import equations
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, Edit, edited
 from equation_healthy import BOOTSTRAPPED, ROLLOUT_NORMALISED
+
+from esper_telemetry.core.equations.equation import equations as equations_of_ppo
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Task:
 CARTPOLE = Task("CartPole-v1", 20_000)
 FROZEN = Task("FrozenLake-v1", 15_000)
 CLIFF = Task("CliffWalking-v1", 20_000, {"ent_coef": 0.01})
-LANDER = Task("LunarLander-v3", 45_000, {"num_envs": 8, "num_steps": 128, "gamma": 0.99, "update_epochs": 6})
+LANDER = Task("LunarLander-v3", 40_000, {"num_envs": 8, "update_epochs": 6})
 BOXING = Task("ALE/Boxing-v5", 24_000, {"num_envs": 8, "num_steps": 128, "gamma": 0.99, "update_epochs": 6})
 INVERTED = Task("InvertedPendulum-v5", 20_000, {"ent_coef": 0.0, "update_epochs": 6})
 HOPPER = Task(
@@ -93,8 +95,8 @@ class Program:
         steps = ("--total-timesteps", str(self.task.steps), "--seed", str(seed))
         if self.trainer in ("sb3", "bundled"):
             text = (PROGRAMS.parent / "bed" / "library_program.py").read_text()
-            settings = ("--settings", json.dumps(dict(self.settings)), "--env-id", self.task.env)
-            return text, ["program.py", "--trainer", self.trainer, *settings, *steps, "--run-dir", run_dir]
+            options = ("--settings", json.dumps(dict(self.settings)), "--env-id", self.task.env)
+            return text, ["program.py", "--trainer", self.trainer, *options, *steps, "--run-dir", run_dir]
         own = ("--env-id", self.task.env, *steps)
         watched = ["run", "--run-dir", run_dir, "program.py", *own]
         if self.trainer == "script":
@@ -218,7 +220,7 @@ def equation_program(bug: Bug, task: Task) -> Program:
     causes = frozenset().union(*(CAUSES[quantity] for quantity in bug.quantities))
     if _named(bug) == "permuted_stored":  # FrozenLake has four actions
         edits = tuple((old, new.replace("2 -", "3 -")) for old, new in edits)
-    declared = equations.equations()
+    declared = equations_of_ppo()
     quantities = dict.fromkeys(
         [*bug.quantities, *bug.follows, *("gradient" for one in bug.quantities if one in equations.LOSSES)]
     )

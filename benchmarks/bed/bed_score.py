@@ -1,7 +1,7 @@
 """Tables of the bed: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
 
-A harmful program is *named* where an alarm or a shown remark is one of its causes, *named wrongly* where other alarms explain its bad
-outcome, *unexplained* where the verdict says so, and *called fine* otherwise. A remark counts beside a bad outcome alone, where it is shown.
+A harmful program is *named* where an alarm or a shown remark is one of its causes, *named wrongly* where other alarms were raised,
+*unexplained* where the verdict says so, and *called fine* otherwise. A remark counts beside a bad outcome alone, where it is shown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +35,8 @@ class Score:
     Attributes:
         program, kind, seed, updates: of the run.
         harmful: of the program; None where too few seeds were run.
-        truth, outcome: by the returns, and by the package.
+        learns, truth: by the returns.
+        outcome: by the package.
         result: named, named wrongly, unexplained, or called fine; of wrong programs.
         root_first: the first incident is put down to a right cause.
         alarms: raised, as type and, for equations, the equation.
@@ -48,6 +49,7 @@ class Score:
     seed: int
     updates: int
     harmful: bool | None
+    learns: bool | None
     truth: str
     outcome: str
     result: str
@@ -57,8 +59,8 @@ class Score:
     right_outcome: bool | None
 
 
-def score(results: Path, programs: Sequence[Program], path: Path | None) -> None:
-    """Print the tables; write the score of every run to `path`."""
+def score(results: Path, programs: Sequence[Program], path: Path | None) -> list[Score]:
+    """Print the tables and return the score of every run; write them to `path`."""
     scores = list(scored(results, programs))
     runs = {
         (one.name, seed) for one in programs for seed in SEEDS if truth_of(results, one.name, seed).kind != "missing"
@@ -70,6 +72,7 @@ def score(results: Path, programs: Sequence[Program], path: Path | None) -> None
     print_outcomes(scores)
     if path:
         path.write_text(json.dumps([asdict(one) for one in scores], indent=1))
+    return scores
 
 
 def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
@@ -83,7 +86,7 @@ def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
                 yield score_of(program, seed, harmful, truth, verdict_of(run_dir))
 
 
-@lru_cache(maxsize=None)
+@cache
 def verdict_of(run_dir: Path) -> Diagnosis:
     """Return what `esper-telemetry diagnose` says."""
     run = read_run(run_dir)
@@ -101,12 +104,10 @@ def verdict_of(run_dir: Path) -> Diagnosis:
 
 def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, verdict: Diagnosis) -> Score:
     """Return the score of a run."""
-    bad = verdict.outcome.kind in BAD
     raised = [alarm for incident in verdict.incidents for alarm in incident.alarms if alarm.event is AlarmEvent.RAISE]
     raised = [alarm for alarm in raised if not alarm.type.startswith(NOT_EXPLAINING)]
-    remarks = [str(data["name"]) for data in verdict.remarks] if bad else []
     named = [alarm for alarm in raised if is_right(program, alarm)]
-    named_remarks = [name for name in remarks if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
+    remarks, named_remarks = shown_remarks(program, verdict)
     if program.kind != "wrong":
         result = ""
     elif named or named_remarks:
@@ -122,12 +123,28 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
         f"{one.type}:{one.key.removeprefix(EQUATION_KEY)}" if one.type == EQUATION else one.type for one in raised
     ]
     return Score(
-        *(program.name, program.kind, seed, verdict.updates, harmful, truth.text, str(verdict.outcome.kind), result),
+        *(
+            program.name,
+            program.kind,
+            seed,
+            verdict.updates,
+            harmful,
+            truth.good,
+            truth.text,
+            str(verdict.outcome.kind),
+            result,
+        ),
         root_first=root,
         alarms=tuple(dict.fromkeys(labels)),
         remarks=tuple(remarks),
         right_outcome=None if kinds is None else verdict.outcome.kind in kinds,
     )
+
+
+def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list[str]]:
+    """Return the names of the remarks beside a bad outcome, and of those the ones that name what is wrong with the program."""
+    names = [str(data["name"]) for data in verdict.remarks] if verdict.outcome.kind in BAD else []
+    return names, [name for name in names if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
 
 
 def is_right(program: Program, alarm: Alarm) -> bool:
@@ -144,7 +161,8 @@ def share(part: int, whole: int) -> str:
 
 def print_harmful(scores: Sequence[Score]) -> None:
     """Print what was said about harmful programs, by run."""
-    runs = [one for one in scores if one.harmful]
+    runs = [one for one in scores if one.harmful and not one.learns]
+    print(f"\n{len({one.program for one in runs})} programs are harmful.")
     counts = Counter(one.result for one in runs)
     print("\n| harmful programs, by run | share | goal |\n|---|---|---|")
     for result, goal in (("named", "≥ .85"), ("unexplained", "≤ .15"), ("named wrongly", "0"), ("called fine", "0")):

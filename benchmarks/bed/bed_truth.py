@@ -5,12 +5,13 @@ Episodes are those of the task itself, beneath all wrappers. *First* are those t
 
 - failed: the program ended with an exception;
 - undecided: fewer than `3 * MIN_EPISODES` episodes;
-- a fifth is above the first where its mean is `MIN_EFFECT` standard deviations of the first episodes above theirs, and `MIN_Z` standard errors;
+- a fifth is above the first where its mean exceeds theirs by `MIN_EFFECT` of their standard deviations and by `MIN_Z` standard errors;
 - declining: the last fifth is below the first episodes by the same measure, or half of a rise is lost;
 - learns: the last fifth is above the first episodes;
 - flat: neither.
 
-A program is harmful where most seeds are flat, declining or failed, and most seeds of its correct twin learn.
+A program is harmful where most seeds are flat, declining or failed, and most seeds of its correct twin learn. Seeds that were not run do
+not count: one may decide.
 """
 
 from __future__ import annotations
@@ -105,5 +106,6 @@ def harm(results: Path, program: str, twin: str, seeds: Sequence[int]) -> bool |
 
 
 def majority(votes: Sequence[bool | None]) -> bool | None:
-    """Return what two or more say."""
-    return True if votes.count(True) >= 2 else False if votes.count(False) >= 2 else None
+    """Return what more than half of those say who say anything."""
+    yes, no = votes.count(True), votes.count(False)
+    return None if yes == no else yes > no

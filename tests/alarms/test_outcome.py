@@ -133,6 +133,18 @@ def test_the_sentence_has_the_numbers_that_decided() -> None:
     assert (outcome.first, outcome.last, outcome.episodes) == (15.0, 290.0, 360)
 
 
+@pytest.mark.parametrize(("std", "kind"), [(10.0, OutcomeKind.LEARNING), (400.0, OutcomeKind.FLAT)])
+def test_the_spread_of_episodes_tells_a_slow_rise(std: float, kind: OutcomeKind) -> None:
+    """CartPole, blocks as measured: few and uneven, so that they alone could be noise; episodes within them differ by 10 or by 400."""
+    blocks = [21, 28, 34, 31, 42, 84, 103, 99, 51, 108, 105, 161, 188, 159, 87, 123, 133, 184, 218, 238, 226, 157, 153]
+    course = records(np.array(blocks, float), episodes=8)
+
+    assert outcome_of(course).kind is OutcomeKind.FLAT
+    assert outcome_of(records(np.array(blocks, float), episodes=8, more={"episode/return_std": std})).kind is kind
+    fallen = records(np.array(blocks[::-1], float), episodes=8, more={"episode/return_std": 10.0})
+    assert outcome_of(fallen).kind is OutcomeKind.DECLINING
+
+
 def test_a_threshold_that_is_passed_is_solved() -> None:
     """From update 31 on the return is 200. Eight updates and a third have the 100 episodes of a mean."""
     facts = {"reward_threshold": 195.0, "env": "Task-v0"}

@@ -260,6 +260,34 @@ def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) 
     assert all("hardly moved for 20 updates" in alarm.text for alarm in found)
 
 
+@pytest.mark.parametrize(("end", "entropy", "told"), [(50.0, 0.01, False), (50.0, 0.6, True), (5.0, 0.01, True)])
+def test_a_policy_that_has_decided_stands_still(end: float, entropy: float, told: bool) -> None:
+    """FrozenLake, solved: hardly any entropy is left, and no action but the best one is sampled."""
+
+    def stands_still(metrics: Values, ago: int) -> None:
+        if ago > 40:
+            metrics.update({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/entropy_norm": entropy})
+
+    assert ("policy/kl_stall" in raised(judged(run(80, both(stands_still, returns(5.0, end)), since=1)))) is told
+
+
+@pytest.mark.parametrize(("cut", "paid", "told"), [(1.0, 1.0, False), (0.0, 1.0, True), (1.0, 0.5, True)])
+def test_a_survivor_is_paid_the_same_in_every_step(cut: float, paid: float, told: bool) -> None:
+    """InvertedPendulum, solved: 1 per step and nothing at a fall, until all episodes reach the time limit."""
+
+    def survives(metrics: Values, ago: int) -> None:
+        metrics["episode/length_mean"] = 10.0 if ago < 40 else 1000.0
+        metrics["reward/absmax"] = 1.0
+        if ago >= 40:
+            metrics.update(
+                {"reward/std": 0.0, "reward/mean": paid, "reward/absmax": paid, "episode/truncated_frac": cut}
+            )
+
+    verdicts = judged(run(80, both(survives, returns(5.0, 50.0)), since=1))
+
+    assert ("reward/constant" in raised(verdicts)) is told
+
+
 def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
     """KL of exactly 0, while whole distributions move by 0.0045 nats: old log-probabilities are computed anew."""
     anew = set_to({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/kl_exact": 0.0045})

@@ -127,6 +127,7 @@ class ConstantRewardJudge:
         episodes: that have ended since the start.
         lengths: their smallest and largest length.
         updates_with_ends: updates in which any ended.
+        most: largest magnitude so far.
     """
 
     varied: int = 0
@@ -137,6 +138,7 @@ class ConstantRewardJudge:
     episodes: float = 0.0
     lengths: tuple[float, float] | None = None
     updates_with_ends: int = 0
+    most: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         spread, largest = view.get("reward/std"), view.get("reward/absmax")
@@ -144,6 +146,7 @@ class ConstantRewardJudge:
             return
         value = view.get("reward/mean") or 0.0
         self._add_episodes(view)
+        self.most = max(self.most, largest)
         if spread > 0:
             if self.varied:
                 self.longest = max(self.longest, self.updates)
@@ -155,7 +158,9 @@ class ConstantRewardJudge:
                 self.paid.add(value)
         transitions, limits = self.transitions, view.limits
         gone = self.varied >= MIN_VARIED_UPDATES and self.updates >= 10 and self.updates > GAP_FACTOR * self.longest
-        gone = gone and transitions >= limits[CONSTANT_STEPS]
+        # Who is paid for every step and lives to the time limit gets the best reward there is in each of them.
+        survives = view.course.risen is True and value >= self.most and value > 0
+        gone = gone and transitions >= limits[CONSTANT_STEPS] and not (survives and self._survives(view))
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
         equal = not self.varied and self._equal_lengths() and len(self.paid) == 1 and value > 0
         useless = equal and transitions >= limits[CONSTANT_STEPS]
@@ -177,6 +182,12 @@ class ConstantRewardJudge:
             self.lengths = min([*lengths, *(self.lengths or ())]), max([*lengths, *(self.lengths or ())])
             self.episodes += view.get("episode/count") or 0.0
             self.updates_with_ends += 1
+
+    def _survives(self, view: View) -> bool:
+        """True where no episode has terminated in this update, and any that has ended is the longest so far."""
+        length = view.get("episode/length_mean")
+        cut = view.get("episode/truncated_frac")
+        return length is None or (cut == 1.0 and self.lengths is not None and length >= 0.99 * self.lengths[1])
 
     def _equal_lengths(self) -> bool:
         if self.lengths is None or self.episodes < MIN_EQUAL_EPISODES or self.updates_with_ends < MIN_UPDATES_WITH_ENDS:

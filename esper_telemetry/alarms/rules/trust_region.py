@@ -166,6 +166,9 @@ KL_SLOW = below("kl_slow", 1e-5, "the same, median over twenty updates, while th
 SLOW_UPDATES = 20
 """Updates in which the policy must have hardly moved."""
 
+DECIDED_ENTROPY = 0.03
+"""Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
+
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
 
@@ -193,7 +196,8 @@ class KlStallJudge(AnnealedRate):
         moves, exact = self.moves, self.exact
         moves.append(value)
         del moves[:-SLOW_UPDATES]
-        stalled = value < bound and not annealed
+        decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+        stalled = value < bound and not annealed and not decided
         slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
         slow = slow and not annealed and not stalled
         elsewhere = exact > MIN_MOVED

@@ -13,7 +13,8 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 - declining: lost `LOST_SHARE` of what it had gained, or fell below the first rollouts without a rise;
 - flat: neither rose above the first rollouts nor fell below them.
 
-A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one.
+A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
+which is strict where few blocks rise slowly. `ReturnCourse.shift` says so besides, by the spread of the episodes within updates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.rule import number
+from esper_telemetry.alarms.number_text import number
+from esper_telemetry.alarms.verdict.return_course import STD, ReturnCourse
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 
@@ -139,6 +141,7 @@ class OutcomeJudge:
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending = ""
+        self._levels = ReturnCourse()
         self.outcome = Outcome()
 
     def step(self, record: Record) -> Outcome | None:
@@ -186,6 +189,8 @@ class OutcomeJudge:
             for key in (RETURN, RECENT_RETURN, LENGTH, *filter(SUCCESS.fullmatch, values)):
                 if key in values:
                     self._put(key, values[key], episodes, update, length=length, passed=passed)
+        if STD in values and RETURN in self._series and self._series[RETURN].blocks:
+            self._levels.add(values)
         if EVALUATION in values:
             self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
         if facts.get("normalize_rewards") is False and REWARD in values:
@@ -259,6 +264,8 @@ class OutcomeJudge:
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = course.kind, None
+        if kind is OutcomeKind.FLAT and key == RETURN and self._levels.shift:
+            kind = OutcomeKind.LEARNING if self._levels.shift > 0 else OutcomeKind.DECLINING
         if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < MIN_FLAT_EPISODES):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
