@@ -37,7 +37,9 @@ import equation_bugs_update as update
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, edited
 from equation_healthy import HEALTHY, Healthy
 
+from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
 from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, equations
+from esper_telemetry.core.equations.schedule import RateHistory
 from esper_telemetry.journal.read import read_run
 
 BUGS: tuple[Bug, ...] = (
@@ -60,7 +62,7 @@ SEGMENTS: Mapping[str, str] = {
     "actions": "^(actions|executed_actions)$",
     "gradient": "^(gradient|clipping)$",
     "transitions": "^(transitions|stored_rewards)$",
-    "policy_loss": "^(policy_loss|total_loss)$",
+    "policy_loss": "^(policy_loss|log_ratios|total_loss)$",
     "value_loss": "^(value_loss|total_loss)$",
     "entropy": "^(entropy_loss|total_loss)$",
 }
@@ -135,14 +137,14 @@ def run_program(text: str, base: str, args: Sequence[str], seed: int, *, telemet
         return reading
 
 
-def forked(command: Sequence[str], directory: Path) -> int:
+def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_LIMIT_SECONDS) -> int:
     """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
 
     The fork has one core, so that the records are made in it and not in a worker process: that saves the import of torch in each.
     """
     pid = os.fork()
     if pid:
-        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        deadline = time.monotonic() + limit_seconds
         while time.monotonic() < deadline:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -213,6 +215,17 @@ def read_journal(run_dir: Path) -> Reading:
                 reading.named.setdefault(name, []).append([one.name for one in explanations])
                 reading.says |= {f"{name}_{one.name}": one.says for one in explanations}
                 explained[name].append(any(one.variant for one in explanations))
+    rates = RateHistory(run.info.facts)
+    for record in run.records:
+        rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+    schedule = rates.result()
+    if schedule is not None:
+        name, share = schedule.equation.name, schedule.error / schedule.tolerance
+        reading.checked[name], reading.largest[name] = len(run.records), share
+        if share > 1:
+            reading.named[name] = [[one.name for one in schedule.explanations]]
+            reading.says |= {f"{name}_{one.name}": one.says for one in schedule.explanations}
+            explained[name].append(any(one.variant for one in schedule.explanations))
     reading.variants = [name for name, flags in explained.items() if all(flags)]
     reading.alarms = sorted(
         {f"{alarm.type}: {alarm.text}" for alarm in run.alarms if alarm.type.startswith("integrity/")}

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
     from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy as check_entropy
-    from esper_telemetry.metrics.integrity.losses.log_ratios import check_log_ratios as check_log_ratios
+    from esper_telemetry.metrics.integrity.losses.losses import check_total_loss as check_total_loss
+    from esper_telemetry.metrics.integrity.losses.minibatches import check_log_ratios as check_log_ratios
     from esper_telemetry.metrics.integrity.losses.minibatches import check_minibatches as check_minibatches
     from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss as check_policy_loss
-    from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss as check_total_loss
     from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss as check_value_loss
     from esper_telemetry.metrics.integrity.rollouts.actions import check_actions as check_actions
     from esper_telemetry.metrics.integrity.rollouts.collection import (
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.integrity.rollouts.transitions import check_rewards as check_rewards
     from esper_telemetry.metrics.integrity.rollouts.transitions import check_transitions as check_transitions
     from esper_telemetry.metrics.integrity.schedules import check_schedule as check_schedule
-    from esper_telemetry.metrics.integrity.steps.clipping import check_clipping as check_clipping
+    from esper_telemetry.metrics.integrity.steps.gradients import check_clipping as check_clipping
     from esper_telemetry.metrics.integrity.steps.gradients import check_gradient as check_gradient
     from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step as check_optimizer_step
     from esper_telemetry.metrics.integrity.targets.advantages import check_gae as check_gae
@@ -110,22 +110,20 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
         "esper_telemetry.metrics.integrity.rollouts.actions": ("check_actions",),
         "esper_telemetry.metrics.integrity.targets.advantages": ("check_gae",),
-        "esper_telemetry.metrics.integrity.steps.clipping": ("check_clipping",),
         "esper_telemetry.metrics.integrity.rollouts.collection": (
             "check_replayed_log_probs",
             "check_values",
         ),
         "esper_telemetry.metrics.integrity.losses.entropy_loss": ("check_entropy",),
-        "esper_telemetry.metrics.integrity.steps.gradients": ("check_gradient",),
+        "esper_telemetry.metrics.integrity.steps.gradients": ("check_clipping", "check_gradient"),
         "esper_telemetry.metrics.integrity.rollouts.log_probs": ("check_log_probs",),
-        "esper_telemetry.metrics.integrity.losses.log_ratios": ("check_log_ratios",),
-        "esper_telemetry.metrics.integrity.losses.minibatches": ("check_minibatches",),
+        "esper_telemetry.metrics.integrity.losses.minibatches": ("check_log_ratios", "check_minibatches"),
         "esper_telemetry.metrics.integrity.targets.normalization": ("check_normalized_advantages",),
         "esper_telemetry.metrics.integrity.steps.optimizer_step": ("check_optimizer_step",),
         "esper_telemetry.metrics.integrity.losses.policy_loss": ("check_policy_loss",),
         "esper_telemetry.metrics.integrity.targets.returns": ("check_returns",),
         "esper_telemetry.metrics.integrity.schedules": ("check_schedule",),
-        "esper_telemetry.metrics.integrity.losses.total_loss": ("check_total_loss",),
+        "esper_telemetry.metrics.integrity.losses.losses": ("check_total_loss",),
         "esper_telemetry.metrics.integrity.rollouts.transitions": (
             "check_executed",
             "check_rewards",

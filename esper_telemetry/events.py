@@ -238,6 +238,7 @@ class RolloutEnd:
             state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
         time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
             see what was added for the states after them; else None.
+        ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
     """
 
     update: int
@@ -267,6 +268,7 @@ class RolloutEnd:
     transitions: Transitions | None = None
     last_values: Tensor | None = None
     time_limits: Tensor | None = None
+    ends_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,7 @@ class TrunkBackward:
         actor: gradient of the actor's loss (entropy bonus included) with respect to the actor's trunk output.
         critic: gradient of the critic's loss, times its coefficient, with respect to the critic's trunk output.
         shared: parameters that both losses train; empty for separate networks.
+        valid: rows of the outputs that are no padding, [N], bool; None where the minibatch's own flags say so.
     """
 
     epoch: int
@@ -373,6 +376,7 @@ class TrunkBackward:
     actor: Tensor
     critic: Tensor
     shared: Sequence[Tensor]
+    valid: Tensor | None = None
 
 
 class BackwardEnd(NamedTuple):

@@ -60,6 +60,7 @@ from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import can_use_worker
+from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
 from esper_telemetry.updates.containment import Containment, Measurement
 from esper_telemetry.updates.data import UpdateData
@@ -106,6 +107,7 @@ class TelemetrySession:
         level: at which the run is measured while nothing is wrong.
         clock: the time that telemetry takes on the training thread.
         sampling: which updates are sampled.
+        prints_end: whether the block about the whole run is printed at its end; commands print it themselves.
 
     Raises as `Telemetry`.
     """
@@ -114,6 +116,7 @@ class TelemetrySession:
         self.level = options.level
         self.sampling = Sampling(options.level, options.budget)
         self.clock = Clock()
+        self.prints_end = True
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
         self._lock = threading.RLock()
@@ -508,4 +511,10 @@ class TelemetrySession:
             report = self._deliveries.close(0.0, status=status)
             recorder.release()
             log_undelivered(report, recorder.run_dir)
+            if self.prints_end:
+                self.attempt(print_end, self.run_end(status))
         return report
+
+    def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
+        """Return what the block at the end of the run says; `resume` is its line on how an interrupted run goes on."""
+        return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume)

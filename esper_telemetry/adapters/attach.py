@@ -312,7 +312,8 @@ class UpdateCollector:
         self._layers = layers_of(event)
 
     def _keep_features(self, event: TrunkBackward) -> None:
-        self._features = event.outputs[0].detach()[:MAX_FEATURE_ROWS]
+        features = event.outputs[0].detach()
+        self._features = (features if event.valid is None else features[event.valid])[:MAX_FEATURE_ROWS]
 
     def _join(self) -> None:
         """Join the events that the source has not joined itself."""

@@ -6,7 +6,7 @@ to it takes a backward pass of its own. Everything else is arithmetic on copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,9 @@ from esper_telemetry.adapters.sampled import TimedListener
 from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
-from esper_telemetry.metrics.integrity.steps.clipping import compare_clipping
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
+from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
+from esper_telemetry.metrics.integrity.steps.gradient_terms import TermGradients
 from esper_telemetry.metrics.integrity.steps.gradients import compare_gradient, same_gradient
 from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients, flat64
 from esper_telemetry.metrics.integrity.steps.optimizer_step import (
@@ -45,12 +46,14 @@ class MinibatchLoss(NamedTuple):
     Attributes:
         gradients: of its terms and of alternatives to them.
         total: [d], of the whole loss.
-        rows: of the minibatch.
+        rows: of the minibatch; None where they are not known.
+        coefficients: weights of the terms.
     """
 
-    gradients: LossGradients
+    gradients: TermGradients
     total: Tensor
-    rows: int
+    rows: int | None
+    coefficients: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class CheckedStep:
         before: the parameters and the optimizer's state before the step, without gradients.
         gradient: [d], after the backward pass; None before it.
         steps: the same with the gradients that the optimizer read, once it has taken its step.
+        rate: learning rate of that step, of an objective that was found by name; None where there are several.
     """
 
     objective: MinibatchObjective
@@ -74,6 +78,7 @@ class CheckedStep:
     before: list[ParameterStep]
     gradient: Tensor | None = None
     steps: list[ParameterStep] = field(default_factory=list)
+    rate: float | None = None
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -136,10 +141,8 @@ class StepProbe:
             self.stop()
             return
         parameters = list(event.parameters.values())
-        loss = None
-        if event.rows is not None:
-            gradients = LossGradients(with_generators(event.rows, parameters), parameters)
-            loss = MinibatchLoss(gradients, *gradients.total(event.coefficients))
+        loss = _loss_of(event, parameters)
+        if loss is not None:
             self._listener.once(BackwardEnd, self._backward)
         previous = None if all(p.grad is None for p in parameters) else _gradient_of(parameters)
         before = list(parameter_steps(parameters, event.optimizer))
@@ -162,12 +165,11 @@ class StepProbe:
         error, bound = same_gradient(claimed, loss.total, step.numels), GRADIENT.tolerance_at(self.precision)
         if error <= bound:
             return EquationCheck(GRADIENT, error, bound)
-        coefficients = step.objective.coefficients
-        terms = {name: gradient for name in coefficients if (gradient := loss.gradients(name)) is not None}
-        return compare_gradient(
+        terms = {name: gradient for name in loss.coefficients if (gradient := loss.gradients(name)) is not None}
+        check = compare_gradient(
             claimed,
             terms,
-            coefficients,
+            loss.coefficients,
             step.numels,
             previous=step.previous,
             weights=flat64(step.parameters),
@@ -176,6 +178,7 @@ class StepProbe:
             alternatives=loss.gradients,
             precision=self.precision,
         )
+        return _certain(check) if step.objective.by_name else check
 
     def _optimizer_step(self, event: OptimizerStep) -> None:
         """Check the clip; the weights are read when the next step begins, so that changes after this one are seen."""
@@ -183,15 +186,17 @@ class StepProbe:
         if step is None:
             return
         applied = _gradient_of(step.parameters)
-        if step.gradient is not None:
-            sizes, limit = step.numels, step.objective.max_norm
-            check = partial(compare_clipping, step.gradient, applied, sizes, limit, precision=self.precision)
-            self._telemetry.measure([check])
+        limit, by_name = step.objective.max_norm, step.objective.by_name
+        if step.gradient is not None and not (by_name and limit is None):
+            check = partial(compare_clipping, step.gradient, applied, step.numels, limit, precision=self.precision)
+            self._telemetry.measure([(lambda: _certain(check())) if by_name else check])
         parts = zip(step.before, step.parameters, applied.split(list(step.numels)), strict=True)
         step.steps = [
             replace(before, gradient=None if parameter.grad is None else part.view_as(before.weights))
             for before, parameter, part in parts
         ]
+        if by_name:
+            step.rate = _only_rate(event.optimizer)
 
     def _end(self) -> None:
         """Check the weights after the step."""
@@ -201,7 +206,11 @@ class StepProbe:
             self._telemetry.measure([partial(self._step_check, step)])
 
     def _step_check(self, step: CheckedStep) -> EquationCheck:
-        objective = step.objective
+        objective, rate = step.objective, step.objective.learning_rate
+        if objective.by_name and _only_rate(objective.optimizer) != _only_rate_of(step.steps):
+            rate = (
+                step.rate
+            )  # programs may set the rate after the backward pass; one that is back already was another one
         default = settings_of(objective.optimizer, objective.optimizer.param_groups[0])
         if default is None:
             return unchecked(OPTIMIZER_STEP, f"the update rule of {type(objective.optimizer).__name__} is not known")
@@ -216,10 +225,39 @@ class StepProbe:
             [parameter.detach() for parameter in step.parameters],
             default,
             epsilon=max(torch.finfo(parameter.dtype).eps for parameter in step.parameters),
-            learning_rate=objective.learning_rate,
+            learning_rate=rate,
             lost=lost,
             precision=self.precision,
         )
+
+
+def _loss_of(event: MinibatchObjective, parameters: Sequence[Tensor]) -> MinibatchLoss | None:
+    """Return the gradients of the minibatch's loss; None where the source cannot give them."""
+    if event.rows is not None:
+        gradients = LossGradients(with_generators(event.rows, parameters), parameters)
+        return MinibatchLoss(gradients, *gradients.total(event.coefficients), event.coefficients)
+    terms = None if event.terms is None else event.terms()
+    if terms is None:
+        return None
+    own, weights = terms
+    total = torch.stack([weights[name] * gradient for name, gradient in own.items()]).sum(0)
+    return MinibatchLoss(lambda name: own.get(name), total, None, weights)
+
+
+def _certain(check: EquationCheck) -> EquationCheck:
+    """Return the check of columns that were found by name, in which a difference without an explanation says nothing."""
+    known = check.matches or check.explanations
+    return check if known else unchecked(check.equation, "the variables that were found do not fit it")
+
+
+def _only_rate(optimizer: Optimizer) -> float | None:
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    return rates.pop() if len(rates) == 1 else None
+
+
+def _only_rate_of(steps: Sequence[ParameterStep]) -> float | None:
+    rates = {float(step.settings.lr) for step in steps if step.settings is not None}
+    return rates.pop() if len(rates) == 1 else None
 
 
 @torch.no_grad()

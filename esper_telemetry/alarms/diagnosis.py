@@ -44,6 +44,13 @@ class IncidentReport:
         """Update in which its cause began."""
         return self.main.since
 
+    @staticmethod
+    def add(reports: dict[int, IncidentReport], alarm: Alarm) -> None:
+        """Add an alarm to the report of its incident, by number."""
+        report = reports.setdefault(alarm.incident, IncidentReport(alarm.incident))
+        report.alarms.append(alarm)
+        report.cause = alarm.cause or report.cause or alarm.type
+
     def ends(self) -> dict[str, int | None]:
         """Types that were raised, with the update in which each was over; None for those that last."""
         ends: dict[str, int | None] = {}
@@ -132,53 +139,85 @@ def diagnose(
         alarms: of the run's journal; those of rules that are not installed here join the verdict as they are.
         status: how the run ended; None for one that goes on.
     """
-    detectors = Detectors(facts, thresholds)
-    recorded = deque(alarm for alarm in alarms if detectors.rule(alarm.type) is None)
+    judge = RunJudge(facts, thresholds)
+    judge.expect(alarms)
     changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
-    incidents: dict[int, IncidentReport] = {}
-    events: list[tuple[str, Mapping[str, Any]]] = []
-    remarks: list[Mapping[str, Any]] = []
-    updates, values = 0, RunValues()
-
-    def add(alarms: Iterable[Alarm]) -> None:
-        for alarm in alarms:
-            incident = incidents.setdefault(alarm.incident, IncidentReport(alarm.incident))
-            incident.alarms.append(alarm)
-            incident.cause = alarm.cause or incident.cause or alarm.type
-
     for record in records:
         while exceptions and exceptions[0].seq < record.seq:
-            add(detectors.failure(*exceptions.pop(0)).alarms)
+            judge.failure(exceptions.pop(0))
         while changes and changes[0] < record.seq:
-            detectors.intervention()
+            judge.intervention()
             changes.pop(0)
-        own = []
-        while recorded and recorded[0].seq <= record.seq:
-            own.append(recorded.popleft())
-        verdict = detectors.step(record, own)
-        values.add(record)
-        updates += 1
-        remarks += [data for kind, data in verdict.events if kind == REMARK]
-        events += [
-            (kind, data)
-            for kind, data in verdict.events
-            if kind.startswith("task/") or (kind == REMARK and not data["quiet"])
-        ]
-        add(verdict.alarms)
+        judge.record(record)
     for failure in exceptions:
-        add(detectors.failure(*failure).alarms)
-    alone = updates > 0 and detectors.gradients_alone
-    diagnosis = Diagnosis(
-        updates,
-        tuple(incidents.values()),
-        tuple(events),
-        detectors.unanswered(),
-        alone,
-        outcome=detectors.outcome(status),
-        checks=detectors.checks,
-        remedies=detectors.remedies(),
-        remarks=tuple(remarks),
-    )
-    if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
-        return diagnosis
-    return replace(diagnosis, unusual=values.unusual(facts))
+        judge.failure(failure)
+    return judge.diagnosis(status)
+
+
+class RunJudge:
+    """Judges a run entry by entry, in the order of its journal; `diagnosis` is the verdict so far.
+
+    Args:
+        facts: of the run.
+        thresholds: bounds; those of the run by default.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds | None = None) -> None:
+        self._facts = facts
+        self._detectors = Detectors(facts, thresholds)
+        self._recorded: deque[Alarm] = deque()
+        self._incidents: dict[int, IncidentReport] = {}
+        self._events: list[tuple[str, Mapping[str, Any]]] = []
+        self._remarks: list[Mapping[str, Any]] = []
+        self._updates, self._values = 0, RunValues()
+
+    def expect(self, alarms: Iterable[Alarm]) -> None:
+        """Add alarms of the journal: those of rules that are not installed here join the verdict on their record as they are."""
+        self._recorded.extend(alarm for alarm in alarms if self._detectors.rule(alarm.type) is None)
+
+    def intervention(self) -> None:
+        """Announce that something was changed on purpose after the last record."""
+        self._detectors.intervention()
+
+    def failure(self, failure: Failure) -> None:
+        """Judge an exception that ended the run after the last record."""
+        self._add(self._detectors.failure(*failure).alarms)
+
+    def record(self, record: Record) -> None:
+        """Judge the next record."""
+        own = []
+        while self._recorded and self._recorded[0].seq <= record.seq:
+            own.append(self._recorded.popleft())
+        verdict = self._detectors.step(record, own)
+        self._values.add(record)
+        self._updates += 1
+        self._remarks += [data for kind, data in verdict.events if kind == REMARK]
+        self._events += [event for event in verdict.events if is_course(*event)]
+        self._add(verdict.alarms)
+
+    def _add(self, alarms: Iterable[Alarm]) -> None:
+        for alarm in alarms:
+            IncidentReport.add(self._incidents, alarm)
+
+    def diagnosis(self, status: RunStatus | None = None) -> Diagnosis:
+        """Return the verdict on a run that ended so; None for one that goes on."""
+        detectors = self._detectors
+        diagnosis = Diagnosis(
+            self._updates,
+            tuple(self._incidents.values()),
+            tuple(self._events),
+            detectors.unanswered(),
+            self._updates > 0 and detectors.gradients_alone,
+            outcome=detectors.outcome(status),
+            checks=detectors.checks,
+            remedies=detectors.remedies(),
+            remarks=tuple(self._remarks),
+        )
+        if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
+            return diagnosis
+        return replace(diagnosis, unusual=self._values.unusual(self._facts))
+
+
+def is_course(kind: str, data: Mapping[str, Any]) -> bool:
+    """Return whether an event tells the course of the task, or is a remark that is always shown."""
+    return kind.startswith("task/") or (kind == REMARK and not data.get("quiet"))

@@ -230,6 +230,21 @@ class Compare:
     """As JSON, with every metric that differs."""
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
+
+    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
+
+    Example: esper-telemetry watch runs/a
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
+    wait: bool = False
+    """Wait for run directories that do not exist yet."""
+
+
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
@@ -239,6 +254,7 @@ COMMANDS: Final[dict[str, type]] = {
     "compress": Compress,
     "diagnose": Diagnose,
     "compare": Compare,
+    "watch": Watch,
     "workspace": Workspace,
     "metrics": Metrics,
 }

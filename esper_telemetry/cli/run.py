@@ -23,6 +23,7 @@ from esper_telemetry.adapters.script.program import (
     log_to_stderr,
     run_as_main,
     say,
+    write_stderr,
 )
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
@@ -139,6 +140,7 @@ class ScriptTelemetry:
     telemetry: Telemetry | None = None
     run_dirs: list[Path] = field(default_factory=list)
     _announced: bool = False
+    _recorded: Telemetry | None = None
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
@@ -168,6 +170,8 @@ class ScriptTelemetry:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
+        if self.last_words:
+            self._print_end_block(error)
         if self.last_words or self._taps.error is not None or not self.run_dirs:
             self._report_end(script)
 
@@ -198,7 +202,7 @@ class ScriptTelemetry:
 
     def _make_telemetry(self, number: int = 1) -> Telemetry:
         """Return the telemetry of the script, or of the model with that number, which has a directory of its own."""
-        from esper_telemetry.telemetry import Telemetry
+        from esper_telemetry.telemetry import Telemetry, session_of
 
         directory = self._directory
         if directory is not None and number > 1:
@@ -211,7 +215,9 @@ class ScriptTelemetry:
             ranks="alone",
         )
         if telemetry.run_dir is not None:
+            session_of(telemetry).prints_end = False  # the block goes to stderr, when the script ends
             self.run_dirs.append(telemetry.run_dir)
+            self._recorded = telemetry
         return telemetry
 
     def _with_callback(self, model: Any, callback: Any) -> Any:
@@ -236,6 +242,20 @@ class ScriptTelemetry:
             self._announced = True
             run_dir = self.telemetry.run_dir if self.telemetry else None
             say(findings_line(script, Path(self.options.script).name, run_dir))
+
+    def _print_end_block(self, error: BaseException | None) -> None:
+        """Print the block about the run, or about the last of several, on stderr."""
+        if self._recorded is None:
+            return
+        from esper_telemetry.sinks.end_block import block_text
+        from esper_telemetry.telemetry import session_of
+        from esper_telemetry.updates.failure import status_of
+
+        end = session_of(self._recorded).run_end(status_of(error), resume="")
+        try:
+            write_stderr(block_text(end, self.run_dirs))
+        except Exception as failure:  # the script's own exception or exit code must reach the caller
+            self._say(f"the end of the run cannot be shown: {type(failure).__name__}: {failure}")
 
     def _report_end(self, script: ScriptListener | None) -> None:
         """Print what went wrong in telemetry itself, or that no update was found."""

@@ -72,20 +72,23 @@ def train(options: Train) -> int:
             trainer = _trainer(prepared, options)
             load = partial(resume.load_checkpoint, trainer, options)
             beginning = agreed(load) if options.resume else _preset_sentence(options)
-            summary = Summary(prepared.sinks)
+            summary = Summary()
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
+            session_of(telemetry).prints_end = False
         if is_first_rank() and beginning:
             print(beginning)
         code = _run(trainer, telemetry, options)
         if is_first_rank():
-            summary.show(telemetry.run_dir, telemetry.run)
-            if code in (INTERRUPTED, TERMINATED):
-                run_dir = telemetry.run_dir
-                if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
-                    print(f"go on with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}")
-                else:
-                    print("the run cannot go on, as it has no checkpoint")
+            status = STATUSES.get(code, RunStatus.FAILED)
+            summary.show(session_of(telemetry).run_end(status, _resume_line(telemetry.run_dir)))
         return code
+
+
+def _resume_line(run_dir: Path | None) -> str:
+    """Return the line on how the run goes on, if it was interrupted."""
+    if run_dir is None or not resume.latest_checkpoint(run_dir).is_file():
+        return "the run cannot go on, as it has no checkpoint"
+    return f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
 
 
 def _trainer(prepared: Prepared, options: Train) -> TrainingRun:

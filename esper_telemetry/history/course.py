@@ -36,7 +36,7 @@ MIN_HEIGHT_NOISE: Final = 9.0
 Array = npt.NDArray[np.float64]
 
 
-class Block(NamedTuple):
+class EpisodeBlock(NamedTuple):
     """Updates taken together: their mean, their episodes, and the first and last of them."""
 
     mean: float
@@ -44,11 +44,11 @@ class Block(NamedTuple):
     begin: int
     end: int
 
-    def joined(self, other: Block) -> Block:
+    def joined(self, other: EpisodeBlock) -> EpisodeBlock:
         """Return both as one, weighted by episodes."""
         episodes = self.episodes + other.episodes
         mean = self.mean + (other.mean - self.mean) * (other.episodes / episodes)
-        return Block(mean, episodes, self.begin, other.end)
+        return EpisodeBlock(mean, episodes, self.begin, other.end)
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class Blocks:
     """
 
     least: float
-    blocks: list[Block] = field(default_factory=list)
-    open: Block | None = None
+    blocks: list[EpisodeBlock] = field(default_factory=list)
+    open: EpisodeBlock | None = None
     size: int = 1
     count: int = 0
     lengths: float = 0.0
@@ -79,7 +79,7 @@ class Blocks:
             length: mean steps of its episodes, 0 where nobody says.
             steps: per environment so far.
         """
-        block = Block(value, episodes, update, update)
+        block = EpisodeBlock(value, episodes, update, update)
         self.open = block if self.open is None else self.open.joined(block)
         self.count += 1
         self.lengths = max(self.lengths, length)
@@ -114,7 +114,7 @@ class Blocks:
     @property
     def first_level(self) -> float | None:
         """Mean of the first blocks with `FIRST_EPISODES` episodes; None where there is no block."""
-        level: Block | None = None
+        level: EpisodeBlock | None = None
         for block in self.blocks:
             level = block if level is None else level.joined(block)
             if level.episodes >= FIRST_EPISODES:

@@ -348,7 +348,7 @@ def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[Adam
     return _whole(sums), _by_layer(sums, names)
 
 
-class _Sums(NamedTuple):
+class _StepSums(NamedTuple):
     """Sums over the entries of each of K parameters, [K] each, float64.
 
     Attributes:
@@ -373,14 +373,14 @@ class _Sums(NamedTuple):
     kappa: Tensor
 
 
-def _sums(state: Optimizer | AdamState) -> _Sums | None:
+def _sums(state: Optimizer | AdamState) -> _StepSums | None:
     """Piece by piece; None of nothing."""
     pieces = state.pieces() if isinstance(state, AdamState) else adam_pieces(state)
     sums = [_sums_of_piece(piece) for piece in pieces]
-    return _Sums(*map(torch.cat, zip(*sums, strict=True))) if sums else None
+    return _StepSums(*map(torch.cat, zip(*sums, strict=True))) if sums else None
 
 
-def _sums_of_piece(piece: AdamState) -> _Sums:
+def _sums_of_piece(piece: AdamState) -> _StepSums:
     """Return the sums of one piece: entries in the state's own type, as Adam computes its step; sums in float64."""
     from esper_telemetry.core.tensors import choose_norms  # here, because that module imports torch
 
@@ -395,10 +395,10 @@ def _sums_of_piece(piece: AdamState) -> _Sums:
     count = torch.tensor(piece.numels, dtype=torch.float64).to(root.device, non_blocking=True)
     kappa = first_moment_weight(piece.beta1, piece.step)
     m, v, stable = m / piece.bias(piece.beta1).square(), v / piece.bias(piece.beta2), stable * piece.bias(piece.beta2)
-    return _Sums(step, weights, before, m, v, stable, small, count, piece.lr, kappa)
+    return _StepSums(step, weights, before, m, v, stable, small, count, piece.lr, kappa)
 
 
-def _whole(sums: _Sums | None) -> AdamStep:
+def _whole(sums: _StepSums | None) -> AdamStep:
     if sums is None:
         return AdamStep()
     kappa, count = sums.kappa[0], sums.numbers.sum()
@@ -413,7 +413,7 @@ def _whole(sums: _Sums | None) -> AdamStep:
     )
 
 
-def _by_layer(sums: _Sums | None, names: Sequence[str]) -> LayerSteps:
+def _by_layer(sums: _StepSums | None, names: Sequence[str]) -> LayerSteps:
     if sums is None:
         return LayerSteps(())
     return LayerSteps(

@@ -10,6 +10,7 @@ import numpy as np
 
 from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.memory import MIB, MemoryUsage
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
@@ -191,6 +192,50 @@ class TelemetryHealth(Derived):
     )
 
 
+MEMORY_SOURCE = "a process is killed, or an allocation fails, where nothing is left"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory(Derived):
+    """Memory of the training process; of several ranks that of rank 0. Sampled at most once per second where records are made."""
+
+    process: float | None = reports(
+        Metric.quantity(
+            "perf/memory/process_mib", 981, "memory of the process", unit="MiB", low=0.0, level=Level.MINIMAL
+        )
+        .asks("How much resident memory does the training process have? A steady rise is a leak.")
+        .absent("the system has no /proc")
+    )
+    children: float | None = reports(
+        Metric.quantity("perf/memory/children_mib", 982, "memory of child processes", unit="MiB", low=0.0)
+        .asks(
+            "How much memory do the processes that it has started take: environments, data loaders, telemetry's worker and sinks?"
+        )
+        .absent("the system does not list the children of a process")
+    )
+    process_frac: float | None = reports(
+        Metric.quantity("perf/memory/process_frac", 983, "share of the memory", unit="fraction", low=0.0)
+        .asks(
+            "What share of the memory that the machine or its control group allows do training and its children take?"
+        )
+        .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
+        .absent("neither a limit nor the machine's memory is known")
+        .advises("Fewer or smaller environments, shorter rollouts; where it rises all the time, look for what is kept.")
+    )
+    device: float | None = reports(
+        Metric.quantity("perf/memory/device_mib", 984, "memory on devices", unit="MiB", low=0.0)
+        .asks("How much memory has the process reserved on its devices?")
+        .absent("training is on the CPU")
+    )
+    device_frac: float | None = reports(
+        Metric.fraction("perf/memory/device_frac", 985, "share of a device's memory")
+        .asks("What share of the fullest device's memory is taken, by whatever process?")
+        .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
+        .absent("training is on the CPU")
+        .advises("Smaller minibatches or rollouts, or a device that nobody else uses.")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SinkHealth(Derived):
     """State of the delivery to each backend."""
@@ -284,8 +329,9 @@ def telemetry_health(
     dropped: int = 0,
     metric_errors: int = 0,
     cpu_seconds: float | None = None,
+    memory: MemoryUsage | None = None,
 ) -> dict[str, float]:
-    """Return the values of telemetry's own health by key.
+    """Return the values of telemetry's own health, and of the memory of training, by key.
 
     Args:
         seconds: what telemetry took on the training thread since the last record.
@@ -297,8 +343,9 @@ def telemetry_health(
         dropped: records that no sink will get any more.
         metric_errors: metric functions that raised.
         cpu_seconds: processor time of telemetry on the training thread since the last record.
+        memory: of the training process.
     """
-    return TelemetryHealth(
+    health = TelemetryHealth(
         telemetry_ms=1000.0 * seconds,
         telemetry_cpu_ms=None if cpu_seconds is None else 1000.0 * cpu_seconds,
         telemetry_frac=min(seconds / elapsed, 1.0) if elapsed > 0 else None,
@@ -309,7 +356,27 @@ def telemetry_health(
         dropped=float(dropped),
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
-    ).values(level) | sink_health(stats.sinks).values(level)
+    )
+    return {
+        **health.values(level),
+        **sink_health(stats.sinks).values(level),
+        **process_memory(memory or MemoryUsage()).values(level),
+    }
+
+
+def process_memory(usage: MemoryUsage) -> ProcessMemory:
+    """Return a sample of the memory as metrics."""
+
+    def mebibytes(count: int | None) -> float | None:
+        return None if count is None else count / MIB
+
+    return ProcessMemory(
+        process=mebibytes(usage.process),
+        children=mebibytes(usage.children),
+        process_frac=(usage.process + (usage.children or 0)) / usage.limit if usage.process and usage.limit else None,
+        device=mebibytes(usage.device),
+        device_frac=usage.device_frac,
+    )
 
 
 def sink_health(lags: Sequence[SinkLag]) -> SinkHealth:

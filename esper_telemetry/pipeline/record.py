@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.group import NO_VALUES, Values
+from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
@@ -36,7 +37,9 @@ from esper_telemetry.journal.read import entries
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
-from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, weak
+from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
+from esper_telemetry.updates.environments import EnvironmentTable
+from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, update_events, weak
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
@@ -178,11 +181,16 @@ class InProcessPipeline:
     Args:
         journal: where records are appended.
         settings: as for `WorkerPipeline`.
+        trainer: number of the training process, whose memory is sampled; this process by default.
     """
 
-    def __init__(self, journal: Journal | MemoryJournal, settings: PipelineSettings) -> None:
+    def __init__(
+        self, journal: Journal | MemoryJournal, settings: PipelineSettings, trainer: int | None = None
+    ) -> None:
         self._journal = journal
         self._settings = settings
+        self._memory = MemorySampler(trainer)
+        self._environments = EnvironmentTable()
         self._reports: list[AlarmReport] = []
         self._remaining = 0
         self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
@@ -198,6 +206,7 @@ class InProcessPipeline:
     def resume(self, info: RunInfo) -> None:
         """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
         self._begin(info.facts)
+        self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # a journal that cannot be read costs the history, never the run
                 self._read_back(info)
@@ -225,6 +234,7 @@ class InProcessPipeline:
                 stats=update.backlog,
                 metric_errors=cost.metric_errors + self._containment.take(),
                 cpu_seconds=cost.cpu_seconds,
+                memory=self._memory.sample(),
             )
         )
         record = Record(update.seq, update.axes, values, measured.histograms, update.partial)
@@ -341,7 +351,7 @@ class InProcessPipeline:
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:
-        """Append the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
+        """Append the events of plugins, and the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
 
         Without a run directory there is no reader for it.
         """
@@ -352,8 +362,16 @@ class InProcessPipeline:
         if update.level is Level.NORMAL and causes and causes != self._causes:
             self._append_evidence(Capture("pairs", weak(pairs)), update)
         self._causes = causes
+        snapshots = update.updates + update.evidence_updates
+        for snapshot in snapshots if update.level >= Level.NORMAL else ():
+            for event in self._containment.steps(update_events(snapshot, self._facts)):
+                self._append_event(event.type, event.data, update)
+            self._containment.attempt(
+                partial(self._environments.add, snapshot),
+                lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None,
+            )
         if update.level >= Level.DEBUG:
-            for snapshot in update.updates + update.evidence_updates:
+            for snapshot in snapshots:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
                     self._append_evidence(capture, update)
 

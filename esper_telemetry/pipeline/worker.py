@@ -370,7 +370,7 @@ def main() -> None:
     settings = next(incoming, None)
     if settings is None:
         return
-    pipeline = InProcessPipeline(Journal.open(run_dir), settings.load())
+    pipeline = InProcessPipeline(Journal.open(run_dir), settings.load(), parent)
     method = ""
     for message in incoming:
         method, arguments = message.load()

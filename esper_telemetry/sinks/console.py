@@ -38,6 +38,16 @@ def is_live(console: Any) -> bool:
     return bool(console.is_terminal and console.file.isatty() and not console.is_dumb_terminal)
 
 
+def takes_output(console: Any) -> bool:
+    """Return whether a line can be written without waiting: the training thread must not wait for a terminal."""
+    try:
+        poll = select.poll()
+        poll.register(console.file.fileno(), select.POLLOUT)
+    except (OSError, ValueError, AttributeError):  # no file of the system, such as a notebook's; or Windows
+        return True
+    return bool(poll.poll(0))
+
+
 class Column(NamedTuple):
     """A number of the line: its label, its keys (the first present is shown), and its format."""
 
@@ -171,7 +181,7 @@ class _Output:
         """Show what waits, and how the run ended."""
         if self._waiting is not None:
             self._show_waiting()
-        if self._bar is not None and self._takes_output():
+        if self._bar is not None and takes_output(self._console):
             self._bar.end()
         colour = STATUS_COLOURS.get(status, "yellow")
         reached = f" after {self._last.axes.update:,} updates, {self._last.axes.env_step:,} steps" if self._last else ""
@@ -179,7 +189,7 @@ class _Output:
 
     def _show_waiting(self) -> None:
         assert self._waiting is not None
-        if not self._takes_output():
+        if not takes_output(self._console):
             return
         if self._bar is not None:
             self._bar.show(self._waiting, numbers(self._waiting))
@@ -189,18 +199,9 @@ class _Output:
         self._shown_at, self._waiting = time.monotonic(), None
 
     def _write_lines(self) -> None:
-        if self._lines and self._takes_output():
+        if self._lines and takes_output(self._console):
             self._console.print("\n".join(self._lines))
             self._lines.clear()
-
-    def _takes_output(self) -> bool:
-        """Return whether a line can be written without waiting: the training thread must not wait for a terminal."""
-        try:
-            poll = select.poll()
-            poll.register(self._console.file.fileno(), select.POLLOUT)
-        except (OSError, ValueError, AttributeError):  # no file of the system, such as a notebook's; or Windows
-            return True
-        return bool(poll.poll(0))
 
 
 class ProgressBar:

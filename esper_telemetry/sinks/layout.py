@@ -7,8 +7,9 @@ gets at most a few hundred keys: TensorBoard needs minutes to list thousands of 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from esper_telemetry.core.catalogue import families, family_name
@@ -26,8 +27,20 @@ PRIORITIES: Final = ("critical", "high", "normal", "", "detail")
 """Priorities of metrics, most important first; a metric without one stands before details."""
 UNDESCRIBED: Final = MetricInfo(unit="", question="")
 
+OVERVIEW: Final = (
+    *("episode/return_mean_100", "alarm/active", "episode/length_mean", "policy/kl", "policy/clip_frac"),
+    *("policy/entropy_norm", "value/explained_variance", "grad/global/norm_preclip", "opt/lr"),
+    "train/env_steps_per_second",
+)
+"""Keys that a person looks at first, in that order."""
+MAX_OVERVIEW: Final = 15
+TASK_AXIS: Final = "axis/env_step"
+"""Axis of the families whose numbers are about the task, not about the update."""
+
+ALARM_FAMILY: Final = "alarm"
 LAYER_LABEL: Final = "{layer}"
 HISTORY_LABEL: Final = "{key}/"
+LABEL: Final = re.compile(r"\{\w+\}")
 DEBUG_LEVELS: Final = {Level.DEBUG.name.lower(), str(Level.DEBUG.value)}
 RESERVED_SHARE: Final = 5
 """One key in this many, at most, is reserved for expected keys that have not appeared yet."""
@@ -37,6 +50,19 @@ def family_of(key: str) -> MetricFamily:
     """Return the family of a key; for a key without a declared family, one that is named after it and comes first."""
     name = family_name(key)
     return families().get(name) or MetricFamily(name, name, "", place=0, question=f"Your own: {name}")
+
+
+def overview_keys(run: RunInfo) -> list[str]:
+    """Return the keys that say most about any run, the return first: `OVERVIEW`, then the first headline of each family about the task."""
+    declared = families()
+    first = {
+        family_name(key): key
+        for key, info in sorted(run.metrics.items(), key=lambda item: -item[1].headline)
+        if info.headline and "{" not in key and family_name(key) in declared
+    }
+    about_task = sorted(name for name in first if declared[name].axis == TASK_AXIS)
+    keys = [*OVERVIEW, *(first[name] for name in sorted(about_task, key=lambda name: declared[name].place))]
+    return list(dict.fromkeys(keys))[:MAX_OVERVIEW]
 
 
 class Chart(NamedTuple):
@@ -70,14 +96,23 @@ class ChartGroup(NamedTuple):
     high: float | None
 
 
-def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
-    """Return the dashboard: one section per family, declared ones by place and then the user's."""
+def sections(keys: Iterable[str], run: RunInfo, *, apart: Collection[str] = ()) -> list[Section]:
+    """Return the dashboard: one section per family, declared ones by place and then the user's.
+
+    Args:
+        keys: of the run.
+        run: describes them.
+        apart: families in which no two keys share a chart.
+    """
     keys_by_family: dict[str, list[str]] = defaultdict(list)
     for key in sorted(keys):
         keys_by_family[family_name(key)].append(key)
     declared = families()
     ordered = sorted(keys_by_family, key=lambda name: (name not in declared, family_of(name).place, name))
-    return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run))) for name in ordered]
+    return [
+        Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run, apart=name in apart)))
+        for name in ordered
+    ]
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:
@@ -85,11 +120,11 @@ def described(key: str, run: RunInfo) -> MetricInfo:
     return run.describe(key) or UNDESCRIBED
 
 
-def _charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
+def _charts(keys: Sequence[str], run: RunInfo, *, apart: bool) -> list[Chart]:
     groups: dict[ChartGroup, list[str]] = defaultdict(list)
     for key in keys:
         info, template = described(key, run), template_of(key, run.metrics)
-        headline = template if info.headline else ""
+        headline = key if apart else template if info.headline else ""
         groups[ChartGroup(headline, headline or _subject(key, template), info.unit, info.low, info.high)].append(key)
     declared = {key: place for place, key in enumerate(run.metrics)}
 
@@ -126,17 +161,20 @@ def _with_leftovers_merged(groups: Mapping[ChartGroup, list[str]]) -> Iterator[t
 
 
 def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
-    """Return a title: the metric's name and key for one metric, the subject for several, all keys for leftovers; then the unit."""
+    """Return a title: the metric's name and key for one metric, the subject for several, all keys for leftovers; then the unit.
+
+    A chart of all keys of one template has the metric's name; a label without one, such as `{layer}`, is a star.
+    """
     names = {described(key, run).name for key in keys}
     name = next(iter(names)) if len(names) == 1 else ""
     name = name[:1].upper() + name[1:]
-    subject = group.subject
+    subject = LABEL.sub("*", group.subject)
     if len(keys) == 1:
         words = f"{name} ({keys[0]})" if name else keys[0]
-    elif subject in run.metrics and name:
+    elif group.subject in run.metrics and name:
         words = f"{name} ({subject})"
     elif subject:
-        has_own_chart = subject in run.metrics and subject not in keys and "{" not in subject
+        has_own_chart = group.subject in run.metrics and subject not in keys and "*" not in subject
         words = f"More of {subject}" if has_own_chart else subject
     else:
         words = f"{family_name(keys[0])}: {', '.join(key.partition('/')[2] for key in keys)}"
@@ -151,7 +189,8 @@ class KeyBudget:
     """Admit keys up to a limit, most important families first, for the rest of the run; other keys stay in the journal only.
 
     Numbers of single layers and equations, and histories of other keys, are details: shown in runs at DEBUG or with `details`, and never
-    counted as refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do.
+    counted as refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do. Alarms come
+    late, too, and are always shown: of each type that is raised one number.
     """
 
     def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool, quiet: bool = False) -> None:
@@ -188,7 +227,8 @@ class KeyBudget:
         for key in sorted(new - self._details, key=self._rank):
             missing = self._expected - self._admitted
             reserved = 0 if key in self._expected else min(len(missing), self._max_keys // RESERVED_SHARE)
-            if len(self._admitted) + reserved < self._max_keys:
+            is_alarm = family_name(key) == ALARM_FAMILY
+            if is_alarm or len(self._admitted) + reserved < self._max_keys:
                 self._admitted.add(key)
             else:
                 refused.append(key)

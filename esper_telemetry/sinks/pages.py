@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from esper_telemetry.core.catalogue import families, family_name
-from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, RunInfo, template_of
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
+from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.sinks.layout import described, overview_keys
 from esper_telemetry.sinks.values import flattened
 
 MAX_ALARMS: Final = 1000
 """Latest alarms that are kept; a run seldom has more, as the detectors limit how often they raise one."""
+
+MAX_NOTE_CHARACTERS: Final = 7500
+"""MLflow takes 8,000 in a tag."""
+MAX_NOTE_INCIDENTS: Final = 5
 
 ALARM_COLUMNS: Final = (
     *("update", "env_step", "event", "type", "level", "severity", "key", "value", "threshold", "incident", "text"),
@@ -78,21 +84,25 @@ def guide(keys: Iterable[str], run: RunInfo) -> str:
     return "\n".join(["| metric | what it answers | healthy | if not |", "|---|---|---|---|", *rows]) if rows else ""
 
 
-def glossary(run: RunInfo) -> dict[str, str]:
-    """Return, by family, a line of plain text for every declared metric: its question and what is healthy."""
-    families: dict[str, list[str]] = {}
-    for key, info in run.metrics.items():
-        healthy = f" Healthy: {info.healthy}." if info.healthy else ""
-        line = f"{key} [{info.unit}]: {info.question}{healthy}"
-        families.setdefault(re.sub(r"\W", "", family_name(key)), []).append(" ".join(line.split()))
-    return {name: "\n".join(lines) for name, lines in families.items()}
+def glossary(run: RunInfo) -> str:
+    """Return a page with a table per family: every declared metric, its question and what is healthy."""
+    keys_by_family: dict[str, list[str]] = {}
+    for key in run.metrics:
+        keys_by_family.setdefault(family_name(key), []).append(key)
+    order = families()
+    chapters = []
+    for name in sorted(keys_by_family, key=lambda name: (order[name].place if name in order else 0, name)):
+        question = order[name].question if name in order else ""
+        chapters.append(f"## {safe(name)}: {safe(question)}\n\n{guide(keys_by_family[name], run)}")
+    return "\n\n".join(["# What the metrics mean", *chapters]) + "\n"
 
 
 @dataclass(slots=True)
 class IncidentCards:
-    """The alarms of a run so far, and the incidents they make up."""
+    """The verdict on a run so far: its outcome, its alarms, and the incidents that they make up."""
 
     alarms: list[Alarm] = field(default_factory=list)
+    outcome: JournalEvent | None = None
 
     def add(self, *alarms: Alarm) -> None:
         """Add alarms in the order of the journal."""
@@ -129,22 +139,96 @@ class IncidentCards:
         """Return one row per alarm, its `ALARM_COLUMNS`."""
         return [_row(alarm) for alarm in self.alarms]
 
+    def sentence(self) -> str:
+        """Return the sentence on what ended the run or what it does; empty while neither is known."""
+        text = "" if self.outcome is None else str(self.outcome.data.get("text", ""))
+        return self.failure or " ".join(text.split())
+
+    def verdict(self) -> str:
+        """Return one line of plain text, the most important first, as lists cut it off.
+
+        It has the word for the outcome, the cause of the first incident that is not over (or else of the first), and the sentence.
+        """
+        word, _, rest = (self.sentence() or "no outcome yet").partition(": ")
+        if self.failure:
+            word, rest = "failed", self.failure
+        causes = [cause for number in self.numbers if (cause := self.cause(number)) and cause.type != RUN_FAILED]
+        active = {alarm.incident for alarm in self.active.values()}
+        first = next((cause for cause in causes if cause.incident in active), causes[0] if causes else None)
+        if first is None:
+            reason = "" if self.failure else " (no alarms)"
+        else:
+            over = "" if first.incident in active else ", over"
+            reason = f" ({first.type} since update {first.since:,}{over})"
+        more = f"; {len(causes)} incidents" if len(causes) > 1 else ""
+        return f"{word}{reason}: {rest}{more}" if rest else f"{word}{reason}{more}"
+
     def page(self) -> str:
-        """Return the page of all incidents, headed by the exception that ended the run."""
-        return "\n\n".join(["# What went wrong", *self.headline(), *map(self.incident, self.numbers)]) + "\n"
+        """Return the page of the verdict: what the run does, then the incidents, each with its cause first."""
+        title = f"{self.sentence()[:1].upper()}{self.sentence()[1:]}" if self.outcome and not self.failure else ""
+        heading = f"# {safe(title)}" if title else "# What went wrong" if self.alarms else "# No outcome yet"
+        quiet = [] if self.alarms else ["No alarm was raised."]
+        return "\n\n".join([heading, *self.headline(), *quiet, *map(self.incident, self.numbers)]) + "\n"
 
     def headline(self) -> list[str]:
         """Return the sentence of `failure` in Markdown, or nothing."""
         return [f"**{safe(self.failure)}**"] if self.failure else []
 
+    def cause(self, number: int) -> Alarm | None:
+        """Return the raised alarm that is the cause of an incident; None where none of it was raised."""
+        return cause_of(self.of(number))
+
     def incident(self, number: int) -> str:
-        """Return the page of one incident: its cause, and a line for each event of its alarms."""
-        return "\n".join(_incident_lines(number, self.of(number)))
+        """Return the page of one incident: its cause with the advice, then a line for each alarm that came with it."""
+        alarms, active = self.of(number), self.active
+        cause = self.cause(number) or alarms[0]
+        latest: dict[str, Alarm] = {}
+        for alarm in alarms:
+            latest[alarm.type] = alarm if alarm.event is not AlarmEvent.CLEAR else latest.get(alarm.type, alarm)
+        ends = {alarm.type: alarm.axes.update for alarm in alarms if alarm.event is AlarmEvent.CLEAR}
+
+        def state(kind: str) -> str:
+            return f"over at update {ends[kind]:,}" if kind in ends and kind not in active else "still active"
+
+        lines = [f"## Incident {number}, since update {min(alarm.since for alarm in alarms):,}: {safe(cause.type)}", ""]
+        lines.append(f"**{safe(alarm_text(latest[cause.type]))}** ({latest[cause.type].level}, {state(cause.type)})")
+        others = [alarm for kind, alarm in latest.items() if kind != cause.type]
+        if others:
+            lines += ["", "With it came:", ""]
+        for alarm in others:
+            first_sentence = alarm_text(alarm).split(". ", 1)[0].rstrip(".")
+            lines.append(f"- **{safe(alarm.type)}** ({alarm.level}, {state(alarm.type)}): {safe(first_sentence)}.")
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return all incidents with their evidence as JSON, the first alarm of each first."""
         incidents = [_plain_incident(self.of(number)) for number in self.numbers]
         return json.dumps(incidents, indent=1, ensure_ascii=False) + "\n"
+
+
+def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
+    """Return the description of a run for its page in a backend, at most `MAX_NOTE_CHARACTERS` of Markdown.
+
+    It has the verdict with the first incidents, the headline values of the last record, and the user's notes.
+    """
+    first = cards.numbers[:MAX_NOTE_INCIDENTS]
+    sentence = cards.sentence() or "No outcome yet"
+    # Backends cut the description after a few lines, so it has no large headings.
+    parts = [f"**{safe(sentence[:1].upper() + sentence[1:])}**"]
+    parts += [cards.incident(number).replace("## ", "### ", 1) for number in first] or ["No alarm was raised."]
+    if later := len(cards.numbers) - len(first):
+        parts.append(f"{later} later incident{'s' * (later > 1)}: see the artifact or table of alarms.")
+    keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
+    if record is not None and keys:
+        place = f"at update {record.axes.update:,}, step {record.axes.env_step:,}"
+        rows = [
+            f"| {safe(info.name or key)} `{key}` | {_number(record.values[key])} | {safe(info.healthy)} |"
+            for key in keys
+            for info in [described(key, run)]
+        ]
+        parts.append("\n".join([f"| value | {place} | healthy |", "|---|---|---|", *rows]))
+    text = "\n\n".join([*parts, *([run.notes] if run.notes else [])])
+    return text if len(text) <= MAX_NOTE_CHARACTERS else text[:MAX_NOTE_CHARACTERS].rpartition("\n")[0]
 
 
 def cause_of(alarms: Iterable[Alarm]) -> Alarm | None:
@@ -160,19 +244,6 @@ def alarm_text(alarm: Alarm) -> str:
     if alarm.event is AlarmEvent.CLEAR:
         return f"over at update {alarm.axes.update:,}, after {alarm.axes.update - alarm.since:,} updates"
     return " ".join(alarm.text.split()) or f"{alarm.key} = {_number(alarm.value)}"
-
-
-def _incident_lines(number: int, alarms: list[Alarm]) -> Iterator[str]:
-    cause = cause_of(alarms)
-    since = min(alarm.since for alarm in alarms)
-    yield f"## Incident {number}, since update {since:,}: {safe(cause.type if cause else alarms[0].type)}"
-    yield ""
-    for alarm in alarms:
-        state = str(alarm.event) if alarm.event is AlarmEvent.CLEAR else f"{alarm.event}, {alarm.level}"
-        place = f"update {alarm.axes.update:,}, step {alarm.axes.env_step:,}"
-        bound = "" if alarm.threshold is None else f", threshold {_number(alarm.threshold)}"
-        reading = f"{safe(alarm.key)} {_number(alarm.value)}".strip() + bound
-        yield f"- **{safe(alarm.type)}** ({state}; {place}; {reading}): {safe(alarm_text(alarm))}"
 
 
 def _number(value: float | None) -> str:

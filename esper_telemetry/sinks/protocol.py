@@ -201,10 +201,19 @@ class DeadClientError(PermanentSinkError):
 
 
 class Place(NamedTuple):
-    """The place at which a backend keeps a run, and the command that shows it."""
+    """The place at which a backend keeps a run, and how to see it there.
+
+    Attributes:
+        where: a path, an address or a sentence.
+        command: shows the run, or sends it to where it is shown; empty where nothing is to be done.
+        pages: names and addresses of pages, once the command runs.
+        note: a sentence on why the run is there, where people ask.
+    """
 
     where: str
     command: str
+    pages: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
 
 def require_package(package: str, sink: str) -> None:

@@ -6,14 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.rollouts.actions import (
     MAX_SQUASHED,
     action_inputs,
     action_totals,
     judge_actions,
+)
+from esper_telemetry.metrics.integrity.rollouts.collection import (
+    REPLAYED_LOG_PROBS,
+    VALUES,
+    check_replayed_log_probs,
+    check_values,
 )
 from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
 from esper_telemetry.metrics.integrity.rollouts.transitions import (
@@ -25,7 +34,12 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.loss_equations import loss_checks
-from esper_telemetry.updates.target_equations import target_checks
+from esper_telemetry.updates.target_equations import BY_NAME, target_checks
+
+FIRST_DIFFERENCE = 1e-2
+"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
+
+ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 
 
 def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
@@ -33,6 +47,8 @@ def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Me
     yield from target_checks(update, facts)
     if update.rollout is not None:
         yield from _collection(update.rollout, facts)
+    if update.rollout is not None and update.minibatches is not None and facts.get(BY_NAME):
+        yield partial(_first_minibatch, update.rollout, update.minibatches, facts)
     yield from loss_checks(update, facts)
 
 
@@ -53,6 +69,37 @@ def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measu
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
+
+
+def _first_minibatch(
+    rollout: RolloutEnd, minibatches: MinibatchesEnd, facts: Mapping[str, Any]
+) -> Iterator[MetricGroup]:
+    """Compare what training computes in its first minibatch, before any step, with what was stored: a script's policy cannot be asked.
+
+    A difference without an explanation counts where log-probabilities have it, by more than rounding: values may be stored in other units.
+    """
+    if minibatches.rows is None or not minibatches.counts:
+        return
+    first = slice(minibatches.counts[0])
+    rows, size = minibatches.rows[first], rollout.log_probs.numel()
+    if not len(rows) or int(rows.max()) >= size:
+        return
+    precision = facts.get("precision")
+    valid = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill(0, rows, True).view_as(rollout.log_probs)
+
+    def replayed(stored: Tensor, numbers: Tensor) -> Tensor:
+        return stored.double().flatten().index_copy(0, rows, numbers.detach().double()).view_as(stored)
+
+    now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
+    log_probs = check_replayed_log_probs(rollout.log_probs, now, valid=valid, precision=precision)
+    moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
+    yield from log_probs if log_probs.matches or moved else unchecked(REPLAYED_LOG_PROBS, ROUNDING)
+    old, new = minibatches.old_values, minibatches.values
+    if old is None or new is None or not torch.equal(old[first], rollout.values.flatten()[rows]):
+        return
+    values = check_values(rollout.values, replayed(rollout.values, new[first]), valid=valid, precision=precision)
+    sure = values.matches or values.explanations or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
+    yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
 
 
 def _drawn(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:

@@ -20,7 +20,7 @@ from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
-from esper_telemetry.updates.extensions import Capture
+from esper_telemetry.updates.extensions import Capture, SupportsAlarmEvidence, SupportsEvents
 
 SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
 """Bins of the histogram by decade up to 1e-6, and from 10 on."""
@@ -386,6 +386,9 @@ def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> di
     for collect in [COLLECTORS[piece] for piece in choice.pieces if piece in COLLECTORS]:
         for update in scene.updates[-1:]:
             evidence.update(collect(update, scene.facts))
+    for extension in chain.from_iterable(update.extensions for update in scene.updates):
+        if isinstance(extension, SupportsAlarmEvidence):
+            evidence |= extension.alarm_evidence(alarm)
     if "pairs" in choice.pieces:
         evidence |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
     whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
@@ -444,3 +447,10 @@ def captures(
         yield Capture("gradients", {"layers": [asdict(line) for line in layer_table(update)]})
     for extension in update.extensions:
         yield from extension.evidence(facts)
+
+
+def update_events(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Capture]:
+    """Yield the events of plugins that the journal keeps of every update."""
+    for extension in update.extensions:
+        if isinstance(extension, SupportsEvents):
+            yield from extension.events(facts)

@@ -6,7 +6,8 @@ A plugin that emits events of its own on a trainer's hooks declares one class th
     [project.entry-points."esper_telemetry.updates"]
     mine = "my_package.telemetry:MyUpdate"
 
-`attach` hands the class the events of an update. The record travels to the worker by its class, so both must be importable there.
+`attach` hands the class the events of an update. The record travels to the worker by its class, so both must be importable there. A class
+may also be a `SupportsEvents` or a `SupportsAlarmEvidence`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
-from esper_telemetry.core.record import Level
+from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.updates.containment import Measurement
 
 GROUP = "esper_telemetry.updates"
@@ -54,6 +55,22 @@ class UpdateExtension(Protocol):
 
     def evidence(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
         """Yield what the journal keeps of an update at DEBUG."""
+
+
+@runtime_checkable
+class SupportsEvents(Protocol):
+    """An extension with events of its own in the journal, for views: tables that hold more than metrics can."""
+
+    def events(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+        """Yield the events that the journal keeps of every update, at NORMAL and DEBUG; a few kilobytes each."""
+
+
+@runtime_checkable
+class SupportsAlarmEvidence(Protocol):
+    """An extension that says more about an alarm than metrics do."""
+
+    def alarm_evidence(self, alarm: Alarm) -> Mapping[str, Any]:
+        """Return plain values that join the evidence of an alarm which this update has raised; empty where it is another's."""
 
 
 @lru_cache(maxsize=1)

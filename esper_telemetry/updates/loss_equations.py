@@ -13,10 +13,14 @@ from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
-from esper_telemetry.metrics.integrity.losses.log_ratios import LOG_RATIOS, check_log_ratios
-from esper_telemetry.metrics.integrity.losses.minibatches import MINIBATCHES, check_minibatches
+from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
+from esper_telemetry.metrics.integrity.losses.minibatches import (
+    LOG_RATIOS,
+    MINIBATCHES,
+    check_log_ratios,
+    check_minibatches,
+)
 from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
-from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss
 from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
@@ -113,7 +117,9 @@ def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measur
         yield partial(_log_ratios, claims)
     if update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:
         shuffled = update.context.memory is None and facts.get("policy") not in RECURRENT
-        yield partial(_minibatches, batches, update.rollout, facts, shuffled=shuffled)
+        # an exception, a limit on the KL divergence, or a rule of the program's own may end an update
+        ends_early = update.progress is None or facts.get("target_kl") is not None or facts.get("num_epochs") != 1
+        yield partial(_minibatches, batches, update.rollout, shuffled=shuffled, ends_early=ends_early)
 
 
 def _has_inputs(name: str, claims: LossClaims) -> bool:
@@ -243,10 +249,11 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _minibatches(
-    batches: MinibatchesEnd, rollout: RolloutEnd, facts: Mapping[str, Any], *, shuffled: bool
-) -> EquationCheck:
-    """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one."""
+def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
+    """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one.
+
+    An only pass without all rows may be one that ended early, unless some come again.
+    """
     rows, size = _given(batches.rows), rollout.rewards.numel()
     if int(rows.max()) >= size:
         return unchecked(MINIBATCHES, "its rows are not those of the rollout")
@@ -259,7 +266,7 @@ def _minibatches(
     for epoch, part in zip(batches.epochs, rows.split(list(batches.counts)), strict=True):
         passes.setdefault(taken // count if uncounted else epoch, []).append(part)
         taken += len(part)
-    if len(passes) == 1 and len(rows) < count and facts.get("target_kl") is not None:
+    if len(passes) == 1 and len(rows) < count and ends_early and len(rows.unique()) == len(rows):
         return unchecked(MINIBATCHES, "training stopped in its only pass")
     return check_minibatches(
         list(passes.values()),

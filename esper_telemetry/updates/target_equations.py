@@ -41,7 +41,7 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
-    if gae_lambda is not None and discount is not None:
+    if gae_lambda is not None and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
         check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
         yield partial(_certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
@@ -182,10 +182,12 @@ def _normalized(
     counts, rows = minibatches.counts, minibatches.rows
     grid = in_grid(minibatches)
     raw = columns_in_grid(collected, counts).advantages
-    environments = None
+    environments = in_order = None
     if rows is not None:
         table = CollectedRows(advantages=rows % rollout.rewards.shape[1])
         environments = columns_in_grid(table, counts).advantages
+        places = torch.arange(len(rows), device=rollout.advantages.device) % rollout.advantages.numel()
+        in_order = columns_in_grid(CollectedRows(advantages=rollout.advantages.flatten()[places]), counts).advantages
     whole = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
     return check_normalized_advantages(
         raw,
@@ -193,6 +195,7 @@ def _normalized(
         over=over,
         rollout=whole,
         environments=environments,
+        in_order=in_order,
         correction=int(facts.get("advantage_correction", 1)),
         floor=float(facts.get("advantage_std_floor") or 0.0),
         valid=grid.valid,

@@ -89,7 +89,7 @@ def _figure(comparison: Comparison) -> Any:
     try:
         import plotly.graph_objects as go
     except ImportError:
-        raise ImportError("an HTML page needs plotly: pip install 'esper-telemetry[compare]'") from None
+        raise ImportError("an HTML page needs plotly: pip install 'esper-telemetry[views]'") from None
     figure = go.Figure()
     for place, group in enumerate(comparison.groups):
         for trace in _traces(group, COLOURS[place % len(COLOURS)]):

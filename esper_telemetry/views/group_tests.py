@@ -99,7 +99,7 @@ def _scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError:
-        raise ImportError("comparing runs needs scipy: pip install 'esper-telemetry[compare]'") from None
+        raise ImportError("comparing runs needs scipy: pip install 'esper-telemetry[views]'") from None
     return stats
 
 

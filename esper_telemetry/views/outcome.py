@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -16,18 +13,13 @@ from rich.text import Text
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, RunInfo
+from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record
 from esper_telemetry.journal.lines import encode_alarm, plain
-from esper_telemetry.journal.read import alarms, last_outcome
-from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console
-from esper_telemetry.sinks.pages import IncidentCards, alarm_text, cause_of
-from esper_telemetry.sinks.protocol import Place, Sink, SupportsPlace
+from esper_telemetry.sinks.console import make_console
+from esper_telemetry.sinks.end_block import RunEnd, print_lines
 
 PIPED_WIDTH: Final = 120
 """Columns of the text in a pipe or a file, unless COLUMNS says how many."""
-MAX_INCIDENTS: Final = 5
-"""Incidents in the summary: the first ones, which tend to cause the others; the journal and `diagnose` have all."""
-
 MAX_REMEDIES: Final = 6
 """Suppliers of missing values that are named for an unexplained run; `--all` has all of them."""
 OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
@@ -52,9 +44,9 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
     if not diagnosis.updates:
         console.print(Text("The journal has no records yet.", style="yellow"))
     elif ending:  # the sentence of a failed run is the ending, which stands above
-        console.print(Text(_capitalized(diagnosis.summary.rpartition("; ")[2])))
+        console.print(Text(capitalized(diagnosis.summary.rpartition("; ")[2])))
     else:
-        console.print(Text(_capitalized(diagnosis.summary), style=_colour(diagnosis)))
+        console.print(Text(capitalized(diagnosis.summary), style=_colour(diagnosis)))
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
@@ -70,7 +62,8 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
             console.print(text)
 
 
-def _capitalized(text: str) -> str:
+def capitalized(text: str) -> str:
+    """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
@@ -108,12 +101,17 @@ def unanswered_lines(diagnosis: Diagnosis, *, each: bool) -> Iterator[str]:
     if not each:
         yield f"\n{questions}, as values were not reported; --all lists them."
         return
-    yield f"\n{_capitalized(questions)}:"
+    yield f"\n{capitalized(questions)}:"
+    for (reason, remedy), kinds in unanswered_by_reason(diagnosis).items():
+        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+
+
+def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str]]:
+    """Return the types of alarm that cannot be raised, by reason and by what supplies what they lack."""
     alarms_by_reason: dict[tuple[str, str], list[str]] = {}
     for kind, reason in diagnosis.unanswered.items():
         alarms_by_reason.setdefault((reason, diagnosis.remedies.get(kind, "")), []).append(kind)
-    for (reason, remedy), kinds in alarms_by_reason.items():
-        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+    return alarms_by_reason
 
 
 def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
@@ -179,31 +177,19 @@ SUMMARY_LINES: Final = (
 
 
 class Summary:
-    """Keeps the last record of a run, and prints at its end what was reached, what went wrong, and where each backend wrote."""
+    """Keeps the last record of a run, and prints the end of a training command: its last values and the block about the whole run."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self) -> None:
         self._last: Record | None = None
 
     def observe(self, record: Record) -> None:
         """Keep a record; called as a sink."""
         self._last = record
 
-    def show(self, run_dir: Path | None, run: RunInfo | None) -> None:
-        """Print the exception that ended the run or what it did, its last values, its incidents, and each backend's place and command.
-
-        Args:
-            run_dir: of the run, if it has one.
-            run: its description; None where this process did not record it.
-        """
+    def show(self, end: RunEnd) -> None:
+        """Print the exception that ended the run or what it did, its incidents, its last values, and what opens it."""
         console = make_console(markup=False, highlight=False, soft_wrap=True)
-        incidents = IncidentCards(list(alarms(run_dir)) if run_dir is not None and run is not None else [])
-        if incidents.failure:
-            console.print(incidents.failure, style="bold red")
-        outcome = last_outcome(run_dir) if run_dir is not None and run is not None else None
-        if outcome is not None and not incidents.failure:
-            kind, text = str(outcome.data.get("outcome", "")), str(outcome.data.get("text", ""))
-            console.print(_capitalized(text), style=OUTCOME_COLOURS.get(kind, "cyan"))
+        print_lines(console, end.verdict())
         if self._last is not None:
             axes, values = self._last.axes, self._last.values
             table = Table("what telemetry saw last", "", header_style="bold")
@@ -213,39 +199,4 @@ class Summary:
                 if line.key in values:
                     table.add_row(line.label, format(values[line.key], line.style))
             console.print(table)
-        if run_dir is not None:
-            _print_incidents(console, incidents, run_dir)
-        for name, place in self._places(run):
-            console.print(f"{name:<12} {place.where}")
-            if place.command:
-                console.print(f"{'':<12} $ {place.command}", style="bold")
-
-    def _places(self, run: RunInfo | None) -> Iterator[tuple[str, Place]]:
-        if run is None or run.run_dir is None:
-            return
-        yield "journal", Place(str(run.run_dir / "journal.jsonl"), "")
-        for sink in self._sinks:
-            if isinstance(sink, SupportsPlace) and not isinstance(sink, ConsoleSink):
-                yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), sink.place(run)
-
-
-def _print_incidents(console: Console, cards: IncidentCards, run_dir: Path) -> None:
-    """Print the first incidents, each with its cause, its state and the other alarms; nothing if no alarm was raised."""
-    numbers = sorted({alarm.incident for alarm in cards.raised})
-    if not numbers:
-        return
-    console.print("what went wrong", style="bold")
-    for number in numbers[:MAX_INCIDENTS]:
-        cause = cause_of(cards.of(number))
-        if cause is None or cause.type == RUN_FAILED:  # printed above
-            continue
-        is_active = any(alarm.incident == number for alarm in cards.active.values())
-        state = "still so at the end" if is_active else "over"
-        console.print(f"  {cause.type}, since update {cause.since:,}, {state}", style=COLOURS[cause.level])
-        console.print(f"    {alarm_text(cause)}")
-        others = sorted({alarm.type for alarm in cards.of(number)} - {cause.type})
-        if others:
-            console.print(f"    with it came {', '.join(others)}")
-    if len(numbers) > MAX_INCIDENTS:
-        console.print(f"  and {len(numbers) - MAX_INCIDENTS} later incidents")
-    console.print(f"{'':<12} $ {shlex.join(['esper-telemetry', 'diagnose', str(run_dir)])}", style="bold")
+        print_lines(console, end.openings())

@@ -18,7 +18,7 @@ QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
 
 CAUSES = {
     "learning_rate_x100": {"opt/update_too_large", "policy/kl_spike"},
-    "reward_1e4": {"grad/actor_starved"},
+    "reward_1e4": {"reward/unscaled"},
     "other_observations": {"integrity/ratio_init"},
     "dead_relu": {"repr/dormant"},
 }

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.adapters.taps import Tap, listen
+from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.testing import MemorySink
 
 pytestmark = pytest.mark.sb3
@@ -158,7 +159,18 @@ def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monke
         (2, 256, True),
     ]
     assert "policy/kl" in records[1].values
+    assert EQUATION_KEY + "minibatches" in records[0].values
+    assert EQUATION_KEY + "minibatches_one_minibatch" not in records[1].values  # the pass was not over
     assert taps_of(model) == []
+
+
+def test_padding_is_left_out_of_units_and_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Minibatches of 50 of 128 rows begin and end within sequences, which RecurrentPPO pads to the longest."""
+    run = sb3_models.recorded_run(sb3_models.recurrent(batch_size=50), tmp_path, steps=256, level="debug")
+
+    assert all("repr/dormant_frac" in record.values for record in run.records)
+    assert all("repr/effective_rank" in record.values for record in run.records)
+    assert "failed" not in capfd.readouterr().err
 
 
 def test_nan_logits_are_traced_to_their_source(tmp_path: Path) -> None:

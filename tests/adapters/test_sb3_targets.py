@@ -154,14 +154,36 @@ class Stale(Buffer):
         self.previous = now
 
 
-def with_line(line: str, other: str) -> Callable[..., bool]:
-    """Return the collecting loop of Stable-Baselines3 with one line replaced."""
+def source_count(text: str) -> int:
+    return inspect.getsource(OnPolicyAlgorithm.collect_rollouts).count(text)
+
+
+def with_line(line: str, other: str, *, count: int = 1) -> Callable[..., bool]:
+    """Return the collecting loop of Stable-Baselines3 with a text replaced that it has so many times."""
     source = textwrap.dedent(inspect.getsource(OnPolicyAlgorithm.collect_rollouts))
-    assert source.count(line) == 1
+    assert source.count(line) == count
     names = dict(vars(on_policy_algorithm))
     exec(source.replace(line, other), names)
     loop: Callable[..., bool] = names["collect_rollouts"]
     return loop
+
+
+class OtherCounter(PPO):
+    """Counts its steps under another name."""
+
+    collect_rollouts = with_line("n_steps", "taken", count=source_count("n_steps"))
+
+
+class OtherInfos(PPO):
+    """Calls what tells time limits from terminations by another name."""
+
+    collect_rollouts = with_line("infos", "details", count=source_count("infos"))
+
+
+class ShowsNothing(PPO):
+    """Does not give its local variables to the callback."""
+
+    collect_rollouts = with_line("callback.update_locals(locals())", "pass", count=2)
 
 
 class WithoutTimeLimits(PPO):
@@ -191,6 +213,26 @@ class TimeLimitsByTheNextEpisode(PPO):
         "rewards[idx] += self.gamma * terminal_value",
         "rewards[idx] += self.gamma * self.policy.predict_values(obs_as_tensor(new_obs, self.device))[idx].item()",
     )
+
+
+class OldLastValue(PPO):
+    """Bootstraps with the value of the last state that was acted in, as DLR-RM/stable-baselines3#183 did."""
+
+    collect_rollouts = with_line("values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))", "pass")
+
+
+class RewardsOfTheStepBefore(PPO):
+    """Stores each reward with the transition after it."""
+
+    collect_rollouts = with_line(
+        "self._update_info_buffer(infos, dones)",
+        "rewards, self.held = getattr(self, 'held', 0 * rewards), rewards.copy()",
+    )
+
+
+class ScaledRewards(Buffer):
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        super().add(obs, action, 0.1 * reward, *rest, **named)
 
 
 def broken(buffer: type[RolloutBuffer], seed: int = 3) -> PPO:
@@ -234,12 +276,21 @@ def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, n
         (WithoutTimeLimits, "time_limit_as_termination"),
         (TimeLimitsByTheNextEpisode, "time_limit_next_episode"),
         (EveryEndIsATimeLimit, "termination_bootstrapped"),
+        (OldLastValue, "old_last_bootstrap"),
     ],
 )
 def test_a_collecting_loop_with_a_mistake_is_named(algorithm: type[PPO], name: str) -> None:
     sentences = named(algorithm("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
 
     assert "the advantages equal" in sentences["integrity/equation"]
+
+
+def test_rewards_of_the_step_before_are_named_and_advantages_follow_them() -> None:
+    records, sentences = run(RewardsOfTheStepBefore("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert results(records, "stored_rewards")[1] == {"step_before"}
+    assert results(records, "advantages")[0] < 1e-5
+    assert "the stored rewards equal" in sentences["integrity/equation"]
 
 
 def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> None:
@@ -267,6 +318,7 @@ def scaled() -> Any:
 
 HEALTHY: dict[str, Callable[[], Any]] = {
     "own loop": lambda: broken(Buffer),
+    "rewards scaled when they are stored": lambda: broken(ScaledRewards),
     "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
     "undiscounted": lambda: PPO(
         "MlpPolicy", make_vec_env("FrozenLake-v1", 4, seed=1), gamma=1.0, gae_lambda=1.0, **MINIBATCHES
@@ -292,3 +344,20 @@ def test_a_healthy_run_follows_its_equations(name: str) -> None:
         assert error < 1e-5
         assert names == set()
     assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+
+
+def test_the_name_of_the_counter_does_not_matter() -> None:
+    records, sentences = run(OtherCounter("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert results(records, "advantages")[0] < 1e-5
+    assert "integrity/equation" not in sentences
+
+
+@pytest.mark.parametrize("algorithm", [OtherInfos, ShowsNothing])
+def test_advantages_are_not_checked_where_the_loop_hides_the_ends(algorithm: type[PPO], capfd: Any) -> None:
+    records, sentences = run(algorithm("MlpPolicy", limited(), **MINIBATCHES))
+
+    assert not any(key.startswith(EQUATION_KEY + "advantages") for record in records for key in record.values)
+    assert results(records, "returns")[0] < 1e-5
+    assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+    assert "failed" not in capfd.readouterr().err

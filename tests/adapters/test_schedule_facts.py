@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters.script.variables import Variables, find_schedule, unchecked_equations
+from esper_telemetry.adapters.script.settings import find_schedule, unchecked_equations
+from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT, equations
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT
 from esper_telemetry.views.equations import EquationRow, equation_rows
@@ -110,3 +111,26 @@ def test_a_model_of_stable_baselines3(kind: str, tmp_path: Path) -> None:
 
     assert row.state == ("unchecked" if kind == "function" else "matches")
     assert with_telemetry - learn(None) <= 4  # the first rate, for the config and the facts of each `learn`
+
+
+def stateful_rates() -> dict[str, Any]:
+    count = 0
+
+    def counts(remaining: float) -> float:
+        nonlocal count
+        count += 1
+        return 1e-3 / count
+
+    steps = iter((1e-3, 5e-4))
+    return {"counts": counts, "iterator": lambda remaining: next(steps), "method": steps.__next__}
+
+
+@pytest.mark.sb3
+def test_only_a_function_without_a_trace_is_a_formula() -> None:
+    from esper_telemetry.adapters.sb3.facts import is_formula
+
+    initial = 1e-3
+    formulas = (lambda left: initial * left, lambda left: max(0.0, 2 * left - 1), lambda left, rate=1e-3: rate)
+
+    assert all(map(is_formula, formulas))
+    assert not any(map(is_formula, stateful_rates().values()))

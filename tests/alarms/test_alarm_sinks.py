@@ -78,7 +78,7 @@ def test_critical_is_red_a_warning_yellow_and_the_end_green(monkeypatch: pytest.
 
 def pages(directory: Path) -> list[tuple[int, str]]:
     events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("alarms")]
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("0_verdict")]
 
 
 def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Path) -> None:
@@ -86,10 +86,21 @@ def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Pa
 
     texts = pages(tmp_path / "tensorboard")
     assert [step for step, _ in texts] == [2000, 3000, 4000, 6000]
-    assert texts[-1][1].startswith("## Incident 1, since update 2: policy/kl\\_spike")
-    assert [text.count("\n- ") for _, text in texts] == [1, 2, 3, 4]
-    assert "policy/kl 0.3, threshold 0.095): Since update 2 policy/kl has been too large." in texts[0][1]
-    assert "over at update 6, after 4 updates" in texts[-1][1]
+    assert [text.splitlines()[2:5:2] for _, text in texts] == [
+        [
+            "## Incident 1, since update 2: policy/kl\\_spike",
+            f"**Since update 2 policy/kl has been too large. Try a lower learning rate.** (critical, {state})",
+        ]
+        for state in (*["still active"] * 3, "over at update 6")
+    ]
+    with_it = [[line for line in text.splitlines() if line.startswith("- ")] for _, text in texts]
+    assert with_it == [
+        [],
+        *[
+            [f"- **grad/explode** ({level}, still active): Since update 3 policy/kl has been too large."]
+            for level in ("warn", "critical", "critical")
+        ],
+    ]
 
 
 def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path) -> None:
@@ -100,7 +111,7 @@ def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path)
     sink.close(RunStatus.FINISHED)
 
     ((step, text),) = pages(tmp_path / "tensorboard")
-    assert step == 6000 and text.count("\n- ") == 3
+    assert step == 6000 and "over at update 6" in text and text.count("\n- ") == 1
 
 
 @pytest.fixture(autouse=True)
@@ -217,16 +228,17 @@ def artifact(client: Any, run: Any, name: str, directory: Path) -> str:
     return Path(client.download_artifacts(run.info.run_id, name, str(directory))).read_text()
 
 
-def test_mlflow_has_a_tag_for_each_type_and_the_incidents(store: Path, client: Any, tmp_path: Path) -> None:
+def test_mlflow_has_the_verdict_and_the_incidents(store: Path, client: Any, tmp_path: Path) -> None:
     send_alarms(MLflowSink(), run_info(store, run_id="own"))
 
     run = mlflow_run(client, "own")
-    tags = {name: text for name, text in run.data.tags.items() if name.startswith("esper.alarm.")}
-    assert tags == {
-        "esper.alarm.policy/kl_spike": "over at update 6, after 4 updates",
-        "esper.alarm.grad/explode": "critical since update 3: "
-        "Since update 3 policy/kl has been too large. Try a lower learning rate.",
-    }
+    verdict = "no outcome yet (policy/kl_spike since update 2)"  # grad/explode, which came with it, is active
+    assert run.data.tags["esper.verdict"] == verdict
+    assert not [name for name in run.data.tags if name.startswith(("esper.alarm", "esper.metrics", "esper.outcome"))]
+    note = run.data.tags["mlflow.note.content"].splitlines()
+    assert note[:3] == ["**No outcome yet**", "", "### Incident 1, since update 2: policy/kl\\_spike"]
+    assert note[-3:] == ["| value | at update 6, step 6,000 | healthy |", "|---|---|---|", note[-1]]
+    assert "`policy/kl` | 0.06 |" in note[-1]
     page = artifact(client, run, "incidents.md", tmp_path)
     assert page.startswith("# What went wrong\n\n## Incident 1, since update 2: policy/kl\\_spike")
     (incident,) = json.loads(artifact(client, run, "incidents.json", tmp_path))
@@ -242,7 +254,7 @@ def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: A
 
     run = client.get_run(theirs.info.run_id)
     assert run.info.status == "RUNNING"
-    assert "esper.alarm.policy/kl_spike" in run.data.tags
+    assert "policy/kl_spike" in run.data.tags["esper.verdict"] and "mlflow.note.content" not in run.data.tags
     assert "Incident 1" in artifact(client, run, "incidents.md", tmp_path)
 
 
@@ -266,7 +278,7 @@ def test_a_store_without_artifacts_costs_a_warning_and_no_number(
 
     run = client.get_run(theirs.info.run_id)
     assert run.data.metrics["policy/kl"] == pytest.approx(0.06)
-    assert "esper.alarm.grad/explode" in run.data.tags
+    assert "policy/kl_spike" in run.data.tags["esper.verdict"]
     assert len([entry for entry in caplog.records if "does not store incidents" in entry.message]) == 1
 
 
@@ -291,7 +303,7 @@ def test_an_alarm_survives_the_way_to_another_process() -> None:
 
 
 def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sentence on what a run does: a line in the console, a text in TensorBoard, two tags in MLflow."""
+    """The sentence on what a run does: a line in the console, a text in TensorBoard, a tag and the description in MLflow."""
     text = "learning: return 21 -> 340 in 48 updates"
     event = JournalEvent("outcome", {"outcome": "learning", "text": text}, 1, record(1).axes)
     for sink in (ConsoleSink(), TensorBoardSink(), MLflowSink()):
@@ -301,7 +313,7 @@ def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFi
         sink.close(RunStatus.FINISHED)
 
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    (page,) = events.Tensors("outcome")
+    (page,) = events.Tensors("0_verdict")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (experiment,) = (e for e in client.search_experiments() if e.name == "esper_telemetry")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -309,6 +321,7 @@ def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"outcome  update 1  {text}" in capsys.readouterr().out
     assert (page.step, page.tensor_proto.string_val[0].decode()) == (
         1000,
-        "learning: return 21 -&gt; 340 in 48 updates",
+        "# Learning: return 21 -&gt; 340 in 48 updates\n\nNo alarm was raised.\n",
     )
-    assert (run.data.tags["esper.outcome"], run.data.tags["esper.verdict"]) == ("learning", text)
+    assert run.data.tags["esper.verdict"] == "learning (no alarms): return 21 -> 340 in 48 updates"
+    assert run.data.tags["mlflow.note.content"].startswith("**Learning: return 21 -&gt; 340 in 48 updates**")

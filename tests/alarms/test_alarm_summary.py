@@ -8,7 +8,8 @@ import pytest
 from scripted import ScriptedAlarm, scripted
 
 from esper_telemetry import Telemetry
-from esper_telemetry.core.record import AlarmEvent
+from esper_telemetry.core.record import AlarmEvent, RunStatus
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.views.outcome import Summary
 
 SCRIPT = {
@@ -22,7 +23,7 @@ def said(run_dir: Path, script: dict[int, ScriptedAlarm], capsys: pytest.Capture
     with Telemetry(run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
         for update in range(1, 6):
             telemetry.flush(env_step=update)
-    Summary([]).show(telemetry.run_dir, telemetry.run)
+    Summary().show(session_of(telemetry).run_end(RunStatus.FINISHED))
     return capsys.readouterr().out
 
 
@@ -32,11 +33,14 @@ def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(
     lines = said(tmp_path, SCRIPT, capsys).splitlines()
 
     start = lines.index("what went wrong")
-    assert lines[start + 1 : start + 5] == [
+    assert lines[start + 1 : start + 4] == [
         "  policy/kl_spike, since update 2, still so at the end",
         "    Since update 2 policy/kl has been too large. Try a lower learning rate.",
         "    with it came grad/explode",
-        f"             $ esper-telemetry diagnose {tmp_path}",
+    ]
+    opens = [line.split("$ ")[1] for line in lines if "$ " in line]
+    assert opens == [f"esper-telemetry {view} {tmp_path}" for view in ("report", "watch", "diagnose")] + [
+        f"esper-telemetry compare {tmp_path} OTHER_RUN"
     ]
 
 

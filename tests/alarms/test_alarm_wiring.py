@@ -62,7 +62,9 @@ def test_an_alarm_stands_behind_its_record_with_its_values_and_events(tmp_path: 
 
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     kinds = [
-        line["kind"] for line in lines if line.get("type", "") != "metrics" and "evidence" not in str(line.get("type"))
+        line["kind"]
+        for line in lines
+        if line.get("type", "") not in ("metrics", "environments") and "evidence" not in str(line.get("type"))
     ]
     assert kinds == ["run", "record", "record", "alarm", "event", *["record"] * 2, "alarm", "event", "record", "end"]
     run = read_run(tmp_path)

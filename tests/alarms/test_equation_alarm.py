@@ -141,11 +141,11 @@ def test_the_tolerance_is_that_of_the_precision_of_the_check_and_of_the_threshol
 
 
 def test_a_schedule_that_was_never_set_is_named() -> None:
-    """A line from 1 to 0 in ten updates: a constant rate is told from it, and from a cosine, in the fourth."""
+    """A line from 1 to 0 in ten updates: a constant rate is told from it in the third."""
     line = RateSchedule(initial=1.0, final=0.0, total_steps=1000).fact()
     right = judged(*({"opt/lr": 1 - update / 10} for update in range(10)), **{SCHEDULE_FACT: line})
     (alarm,) = judged(*[{"opt/lr": 1.0}] * 10, **{SCHEDULE_FACT: line})
 
     assert right == []
-    assert (alarm.key, alarm.since) == ("opt/lr", 4)
+    assert (alarm.key, alarm.since) == ("opt/lr", 3)
     assert "the learning rates equal the first one throughout, although a schedule is set, and differ" in alarm.text

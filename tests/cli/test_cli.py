@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import gymnasium
 import pytest
 
 from esper_telemetry import PPO, RunStatus, Telemetry, __version__, make_env, read_run
@@ -51,12 +52,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return empty
 
 
+UNMADE = "WithoutItsSimulator-v0"
+gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["train", "--env", "CartPol-v1"], "there is no environment 'CartPol-v1'; did you mean CartPole-v1"),
         (["train", "--env", "nowhere:Thing-v0"], "module of environment 'nowhere:Thing-v0' cannot be imported"),
-        (["train", "--env", "LunarLander-v3"], "environment 'LunarLander-v3' cannot be made: Box2D is not installed"),
+        (["train", "--env", UNMADE], f"environment '{UNMADE}' cannot be made: No module named 'no_such_simulator'"),
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
@@ -439,7 +444,7 @@ def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
 
     assert begun
     assert process.returncode == 130
-    assert out.endswith(f"go on with: esper-telemetry train --resume {here / 'run'}\n")
+    assert out.endswith(f"resume with: esper-telemetry train --resume {here / 'run'}\n")
 
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])

@@ -89,10 +89,10 @@ def test_the_journal_raises_the_same_alarms_again(run: Run, run_dir: Path) -> No
 
 
 def test_tensorboard_has_its_page(run_dir: Path, first: Alarm) -> None:
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload().Tensors("alarms")
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload().Tensors("0_verdict")
 
     pages = [event.tensor_proto.string_val[0].decode() for event in events if event.step == first.axes.env_step]
-    assert "(raise, critical; update 25, " in pages[-1] and f"{first.key} " in pages[-1]
+    assert f"({first.level}, still active)" in pages[-1] and first.type.replace("_", "\\_") in pages[-1]
 
 
 def test_wandb_has_its_alert_and_the_table(run_dir: Path, run: Run, first: Alarm) -> None:
@@ -103,9 +103,11 @@ def test_wandb_has_its_alert_and_the_table(run_dir: Path, run: Run, first: Alarm
     assert [(row[0], row[2], row[3]) for row in rows] == [(a.axes.update, a.event, a.type) for a in run.alarms]
 
 
-def test_mlflow_has_its_tag_and_the_incidents(run_dir: Path, run: Run, first: Alarm, tmp_path: Path) -> None:
+def test_mlflow_has_its_verdict_and_the_incidents(run_dir: Path, run: Run, first: Alarm, tmp_path: Path) -> None:
     in_mlflow = mlflow_run(run_dir)
-    assert {f"esper.alarm.{alarm.type}" for alarm in run.alarms} <= in_mlflow.data.tags.keys()
+    note = in_mlflow.data.tags["mlflow.note.content"]
+    assert f"Incident {first.incident}, since update {first.since}" in note
+    assert f"since update {first.since}" in in_mlflow.data.tags["esper.verdict"]
     client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
     stored = client.download_artifacts(in_mlflow.info.run_id, "incidents.json", str(tmp_path))
     incidents = json.loads(Path(stored).read_text())

@@ -28,6 +28,7 @@ from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
+from esper_telemetry.sinks.mlflow import run as mlflow_run
 from esper_telemetry.sinks.mlflow import sink as mlflow_sink
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
 
@@ -212,25 +213,55 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     }
     assert run.info.run_name == "cartpole"
     assert run.info.start_time == 1_700_000_000_000
-    assert run.data.tags["mlflow.note.content"] == "first try"
+    assert run.data.tags["mlflow.note.content"] == "**No outcome yet**\n\nNo alarm was raised.\n\nfirst try"
     assert run.data.tags["esper.tag.demo"] == "true"
     assert {"mlflow.user", "mlflow.source.name", "mlflow.runName"} <= set(run.data.tags)
-    assert run.data.tags["esper.metrics.policy"].splitlines()[:2] == [
-        "policy/kl [nats]: How far did the policy move? Healthy: 0.002 to 0.02.",
-        "policy/kl_max [nats]: How far did it move at most?",
-    ]
     assert run.info.artifact_uri.startswith((store / "mlflow-artifacts").as_uri())
 
 
-def test_what_all_metrics_mean_fits_into_tags(store: Path, client: Any) -> None:
-    """The whole catalogue; a family that is too long for a tag ends with a whole line."""
+def test_what_all_metrics_mean_is_an_artifact_and_the_headlines_are_in_the_description(
+    store: Path, client: Any, tmp_path: Path
+) -> None:
+    """The whole catalogue, which is too long for tags. The return is named first, `adv/grad_corr` not at all."""
     every = {entry.metric.key: entry.info() for entry in metric_entries()}
-    opened(run_info(store, run_id="all", metrics=every))
+    sink = opened(run_info(store, run_id="all", metrics=every))
+    sink.write([record(1, {"adv/grad_corr": 0.5, "policy/kl": 0.25, "episode/return_mean_100": 7.0})])
+    sink.close(RunStatus.FINISHED)
 
-    tags = mlflow_run_of(client, "all").data.tags
-    assert all("[" in line and "?" in line for line in tags["esper.metrics.policy"].splitlines())
-    assert 4000 < len(tags["esper.metrics.policy"]) <= 8000
-    assert "grad/health [fraction]" in tags["esper.metrics.grad"]
+    run = mlflow_run_of(client, "all")
+    page = Path(client.download_artifacts(run.info.run_id, "metrics.md", str(tmp_path))).read_text()
+    assert all(f"`{key}` |" in page for key in every)
+    assert not [name for name in run.data.tags if name.startswith("esper.metrics")]
+    rows = [line.split("|")[1:3] for line in run.data.tags["mlflow.note.content"].splitlines() if line.startswith("|")]
+    assert rows[0][1] == " at update 1, step 1,000 "
+    assert [(name.split("`")[1], value) for name, value in rows[2:]] == [
+        ("episode/return_mean_100", " 7 "),
+        ("policy/kl", " 0.25 "),
+    ]
+
+
+def test_the_description_follows_the_values_while_nothing_happens(
+    store: Path, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = opened(run_info(store, run_id="note"))
+    sink.write([record(1, {"policy/kl": 0.25})])
+    assert "policy/kl" not in mlflow_run_of(client, "note").data.tags["mlflow.note.content"]
+
+    monkeypatch.setattr(mlflow_run, "NOTE_SECONDS", 0.0)
+    sink.write([record(2, {"policy/kl": 0.5})])
+    assert "`policy/kl` | 0.5 |" in mlflow_run_of(client, "note").data.tags["mlflow.note.content"]
+
+
+def test_the_place_has_the_address_of_the_run_among_the_pages_for_model_training(store: Path, client: Any) -> None:
+    sink = opened(run_info(store, run_id="place"))
+
+    info = mlflow_run_of(client, "place").info
+    path = f"experiments/{info.experiment_id}/runs/{info.run_id}"
+    page = ("run", f"http://localhost:5000/#/{path}?workflowType=machine_learning")
+    assert sink.place(run_info(store, run_id="place")).pages == (page,)
+    assert sink.place(run_info(store, run_id="nobody")).pages[0][0] == "experiments"
+    server = MLflowSink("http://user:secret@host:1/").place(run_info(store)).pages
+    assert server == (("experiments", "http://host:1/#/experiments?workflowType=machine_learning"),)
 
 
 def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: Any) -> None:
@@ -308,7 +339,7 @@ def test_the_files_of_a_run_are_stored_when_it_ends(
 
     mlflow_id = mlflow_run_of(client, run.run_id).info.run_id
     names = [artifact.path for artifact in client.list_artifacts(mlflow_id)]
-    assert names == [*(["checkpoints"] if checkpoints else []), "config.json", "run.md"]
+    assert names == [*(["checkpoints"] if checkpoints else []), "config.json", "metrics.md", "run.md"]
     folder = Path(client.download_artifacts(mlflow_id, "", str(tmp_path)))
     assert (folder / "config.json").read_text() == '{"api_key": "***"}'
     assert (folder / "run.md").read_text().startswith("# cartpole")
@@ -523,7 +554,12 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
     info = read_run(tmp_path / "run").info
     run = mlflow_run_of(client, info.run_id, "secret")
     assert (run.info.status, run.data.metrics["my/number"]) == ("FINISHED", 1.0)
-    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["checkpoints", "config.json", "run.md"]
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == [
+        "checkpoints",
+        "config.json",
+        "metrics.md",
+        "run.md",
+    ]
     expected = server.replace("://", f"://{USER}:***@")
     assert (sink.name, sink.place(info).where, info.config["to"]) == (f"mlflow:{expected}", expected, expected)
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]

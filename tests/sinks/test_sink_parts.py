@@ -52,7 +52,7 @@ def test_charts_hold_what_belongs_together_in_one_unit() -> None:
         "Is it learning?": (Chart("episode/return_mean [return]", ("episode/return_mean",)),),
         "Is the policy moving too far?": (
             Chart("policy/kl [nats]", ("policy/kl", "policy/kl_max")),
-            Chart("policy/head/{head}/kl [nats]", ("policy/head/op/kl", "policy/head/slot/kl")),
+            Chart("policy/head/*/kl [nats]", ("policy/head/op/kl", "policy/head/slot/kl")),
         ),
         "Your own: my": (Chart("my/key", ("my/key",)),),
     }
@@ -104,7 +104,7 @@ def test_a_chart_is_called_what_its_numbers_are_called() -> None:
         (
             "grad/actor/rms",
             "grad/critic/rms",
-        ): "Typical size of a group's gradient (grad/{group}/rms) [gradient norm/√parameters]",
+        ): "Typical size of a group's gradient (grad/*/rms) [gradient norm/√parameters]",
         ("adv/participation",): "Effective share of the batch (adv/participation) [fraction]",
         ("adv/raw/pos_frac",): "Share above 0 of raw advantages (adv/raw/pos_frac) [fraction]",
     }

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.sinks import Place, TensorBoardSink
+from esper_telemetry.sinks import TensorBoardSink
 
 
 def read(directory: Path) -> Any:
@@ -168,7 +168,49 @@ def test_after_a_full_disk_the_same_records_go_into_a_new_file(sink: TensorBoard
     assert scalars(tmp_path / "tensorboard", "policy/kl")[-1] == (2000, pytest.approx(0.02))
 
 
-def test_the_place_is_the_directory_and_the_command_that_shows_it(tmp_path: Path) -> None:
+def test_the_place_is_the_directory_the_command_and_the_pages(tmp_path: Path) -> None:
     directory = tmp_path / "tensorboard"
 
-    assert TensorBoardSink().place(run_info(tmp_path)) == Place(str(directory), f"tensorboard --logdir {directory}")
+    place = TensorBoardSink().place(run_info(tmp_path))
+    assert place[:2] == (str(directory), f"tensorboard --logdir {directory}")
+    assert [address.partition("#")[2].partition("&")[0] for _, address in place.pages] == [
+        *("timeseries", "custom_scalars", "text")
+    ]
+
+
+def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_first(tmp_path: Path) -> None:
+    """`doctor` reads the file without them: they repeat numbers of other tags."""
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
+    run = run_info(tmp_path, metrics=every)
+    sink = TensorBoardSink()
+    sink.open(run)
+    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
+    sink.write([record(1, values)])
+
+    tags = sorted(read(tmp_path / "tensorboard").Tags()["scalars"])
+    assert tags[:3] == [
+        *("0_overview/01 episode/return_mean_100", "0_overview/02 alarm/active", "0_overview/04 policy/kl")
+    ]
+    assert scalars(tmp_path / "tensorboard", tags[0]) == [(1000, 7.0)]
+    metadata = read(tmp_path / "tensorboard").SummaryMetadata(tags[2])
+    assert "KL divergence" in metadata.summary_description
+    assert sink.stored(run).rows[1].keys() == {*values, "axis/update", "axis/gradient_step"}
+    layout = read(tmp_path / "tensorboard").Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    assert b"0_overview" not in layout
+
+
+def test_each_alarm_has_a_chart_of_its_own_with_its_name(tmp_path: Path) -> None:
+    """TensorBoard draws all lines of a run in one colour. The 3 keys of `max_keys` are taken when the alarms are raised."""
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
+    sink = TensorBoardSink(max_keys=3)
+    sink.open(run_info(tmp_path, metrics=every))
+    taken = {"policy/kl": 0.1, "policy/clip_frac": 0.1, "value/r2": 0.1}
+    sink.write([record(1, taken), record(2, {**taken, "alarm/policy/kl_spike": 1.0, "alarm/grad/explode": 0.5})])
+
+    layouts = read(tmp_path / "tensorboard").Tensors("custom_scalars__config__")
+    first = layout_pb2.Layout.FromString(layouts[-1].tensor_proto.string_val[0]).category[0]
+    assert first.title == "Is anything wrong?"
+    assert sorted(chart.title for chart in first.chart) == [
+        "Severity of an alarm (alarm/grad/explode) [severity]",
+        "Severity of an alarm (alarm/policy/kl_spike) [severity]",
+    ]

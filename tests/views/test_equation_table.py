@@ -147,7 +147,7 @@ def test_a_journal_from_before_the_checks_says_so(capsys: pytest.CaptureFixture[
 
 
 def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
-    """From 1 to 0 in ten updates of 100 steps. A constant rate is told from the line, and from a cosine, in the fourth."""
+    """From 1 to 0 in ten updates of 100 steps. A constant rate is told from the line in the third."""
     line = RateSchedule(initial=1.0, final=0.0, total_steps=1000)
     facts = run(**{SCHEDULE_FACT: line.fact()})
     right = rows(facts, records(*({"opt/lr": 1 - update / 10} for update in range(10))))["schedules"]
@@ -156,7 +156,7 @@ def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
     assert (right.state, right.updates) == ("matches", 10)
     assert constant.state == "differs"
     assert constant.result.startswith("differs: equal the first one throughout, although a schedule is set")
-    assert constant.since == 4
+    assert constant.since == 3
 
 
 def test_the_page_has_the_formulas_and_the_advice_of_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import math
 from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,13 @@ LOSSES = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
+
+
+FORMULA_FUNCTIONS = ("abs", "float", "int", "max", "min", "pow", "round")
+"""Built-in functions that a formula may call."""
+
+STORING = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR")
+"""Instructions by which a function changes something else than its own variables."""
 
 
 class ModelProgress(NamedTuple):
@@ -140,6 +150,32 @@ def _schedule_fact(model: Any) -> dict[str, Any]:
     }
     schedule = RateSchedule(initial=initial, final=final, total_steps=model._total_timesteps, counts=counts)
     return {SCHEDULE_FACT: schedule.fact()}
+
+
+def current_rate(model: Any) -> float | None:
+    """Return the rate that the schedule gives now; None of a function that may count its calls, or change something else."""
+    schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
+    own = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
+    return float(schedule(model._current_progress_remaining)) if own or is_formula(schedule) else None
+
+
+def is_formula(function: Any) -> bool:
+    """Return True for a Python function that computes with its argument, with numbers and with `math` alone: a call leaves no trace."""
+    if not isinstance(function, FunctionType):
+        return False
+    code, known = function.__code__, function.__globals__
+    numbers = (*(cell.cell_contents for cell in function.__closure__ or ()), *(function.__defaults__ or ()))
+    of_math = vars(math) if known.get("math") is math else {}
+
+    def harmless(name: str) -> bool:
+        if name in known:
+            return known[name] is math or isinstance(known[name], int | float)
+        return name in FORMULA_FUNCTIONS or name in of_math
+
+    stores = any(step.opname.startswith(STORING) for step in dis.get_instructions(code))
+    nested = any(isinstance(constant, CodeType) for constant in code.co_consts)
+    plain = all(isinstance(value, int | float) for value in numbers)
+    return plain and all(map(harmless, code.co_names)) and not stores and not nested
 
 
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:

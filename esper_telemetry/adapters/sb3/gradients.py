@@ -27,13 +27,16 @@ from torch.nn.utils import clip_grad
 
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.adapters.sb3.facts import groups_of, minibatches_of, parameters_by_name
+from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
 
 CLIP_FUNCTION = "clip_grad_norm_"
+
+MAX_PADDING = 1e-8
+"""Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
 
 
 class ClipListener(Protocol):
@@ -156,12 +159,16 @@ class TrunkListener:
     """Emits `TrunkBackward` for one forward pass at a time, from the features to the heads and back.
 
     Args:
-        place: returns epoch and step of the minibatch.
+        place: returns epoch and step of the minibatch, and its mask of padding.
         attempt: calls a function with an argument and handles its exceptions.
     """
 
     def __init__(
-        self, policy: Any, hooks: Hooks, place: Callable[[], tuple[int, int]], attempt: Callable[..., object]
+        self,
+        policy: Any,
+        hooks: Hooks,
+        place: Callable[[], tuple[int, int, Tensor | None]],
+        attempt: Callable[..., object],
     ) -> None:
         self._policy, self._hooks, self._place, self._attempt = policy, hooks, place, attempt
         self._shared = groups_of(policy).get("shared", [])
@@ -207,9 +214,10 @@ class TrunkListener:
         outputs = (actor,) if actor is critic else (actor, critic)
         named = parameters_by_name(self._policy)
         shared = [named[name] for name in self._shared]
-        gradients, (epoch, step) = self._gradients, self._place()
+        gradients, (epoch, step, mask) = self._gradients, self._place()
+        valid = None if mask is None else mask > MAX_PADDING
         self._clear()
-        self._hooks.emit(TrunkBackward(epoch, step, outputs, gradients["actor"], gradients["critic"], shared))
+        self._hooks.emit(TrunkBackward(epoch, step, outputs, gradients["actor"], gradients["critic"], shared, valid))
 
 
 def advantages_as_used(model: Any, advantages: Tensor, valid: Tensor | None) -> Tensor:
@@ -267,6 +275,10 @@ def objective_event(
     """Return the event of a minibatch that `train` has taken from the buffer; `gradient_step` counts the optimizer's steps so far."""
     # their value loss is the mean squared error, ours half of it
     coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
+    rate = current_rate(model)
+    if rate is None:  # as the model has logged it
+        in_use = model.policy.optimizer.param_groups[0]["lr"]
+        rate = float(model.logger.name_to_value.get("train/learning_rate", in_use))
     return MinibatchObjective(
         epoch=epoch,
         step=step,
@@ -276,18 +288,9 @@ def objective_event(
         parameters=parameters,
         optimizer=model.policy.optimizer,
         max_norm=model.max_grad_norm,
-        learning_rate=_set_learning_rate(model),
+        learning_rate=rate,
         gradient_step=gradient_step,
     )
-
-
-def _set_learning_rate(model: Any) -> float:
-    """Return the rate that the schedule gives now; as the model has logged it, where it is a function that may count its calls."""
-    schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
-    if str(getattr(schedule, "__module__", "")).startswith("stable_baselines3."):
-        return float(schedule(model._current_progress_remaining))
-    rate = model.policy.optimizer.param_groups[0]["lr"]
-    return float(model.logger.name_to_value.get("train/learning_rate", rate))
 
 
 def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, Any, Tensor]]:
@@ -351,4 +354,4 @@ def _evaluate(model: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> 
 def _valid_rows(samples: Any) -> Tensor | None:
     """[N], bool; None where there is no padding."""
     mask = getattr(samples, "mask", None)
-    return None if mask is None else mask > 1e-8
+    return None if mask is None else mask > MAX_PADDING

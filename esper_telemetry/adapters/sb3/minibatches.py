@@ -22,7 +22,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, join_columns, loss_columns
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.gradients import HeadNorms, clip_of, objective_event, shard_gradients
+from esper_telemetry.adapters.sb3.gradients import MAX_PADDING, HeadNorms, clip_of, objective_event, shard_gradients
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
@@ -66,7 +66,7 @@ class MinibatchJoiner:
         """Join some minibatches and leave out their padding."""
         epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
         present = [mask for mask in masks if mask is not None]
-        valid = (torch.cat(present) > 1e-8).nonzero().flatten() if present else None
+        valid = (torch.cat(present) > MAX_PADDING).nonzero().flatten() if present else None
 
         def without_padding(column: Tensor) -> Tensor:
             return column if valid is None else column[valid]
@@ -209,6 +209,10 @@ class MinibatchListener:
             None if entropy is None else entropy.detach(),
             self._capture(self._policy),
         )
+
+    def place(self) -> tuple[int, int, Tensor | None]:
+        """Epoch and step, and the mask of padding of the open minibatch."""
+        return max(self.epoch, 0), self.step, None if self._open is None else self._open[3]
 
     def owns(self, parameters: Sequence[Tensor]) -> bool:
         """Return True for the parameters of the policy while a minibatch is open."""

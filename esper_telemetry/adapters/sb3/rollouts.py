@@ -68,6 +68,7 @@ class CollectedRollout(NamedTuple):
         observations: [T, B, ...], as the policy received them; None where they have several parts.
         episodes: that finished.
         steps: as they were taken.
+        ends_known: the collecting loop has shown in every step which episodes ended, and why.
     """
 
     values: Array
@@ -86,6 +87,7 @@ class CollectedRollout(NamedTuple):
     observations: Array | None
     episodes: list[FinishedEpisode]
     steps: CollectedSteps
+    ends_known: bool
 
 
 class RolloutRecorder:
@@ -114,6 +116,7 @@ class RolloutRecorder:
         """Forget all steps: a rollout begins."""
         self._raw_rewards: list[Array] = []
         self._ends: list[End] = []
+        self._taken = self._shown = 0
         self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
@@ -139,25 +142,41 @@ class RolloutRecorder:
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
         self.environment_seconds += perf_counter() - self._acted_at
-        dones = variables["dones"]
+        step = self._taken
+        self._taken += 1
+        dones, rewards = variables.get("dones"), variables.get("rewards")
+        if not (isinstance(dones, np.ndarray) and isinstance(rewards, np.ndarray) and "infos" in variables):
+            return  # a loop of the user's own, with names of its own
         if dones.tobytes().strip(ZERO_BYTE):  # takes a sixth of the time of `dones.any()`
-            rewards = variables["rewards"].copy()  # a time limit's bootstrap will be added in place
-            self._ends.append((variables["n_steps"], dones.copy(), rewards, variables["infos"]))
+            self._ends.append((step, dones.copy(), rewards.copy(), variables["infos"]))  # bootstraps are added in place
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
         self._steps.after_step(variables)
+        self._shown += 1
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
         if self._captures:
             self._join_captures()
         buffer = self._model.rollout_buffer
-        rewards = buffer.rewards.copy()
-        ended = np.zeros(rewards.shape, bool)
-        for step, dones, paid, _ in self._ends:
-            ended[step], rewards[step] = dones, paid
+        rewards = paid = buffer.rewards.copy()
+        ends_known = self._shown == self._taken == len(rewards)
+        if ends_known:
+            ended, paid = np.zeros(rewards.shape, bool), self._steps.rewards().astype(rewards.dtype)
+        else:  # what the buffer has, which does not tell time limits
+            self._raw_rewards, self._ends = [], []
+            ended = np.concatenate([buffer.episode_starts[1:], self._model._last_episode_starts[None]]).astype(bool)
+        for step, dones, _, _ in self._ends:
+            ended[step] = dones
         time_limits = np.zeros_like(ended)
-        episodes = self._episodes(rewards, time_limits)
+        episodes = self._episodes(paid, time_limits)
+        if np.array_equal(paid[~ended], rewards[~ended], equal_nan=True):
+            rewards[ended] = paid[ended]
+        elif self._recurrent:
+            ends_known = False
+        else:  # the buffer has other rewards, and what was added after time limits has to be asked for
+            rewards -= buffer.gamma * self._values_after(time_limits)
+        last_values = self._asked_last_values(last_values)
         return CollectedRollout(
             values=buffer.values,
             advantages=buffer.advantages,
@@ -175,6 +194,7 @@ class RolloutRecorder:
             heads=self._heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
             steps=self._steps.finish(buffer.observations, self._ends),
+            ends_known=ends_known,
         )
 
     def states(self, *, after: bool = False) -> Tensor | None:
@@ -195,8 +215,10 @@ class RolloutRecorder:
         following = np.concatenate([buffer.values[1:], last_values.detach().cpu().numpy().reshape(1, -1)])
         others = (0.0, buffer.gamma * following, buffer.gamma * buffer.values)
         rows = time_limits & np.logical_or.reduce([np.isclose(added, other, rtol=1e-4, atol=0.0) for other in others])
-        if self._recurrent or not rows.any():
-            return None
+        return None if self._recurrent or not rows.any() else self._values_after(rows)
+
+    def _values_after(self, rows: Array) -> Array:
+        """Return the critic's estimates of the last observations of episodes that ended in these rows [T, B]; 0 elsewhere."""
         values = np.zeros(rows.shape, np.float32)
         with torch.no_grad(), without_trace(self._policy):
             for step, _, _, infos in self._ends:
@@ -204,6 +226,16 @@ class RolloutRecorder:
                     last = self._policy.obs_to_tensor(infos[index]["terminal_observation"])[0]
                     values[step, index] = float(self._policy.predict_values(last).flatten()[0])
         return values
+
+    def _asked_last_values(self, given: Tensor) -> Tensor:
+        """Return the critic's estimates [B] after the last step, asked for where those that were given are of the step before, or 0."""
+        before = torch.from_numpy(self._model.rollout_buffer.values[-1])
+        claimed = given.detach().cpu().flatten()
+        if self._recurrent or not (torch.equal(claimed, before) or not claimed.any()):
+            return given
+        with torch.no_grad(), without_trace(self._policy):
+            values: Tensor = self._policy.predict_values(self._policy.obs_to_tensor(self._model._last_obs)[0]).flatten()
+        return given if torch.allclose(values.cpu(), claimed, rtol=1e-4) else values
 
     def _join_captures(self) -> None:
         captures, self._captures = self._captures, []
@@ -271,6 +303,7 @@ def rollout_event(
         observations=_observations(fields.observations),
         transitions=_transitions([steps.transitions for steps in fields.steps]),
         last_values=torch.stack([rollout.last_values.detach().flatten() for rollout in rollouts]).to(device),
+        ends_known=all(fields.ends_known),
         **columns._asdict(),
     )
 

@@ -79,6 +79,10 @@ class StepRecorder:
             self._sent.append(sent)
             self._received.append(received if received is sent else received.copy())
 
+    def rewards(self) -> Array:
+        """Rewards [T, B] as the collecting loop received them."""
+        return np.stack(self._rewards)
+
     def finish(self, stored: Any, ends: Sequence[End]) -> CollectedSteps:
         """Return the rollout, of which the buffer has stored these observations; `ends` are its ends of episodes."""
         acted = self._acted

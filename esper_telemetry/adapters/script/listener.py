@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
+from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.losses import LossReader
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
@@ -38,6 +42,7 @@ from esper_telemetry.events import (
     RecurrentForward,
     RolloutEnd,
     RunStart,
+    Transitions,
     UpdateEnd,
 )
 
@@ -57,6 +62,13 @@ class OptimizerCall(NamedTuple):
     optimizer: Optimizer
     variables: Variables
     ratio: Ratio | None
+
+
+class ClipCall(NamedTuple):
+    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
+
+    parameters: frozenset[int]
+    max_norm: float | None
 
 
 class ScriptListener:
@@ -96,6 +108,12 @@ class ScriptListener:
         self._collected_values: Tensor | None = None
         self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
+        self._announced: Optimizer | None = None
+        self._shown = self._several = False
+        self._scales: object = None
+        self._clips: list[ClipCall] = []
+        self._last_clips: list[ClipCall] = []
+        self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
 
     @property
     def listens(self) -> bool:
@@ -128,30 +146,95 @@ class ScriptListener:
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
-        parameters = self._named_parameters(optimizer)
-        if self.hooks.wants(MinibatchObjective):
-            self.hooks.emit(
-                MinibatchObjective(
-                    epoch=self._epoch,
-                    step=self._step,
-                    steps=None,
-                    rows=None,
-                    coefficients={},
-                    parameters=parameters,
-                    optimizer=optimizer,
-                    max_norm=None,
-                    learning_rate=None,
-                    gradient_step=None,
-                )
+        self._several = self._several or self._last_optimizer() not in (None, optimizer)
+        self._last_optimizer = weakref.ref(optimizer)
+        if self._announced is not optimizer and self.hooks.wants(MinibatchObjective):
+            self._emit_objective(optimizer, variables)
+        if self._shown:
+            self.clips.clear()
+        else:
+            self._emit_gradients(optimizer)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A backward pass is about to begin: show a sample the minibatch's objective, with gradients of the script's graph."""
+        if not self.hooks.wants(MinibatchObjective) or self._several:
+            return
+        optimizer, variables = self._last_optimizer(), names.calling_variables()
+        if (
+            self._announced is not None
+        ):  # of several passes none is that of the whole loss: a second announcement ends the check
+            self._emit_objective(self._announced, variables)
+            return
+        ratio = names.find_ratio(variables)
+        if optimizer is None or ratio is None or ratio.source is self._ratio:
+            return
+        self._announced = optimizer
+        more = left_out(variables, _parameters_of(optimizer)) if self.updates else {}
+        parameters = list(self._named_parameters(optimizer).values())
+        terms = partial(loss_terms, loss, variables, ratio, self._facts, parameters)
+        self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
+        self._scales = variables.find(
+            settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
+        )
+
+    def after_backward(self) -> None:
+        """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
+        if self._announced is not None and not self._shown and not self._last_clips and self._scales is None:
+            self._emit_gradients(self._announced)
+
+    def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        """Gradients are about to be clipped together."""
+        self.clips.before_clip(parameters, max_norm)
+        self._clips.append(ClipCall(frozenset(map(id, parameters)), max_norm))
+        if self._announced is not None and not self._shown:
+            self._emit_gradients(self._announced)
+
+    def _emit_objective(
+        self, optimizer: Optimizer, variables: Variables, terms: Any = None, more: Mapping[str, Tensor] = {}
+    ) -> None:
+        self.hooks.emit(
+            MinibatchObjective(
+                epoch=self._epoch,
+                step=self._step,
+                steps=None,
+                rows=None,
+                coefficients={},
+                parameters={**self._named_parameters(optimizer), **more},
+                optimizer=optimizer,
+                max_norm=self._max_norm(optimizer, variables),
+                learning_rate=None,
+                gradient_step=None if self._several else self._gradient_step,
+                terms=terms,
+                by_name=True,
             )
+        )
+
+    def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
+        """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
+        positive = variables.find(
+            settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
+        )
+        calls = self._last_clips
+        if not calls:
+            return positive
+        own = _parameters_of(optimizer)
+        sets = {id(p) for p in own}, {id(p) for p in own if p.requires_grad}
+        whole = len(calls) == 1 and calls[0].parameters in sets
+        return (calls[0].max_norm or positive) if whole else None
+
+    def _emit_gradients(self, optimizer: Optimizer) -> None:
+        parameters = self._named_parameters(optimizer)
         gradients = self.clips.take(parameters)
         if gradients is not None:
+            self._shown = True
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
             self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=parameters, **gradients._asdict()))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
         call, self._call = self._call, None
+        self._announced, self._shown = None, False
+        self._last_clips, self._clips = self._clips, []
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
@@ -189,15 +272,15 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
-        facts = names.find_facts(variables, self.clips.max_norm)
+        facts = settings.find_facts(variables, self.clips.max_norm)
         facts["optimizer"] = type(optimizer).__name__
-        facts.update(names.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
-        facts[UNCHECKED_FACT] = names.unchecked_equations(facts)
+        facts.update(settings.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
+        facts[UNCHECKED_FACT] = settings.unchecked_equations(facts)
         facts["policy"] = "lstm" if self.lstm_count else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
-        self.hooks.emit(RunStart(names.find_config(variables), facts, update=0, env_step=0, gradient_step=0))
+        self.hooks.emit(RunStart(settings.find_config(variables), facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
         self._facts = facts
 
@@ -208,7 +291,7 @@ class ScriptListener:
     def _begin_update(self, variables: Variables) -> None:
         self.open, self._step = True, 0
         self._collected_at = self._data_of(variables)
-        weights = names.find_coefficients(variables)
+        weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
         rollout = names.find_rollout(variables)
@@ -216,6 +299,7 @@ class ScriptListener:
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
         ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
+        transitions = rollout and self.environments.transitions(rollout.observations, rollout.actions)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -223,16 +307,18 @@ class ScriptListener:
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
         if rollout is not None:
-            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions)
 
-    def _emit_rollout(self, rollout: RolloutVariables, ends: RecordedEnds | None) -> None:
+    def _emit_rollout(
+        self, rollout: RolloutVariables, ends: RecordedEnds | None, transitions: Transitions | None
+    ) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
         count, actions = len(heads.logits) + len(heads.means), rollout.actions
         by_head: dict[str, Tensor] = {}
         if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
             by_head = head_actions(actions, head_names(count), heads.means)
-        columns = rollout._asdict() | {"actions": by_head}
+        columns = rollout._asdict() | {"actions": by_head, "observations": None}
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
@@ -241,6 +327,7 @@ class ScriptListener:
                 time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
+                transitions=transitions,
                 **columns,
                 **heads._asdict(),
             )

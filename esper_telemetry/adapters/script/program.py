@@ -91,9 +91,14 @@ def log_to_stderr() -> None:
 
 
 def say(sentence: str) -> None:
-    """Write a line on stderr; a stream that is closed or gone is no error."""
+    """Write a line on stderr."""
+    write_stderr(f"esper-telemetry: {sentence}\n")
+
+
+def write_stderr(text: str) -> None:
+    """Write a text on stderr; a stream that is closed or gone is no error."""
     try:
-        sys.stderr.write(f"esper-telemetry: {sentence}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         return

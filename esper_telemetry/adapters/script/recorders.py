@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
+from esper_telemetry.events import Transitions
+from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_DISTRIBUTIONS = 64
 """Distributions of one minibatch that are recorded: more of them are no heads."""
@@ -37,6 +39,9 @@ MAX_TAGS = 256
 
 MAX_END_STEPS = 1 << 14
 """Steps of an environment whose ends are recorded: more than a rollout has."""
+
+MAX_STEP_ENTRIES = 1 << 22
+"""Entries of the observations of one rollout that are copied: 32 megabytes in double precision."""
 
 EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_reward"}
 """Tags of single episodes' returns."""
@@ -226,6 +231,74 @@ class RecordedEnds(NamedTuple):
     time_limits: Tensor
 
 
+class TransitionLog:
+    """Copies what the steps of a script's environments returned and received, in the entries of which checksums are taken."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._entries = 0
+        self._returned: list[Any] = []
+        self._rewards: list[Any] = []
+        self._received: list[Any] = []
+        self._finals: list[tuple[int, int, Any]] = []
+
+    def add(self, action: Any, result: Any, ended: Any) -> None:
+        """Record a step of B environments, whose flags `ended` are [B]; one whose observations are no arrays of numbers is left out."""
+        returned, rewards, *_, infos = result
+        envs = len(ended)
+        rows = _rows_of(returned, envs)
+        if rows is None or self._entries + rows.size > MAX_STEP_ENTRIES:
+            return
+        self._entries += rows.size
+        finals = infos.get("final_obs", infos.get("final_observation")) if isinstance(infos, Mapping) else None
+        for place in np.flatnonzero(ended) if finals is not None and len(finals) == envs else ():
+            final = _rows_of(finals[place], 1)
+            if final is not None and final.shape[1] == rows.shape[1]:
+                self._finals.append((len(self._rewards), int(place), final[0]))
+        self._returned.append(rows)
+        self._rewards.append(np.array(rewards, dtype=np.float64).reshape(envs))
+        self._received.append(_rows_of(action, envs))
+
+    def beside(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
+        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None where these are of another shape."""
+        returned, received = self._returned, self._received
+        if len(returned) != len(stored) or any(rows.shape != returned[0].shape for rows in returned):
+            return None
+        observations = stored.detach().cpu()
+        outcomes = torch.from_numpy(np.stack(returned)).to(observations.dtype)
+        size = observations[0, 0].numel()
+        if outcomes.shape != (*stored.shape[:2], len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES)))):
+            return None
+        ends = torch.full(outcomes.shape[:2], torch.nan, dtype=torch.float64)
+        for step, place, final in self._finals:
+            ends[step, place] = checksums(torch.from_numpy(final).to(observations.dtype).reshape(1, 1, -1))[0, 0]
+        sent = None if actions is None else actions.detach().cpu().double().reshape(*ends.shape, -1)
+        arrived = None
+        if sent is not None and all(action is not None and action.shape == sent.shape[1:] for action in received):
+            arrived = torch.from_numpy(np.stack(received))
+        return Transitions(
+            inputs=checksums(observations),
+            outcomes=checksums(outcomes),
+            finals=ends,
+            rewards=torch.from_numpy(np.stack(self._rewards)),
+            informative=informative(observations),
+            sent=None if sent is None or arrived is None else checksums(sent),
+            received=None if arrived is None else checksums(arrived.double()),
+        )
+
+
+def _rows_of(value: Any, envs: int) -> Any:
+    """A copy [B, n] of some entries of each of B rows, float64; None for anything but numbers."""
+    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if value.dtype.kind not in "fiub" or value.size == 0 or value.size % envs:
+        return None
+    rows = value.reshape(envs, -1)
+    return rows[:, :: -(-rows.shape[1] // MAX_CHECKSUM_ENTRIES)].astype(np.float64)
+
+
 class EpisodeLog:
     """Counts episodes at the environments themselves: scripts written for Gymnasium 0.29 see none under 1.x.
 
@@ -245,6 +318,7 @@ class EpisodeLog:
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
         self._ends: deque[Any] = deque(maxlen=MAX_END_STEPS)
+        self._transitions = TransitionLog()
         self._calls = 0
         self._depth = 0
         self._reported = False
@@ -267,12 +341,13 @@ class EpisodeLog:
             self._running[env] = _Running(getattr(env, "num_envs", 1))
         return env in self._running
 
-    def after_step(self, env: Any, result: Any) -> None:
-        """A step returned observations, rewards, terminations, truncations and infos."""
+    def after_step(self, env: Any, result: Any, action: Any = None) -> None:
+        """A step with that action returned observations, rewards, terminations, truncations and infos."""
         _, rewards, terminated, truncated, infos = result
         running = self._running[env]
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         self._ends.append(np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool))
+        self._transitions.add(action, result, self._ends[-1].any(0))
         self.steps += len(running.returns)
         self._calls += 1
         next_step = "NEXT_STEP" in mode or "NEXTSTEP" in mode
@@ -296,11 +371,17 @@ class EpisodeLog:
         terminated, truncated = torch.from_numpy(np.stack(self._ends, 1)).unbind()
         return RecordedEnds(terminated | truncated, truncated & ~terminated)
 
+    def transitions(self, observations: Tensor | None, actions: Tensor | None) -> Transitions | None:
+        """Return the steps since the last `take` beside what the script has stored; None where they do not fit it."""
+        one = len(self._running) == 1 and observations is not None and len(self._ends) == len(observations)
+        return self._transitions.beside(observations, actions) if one and observations is not None else None
+
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self._seconds
         self._finished, self._seconds, self._calls = [], 0.0, 0
         self._ends.clear()
+        self._transitions.clear()
         return episodes, seconds
 
 

@@ -192,6 +192,7 @@ class Taps:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
+        self._patches.replace(torch.Tensor, "backward", self._backward)
         for kind in (torch.distributions.Categorical, torch.distributions.Normal):
             self._patches.replace(kind, "log_prob", self._log_prob)
         self._patches.replace(torch.nn.LSTM, "__init__", self._lstm)
@@ -207,10 +208,25 @@ class Taps:
             listed, again = _listed(parameters)
             limit = args[0] if args else options.get("max_norm")
             max_norm = float(limit) if by_norm and isinstance(limit, int | float) and limit > 0 else None
-            self.call(lambda script: script.clips.before_clip(listed, max_norm))
+            self.call(lambda script: script.before_clip(listed, max_norm))
             return clip(again, *args, **options)
 
         return clipped
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def passed(loss: Any, *args: Any, **options: Any) -> Any:
+            if not self._script_is_open():
+                return backward(loss, *args, **options)
+            self.call(lambda script: script.before_backward(loss))
+            result = backward(loss, *args, **options)
+            self.call(lambda script: script.after_backward())
+            return result
+
+        return passed
+
+    def _script_is_open(self) -> bool:
+        return self.script is not None and self.script.open and not _compiling()
 
     def _log_prob(self, log_prob: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(log_prob)
@@ -279,7 +295,7 @@ class Taps:
             except BaseException:
                 self._call_briefly(lambda script: [script.environments.leave(moment) for moment in began])
                 raise
-            self._call_briefly(lambda script: _after_step(script, env, result, began))
+            self._call_briefly(lambda script: _after_step(script, env, result, began, args))
             return result
 
         return stepped
@@ -323,11 +339,11 @@ class Taps:
         self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
 
 
-def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float]) -> None:
+def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float], args: Sequence[Any]) -> None:
     """A step of the script's own, not one that an environment around it takes."""
     outermost = [script.environments.leave(moment) for moment in began]
     if all(outermost) and script.environments.includes(env):
-        script.environments.after_step(env, result)
+        script.environments.after_step(env, result, args[0] if args else None)
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import next_values
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
 T = TypeVar("T")
 
@@ -68,43 +67,13 @@ DONES: Aliases = ("dones", "terminations", "dones_buf", "done_buf", "terminateds
 NEXT_DONE: Aliases = ("next_done", "next_termination", "last_done")
 NEXT_VALUE: Aliases = ("next_value", "last_value", "next_values", "last_values", "bootstrap_value")
 ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf")
+OBSERVATIONS: Aliases = ("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf")
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
 )
 SETTINGS: Aliases = ("args", "config", "cfg", "hp", "hparams", "opts", "options", "params", "flags")
 """Names of the object with a script's settings."""
-
-FACTS: Mapping[str, Aliases] = {
-    "clip": (
-        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip"),
-        "CLIP",
-    ),
-    "gamma": ("gamma", "GAMMA", "discount"),
-    "gae_lambda": ("gae_lambda", "lam", "lambda_", "gae_lam", "LAMBDA"),
-    "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
-    "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
-    "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "EPOCHS", "K_epochs"),
-    "num_minibatches": ("num_minibatches", "n_minibatches", "MINIBATCHES"),
-    "learning_rate": ("learning_rate", "lr", "LEARNING_RATE", "LR"),
-    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF"),
-    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF"),
-    "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
-    "target_kl": ("target_kl", "TARGET_KL"),
-    "env": ("env_id", "env_name", "ENV_ID", "env"),
-}
-"""Settings that alarms read."""
-
-NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
-ANNEALS: Aliases = (
-    "anneal_lr",
-    "anneal_learning_rate",
-    "lr_anneal",
-    "use_linear_lr_decay",
-    "linear_lr_decay",
-    "ANNEAL_LR",
-)
-CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
 
 ACTOR = r"(^|\.|_)(actor|policy|pi|action|act|logits|mean|mu|log_?std|dist|heads?)(_|\.|\d|$|net|head|mean|log_?std)"
 CRITIC = r"(^|\.|_)(critic|value|vf|v|val|q)(_|\.|\d|$|net|head)"
@@ -149,7 +118,7 @@ def calling_variables() -> Variables:
     for frame in _frames():
         scopes.append(_locals(frame))
         scopes += [vars(owner) for name in ("self", "agent") if hasattr(owner := scopes[-1].get(name), "__dict__")]
-    scopes += [values for scope in list(scopes) for name in SETTINGS if (values := _settings(scope.get(name)))]
+    scopes += [values for scope in list(scopes) for name in SETTINGS if (values := settings_of(scope.get(name)))]
     return Variables(scopes)
 
 
@@ -182,7 +151,7 @@ def _locals(frame: FrameType) -> Mapping[str, Any]:
     return copied
 
 
-def _settings(value: object) -> dict[str, Any]:
+def settings_of(value: object) -> dict[str, Any]:
     """Settings by name, of a dictionary or an object with attributes; empty for anything else."""
     if isinstance(value, Mapping):
         return {key: entry for key, entry in value.items() if isinstance(key, str)}
@@ -307,10 +276,14 @@ def find_losses(variables: Variables) -> dict[str, Tensor]:
     return losses
 
 
-def find_coefficients(variables: Variables) -> dict[str, float]:
-    """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
-    weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
-    return {name: weight for name, weight in weights.items() if weight is not None}
+def find_total_loss(variables: Variables, accept: Callable[[Tensor], bool]) -> Tensor | None:
+    """Return the script's loss of a minibatch with its graph, where `accept` takes it."""
+
+    def scalar(value: object) -> Tensor | None:
+        one = isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
+        return value if one and isinstance(value, Tensor) and accept(value) else None
+
+    return variables.find(LOSS, scalar)
 
 
 def find_rows(variables: Variables) -> object:
@@ -319,7 +292,9 @@ def find_rows(variables: Variables) -> object:
 
 
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory."""
+    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory. Observations
+    [T, B, ...] are the script's own.
+    """
 
     rewards: Tensor
     values: Tensor
@@ -330,6 +305,7 @@ class RolloutVariables(NamedTuple):
     next_values: Tensor
     last_values: Tensor
     actions: Tensor | None
+    observations: Tensor | None
 
     def with_ends(self, ended: Tensor) -> RolloutVariables:
         """Return the same with the ends that the environments returned."""
@@ -351,6 +327,10 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         tensor = as_tensor(value)
         return tensor.reshape(steps, envs) if tensor is not None and tensor.numel() == steps * envs else None
 
+    def accept_observations(value: object) -> Tensor | None:
+        tensor = as_tensor(value)
+        return tensor if tensor is not None and tensor.dim() > 2 and tuple(tensor.shape[:2]) == (steps, envs) else None
+
     def accept_actions(value: object) -> Tensor | None:
         tensor = as_tensor(value)
         if tensor is None or tuple(tensor.shape[:2]) != (steps, envs) or tensor.dim() > 3:
@@ -366,6 +346,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
     advantages = find(ROLLOUT_ADVANTAGES, FLAT_ADVANTAGES)
     returns = find(ROLLOUT_RETURNS, FLAT_RETURNS)
     log_probs = find(ROLLOUT_LOG_PROBS, FLAT_LOG_PROBS)
+    advantages = _in_use(variables.find(FLAT_ADVANTAGES, as_column(steps * envs)), advantages, log_probs, variables)
     dones = find(DONES)
     last = longer[-1] if longer is not None else variables.find(NEXT_VALUE, as_column(envs))
     if values is None or advantages is None or log_probs is None or dones is None or last is None:
@@ -382,7 +363,22 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         next_values=next_values(values, last, ended),
         last_values=last.clone().reshape(1, envs),
         actions=variables.find(ACTIONS, accept_actions),
+        observations=variables.find(OBSERVATIONS, accept_observations),
     )
+
+
+def _in_use(
+    flat: Tensor | None, advantages: Tensor | None, log_probs: Tensor | None, variables: Variables
+) -> Tensor | None:
+    """Return the flattened advantages as [T, B], where the script flattens its log-probabilities time by time; else `advantages`.
+
+    Minibatches are taken from the flattened ones, which need not be those of the rollout.
+    """
+    if flat is None or advantages is None or log_probs is None:
+        return advantages
+    other = variables.find(FLAT_LOG_PROBS, as_column(log_probs.numel()))
+    by_time = other is not None and torch.equal(other, log_probs.reshape(-1)) and min(log_probs.shape) > 1
+    return flat.reshape(advantages.shape) if by_time else advantages
 
 
 def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:
@@ -397,70 +393,6 @@ def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object
         return tensor
 
     return accept
-
-
-def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
-    """Return the facts that alarms read, as far as the script's settings say them."""
-
-    def number(value: object) -> float | int | None:
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def flag(value: object) -> bool | None:
-        return value if isinstance(value, bool) else None
-
-    def text(value: object) -> str | None:
-        return value if isinstance(value, str) else None
-
-    facts: dict[str, Any] = {
-        "precision": "fp32",
-        "max_grad_norm": max_norm,
-        "advantage_correction": 1,
-        "columns_by_name": True,
-    }
-    for fact, names in FACTS.items():
-        accept: Callable[[object], Any] = text if fact == "env" else number
-        value = variables.find(names, accept)
-        if value is not None:
-            facts[fact] = value
-    normalizes = variables.find(NORMALIZES, flag)
-    if normalizes is not None:
-        facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
-    if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
-        facts["clip_value"] = facts["clip"]
-    return facts
-
-
-def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
-    reasons = {}
-    if SCHEDULE_FACT not in facts:
-        reasons["schedules"] = (
-            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
-        )
-    missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
-    if missing:
-        reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
-    return reasons
-
-
-def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
-    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
-    total = facts.get("total_steps")
-    if anneals is None or not isinstance(total, int) or total <= 0 or not rate > 0:
-        return {}
-    counts = {
-        name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
-    }
-    final = 0.0 if anneals else rate
-    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=False, counts=counts)
-    return {SCHEDULE_FACT: schedule.fact()}
-
-
-def find_config(variables: Variables) -> dict[str, Any]:
-    """Return the script's settings, as far as they are plain values."""
-    settings = variables.find(SETTINGS, lambda value: _settings(value) or None) or {}
-    return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None)}
 
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:

@@ -266,7 +266,7 @@ FORGET_UPDATES = 5
 
 
 @dataclass(slots=True)
-class EpisodeEnds:
+class TimeLimitEnds:
     """Terminations that are time limits, and time limits that are terminations.
 
     Attributes:
@@ -360,7 +360,7 @@ class BiasJudge:
     because terminations and time limits are confused.
     """
 
-    ends: EpisodeEnds = field(default_factory=EpisodeEnds)
+    ends: TimeLimitEnds = field(default_factory=TimeLimitEnds)
     best: float | None = None
     severities: list[float] = field(default_factory=list)
 

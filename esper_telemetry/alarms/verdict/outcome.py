@@ -116,6 +116,12 @@ class Outcome:
             **{name: getattr(self, name) for name in self.__slots__ if name != "kind"},
         }
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Outcome:
+        """Return the outcome of plain values; those that a later version added are ignored. Raises ValueError for an unknown kind."""
+        values = {name: data[name] for name in cls.__slots__ if name in data and name != "kind"}
+        return cls(OutcomeKind(data.get("outcome", "")), **values)
+
 
 class OutcomeJudge:
     """Judges a run record by record; `outcome` is the verdict so far.

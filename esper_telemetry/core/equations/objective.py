@@ -55,6 +55,10 @@ class MinibatchObjective:
         max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
         learning_rate: by the trainer's settings and schedule; None where the optimizer's own is meant.
         gradient_step: steps of this optimizer so far; None where they are not counted.
+        terms: gradients [d] of the terms, float64, from a source that has no `rows`, with coefficients that replace the others; returns
+            None where it cannot give them.
+        by_name: the numbers come from variables that were found by their names: only a difference that a known mistake explains counts,
+            and clipping is known only with a `max_norm`.
     """
 
     epoch: int
@@ -67,3 +71,5 @@ class MinibatchObjective:
     max_norm: float | None
     learning_rate: float | None
     gradient_step: int | None
+    terms: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, float]] | None] | None = None
+    by_name: bool = False

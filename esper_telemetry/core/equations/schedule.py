@@ -1,12 +1,12 @@
 """Learning rates beside the schedule that was set: the data of the equation "schedules", and its comparison without torch.
 
-A schedule is a straight line over the environment steps. Trainers read it before or after they count an update, so a difference of one
-update's share of the run is none.
+A schedule is a straight line over the environment steps, or any curve that a trainer can tabulate. Trainers read it before or after they
+count an update, so a difference of one update's share of the run is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ from esper_telemetry.core.equations.equation import Equation, EquationResult, Hy
 Array = NDArray[np.float64]
 
 SCHEDULE_FACT: Final = "learning_rate_schedule"
-"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent where it is not a straight line."""
+"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent where it is not known."""
 
 SCHEDULES: Final = "schedules"
 """Name of the equation."""
@@ -28,13 +28,18 @@ UPDATE_SHARES: Final = 1.5
 
 MIN_TOLERANCE: Final = 1e-4
 
+MAX_EXPLAINED_SHARE: Final = 0.2
+"""Largest error of an explanation next to that of the schedule, and `MAX_ERROR_RATIO` next to that of the best explanation."""
+
+MAX_ERROR_RATIO: Final = 10.0
+
 MAX_POINTS: Final = 2048
 """Updates that are compared; of longer runs every second, fourth, ... one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSchedule:
-    """A learning rate that goes from one number to another in a straight line.
+    """A learning rate that goes from one number to another, in a straight line unless `curve` says otherwise.
 
     Attributes:
         initial, final: at the beginning and at the end; equal where the rate is constant.
@@ -42,6 +47,8 @@ class RateSchedule:
         begin: environment steps before its first update, where a run was resumed.
         final_is_set: False where the settings say that the rate is annealed, and not to which number.
         counts: numbers that a program may count in place of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
+        curve: rates at equal distances from the beginning to the end of the run, the first `initial` and the last `final`; empty for a
+            straight line.
     """
 
     initial: float
@@ -50,6 +57,16 @@ class RateSchedule:
     begin: int = 0
     final_is_set: bool = True
     counts: Mapping[str, int] = field(default_factory=dict)
+    curve: Sequence[float] = ()
+
+    @classmethod
+    def tabulated(cls, rate: Callable[[float], float], *, points: int = 257, **settings: Any) -> RateSchedule:
+        """Return the schedule of a function of the share of the run that is over, 0 to 1; `settings` are other attributes."""
+        curve = [float(rate(place / (points - 1))) for place in range(points)]
+        straight = np.allclose(
+            curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
+        )
+        return cls(initial=curve[0], final=curve[-1], curve=() if straight else tuple(curve), **settings)
 
     def fact(self) -> dict[str, Any]:
         """Return the value of the fact."""
@@ -73,9 +90,15 @@ class ScheduleInputs(NamedTuple):
     def line(self, speed: float = 1.0, *, stops: bool = True) -> Array:
         """Return the rates of a schedule that runs so many times as fast, and stops at its end or goes on beyond."""
         share = speed * self.progress
-        return self.schedule.initial + (self.schedule.final - self.schedule.initial) * (
-            np.minimum(share, 1.0) if stops else share
-        )
+        return self.at(np.minimum(share, 1.0) if stops else share)
+
+    def at(self, share: Array) -> Array:
+        """Return the scheduled rates at shares of the run; those beyond its end lie on a straight line."""
+        first, last, curve = self.schedule.initial, self.schedule.final, self.schedule.curve
+        line: Array = first + (last - first) * share
+        if not curve:
+            return line
+        return np.where(share > 1, line, np.interp(share, np.linspace(0, 1, len(curve)), curve))
 
 
 class RateExplanation(NamedTuple):
@@ -111,19 +134,24 @@ def compare_rates(
     error = min(error_of(equation.compute(each)) for each in conventions)
     if error <= tolerance:
         return RateComparison(error, tolerance, ())
-    explanations = []
+
+    def explained(one: Hypothesis, results: Sequence[tuple[float | None, Array]]) -> list[RateExplanation]:
+        """The nearest result, where it is within an update and a half of the rates as it moves itself."""
+        fits = [(RateExplanation(one, error_of(values), fitted), values) for fitted, values in results]
+        best, values = min(fits, key=lambda fit: fit[0].error, default=(None, rates))
+        moves = UPDATE_SHARES * float(np.abs(np.diff(values)).max(initial=0.0)) / scale if scale else 0.0
+        limit = min(tolerance, MAX_EXPLAINED_SHARE * error, max(MIN_TOLERANCE, moves))
+        return [best] if best is not None and best.error <= limit else []
+
+    explanations: list[RateExplanation] = []
     for one in equation.hypotheses:
-        results = [one.compute(each) for each in conventions] if one.compute is not None else []
-        errors = [error_of(values) for values in results if values is not None]
-        if errors and min(errors) <= tolerance:
-            explanations.append(RateExplanation(one, min(errors), None))
+        computed = [one.compute(each) for each in conventions] if one.compute is not None else []
+        explanations += explained(one, [(None, values) for values in computed if values is not None])
     for one in () if explanations else equation.hypotheses:
         fits = [one.fit(each, rates) for each in conventions] if one.fit is not None else []
-        fitted = [RateExplanation(one, error_of(fit[1]), fit[0]) for fit in fits if fit is not None]
-        best = min(fitted, key=lambda each: each.error, default=None)
-        if best is not None and best.error <= tolerance:
-            explanations.append(best)
-    return RateComparison(error, tolerance, tuple(explanations))
+        explanations += explained(one, [fit for fit in fits if fit is not None])
+    nearest = MAX_ERROR_RATIO * max(MIN_TOLERANCE, min([one.error for one in explanations], default=0.0))
+    return RateComparison(error, tolerance, tuple([one for one in explanations if one.error <= nearest]))
 
 
 class RateHistory:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.cli.arguments import wrong_use
-from esper_telemetry.core.record import Level
+from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
 from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
@@ -28,7 +28,7 @@ from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:
@@ -292,16 +292,20 @@ def demo(options: Demo) -> int:
         schedule(trainer, fault, dose, at_update=middle)
         torch.set_num_threads(1)
         sinks = [as_sink(sink) for sink in options.sink or ("console",)]
-        summary = Summary(sinks)
+        summary = Summary()
         telemetry = Telemetry([*sinks, summary.observe], run_dir=options.run_dir or "auto", name=fault.name)
+        session_of(telemetry).prints_end = False
     print(f"from update {middle} on: {fault.what}")
+    status = RunStatus.INTERRUPTED
     try:
         with telemetry:
             attach(telemetry, trainer)
             trainer.learn(options.total_steps)
+        status = RunStatus.FINISHED
     except FloatingPointError as error:
+        status = RunStatus.FAILED
         print(f"training ended: {error}")
         return 1
     finally:
-        summary.show(telemetry.run_dir, telemetry.run)
+        summary.show(session_of(telemetry).run_end(status))
     return 0

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS, STYLES
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, STYLES, Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import (
     ADVANCES,
     ALPHA_TARGETS,
@@ -20,9 +20,7 @@ from esper_telemetry.lab.morphogenesis.slots import (
     OP_STAGES,
     SPEED_EPOCHS,
     TEMPO_EPOCHS,
-    Op,
     Slots,
-    Stage,
     TransitionGates,
     among,
     look_up,

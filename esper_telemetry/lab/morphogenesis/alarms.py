@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Stage
 
 EXPLODING, VANISHING, SCORE, RETURN = "seed/exploding", "seed/vanishing", "env/score", "episode/return_mean"
 DORMANT, DISCONNECTED = "seed/cause/dormant", "seed/cause/disconnected"
@@ -53,10 +54,15 @@ def explode(view: View) -> Iterator[Finding]:
 
 
 def place(view: View) -> str:
-    """Where the seed with the largest gradient is: `, in environment 3, slot 1, stage 4, blueprint 2`; empty where nobody says."""
-    parts = [(part, view.get(f"seed/largest/{part}")) for part in ("environment", "slot", "stage", "blueprint")]
-    named = [f"{part} {number(index)}" for part, index in parts if index is not None]
-    return f", in {', '.join(named)}" if named else ""
+    """Where the seed with the largest gradient is: `, in environment 3, slot 1, stage blending, blueprint mlp`; empty where nobody says."""
+    names = {"stage": [stage.name.lower() for stage in Stage], "blueprint": [kind.name for kind in BLUEPRINTS]}
+    places = {part: view.get(f"seed/largest/{part}") for part in ("environment", "slot", "stage", "blueprint")}
+    named = {part: int(index) for part, index in places.items() if index is not None and index >= 0}
+    parts = [
+        f"{part} {names[part][index] if part in names and index < len(names[part]) else index}"
+        for part, index in named.items()
+    ]
+    return f", in {', '.join(parts)}" if parts else ""
 
 
 def vanish(view: View) -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
-from esper_telemetry.lab.morphogenesis.slots import ADVANCES, ALPHA_TARGETS, LEARNING, TEMPO_EPOCHS, Op, Stage, among
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
+from esper_telemetry.lab.morphogenesis.slots import ADVANCES, ALPHA_TARGETS, LEARNING, TEMPO_EPOCHS, among
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables
 from esper_telemetry.ppo.collectors.base import EpisodeCounter

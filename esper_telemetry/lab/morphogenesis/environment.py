@@ -20,8 +20,10 @@ from esper_telemetry.lab.morphogenesis.gradient_health import (
     intensity_ratio,
     vanishing,
 )
+from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, StepReport, feature_names, observe
-from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Op, Slots, Stage, TransitionGates, among
+from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Slots, TransitionGates, among
+from esper_telemetry.lab.morphogenesis.snapshot import GrowthHistory
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
@@ -91,6 +93,7 @@ class Morphogenesis:
         self._generator = torch.Generator(self.device).manual_seed(0 if seed is None else seed)
         self.colony = Colony(make_task(task), num_envs, slots, optimizer=optimizer, generator=self._generator)
         self.score = torch.full((num_envs,), torch.nan, device=self.device)
+        self._growth = GrowthHistory.fresh(num_envs, self.device)
         self._begin()
 
     @property
@@ -147,8 +150,12 @@ class Morphogenesis:
         reward = rewards.total(components, self._reward)
         if self.hooks.wants(GrowthStep):
             gone = outcome.pruned | pruned | faded
-            report = StepReport(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
-            self.hooks.emit(report.event(components, masks, mode=self._reward, last=last))
+            context = self.colony, self.horizon, self._growth
+            event = StepReport(slots, self._host, result, outcome, gone, cause, *context).event(
+                components, masks, mode=self._reward, last=last
+            )
+            self._growth = event.history or self._growth
+            self.hooks.emit(event)
         if last:
             self._begin()
         ended = torch.full((self.num_envs,), last, device=self.device)
@@ -188,6 +195,7 @@ class Morphogenesis:
     def _begin(self) -> None:
         """Begin episodes with new hosts and dormant slots."""
         self._epoch = 0
+        self._growth = self._growth.next_episode()
         self._slots = Slots.empty(self.num_envs, self.slot_count, self.device)
         self._history = CauseHistory.fresh(self.num_envs, self.slot_count, self.device)
         self.colony.reset()

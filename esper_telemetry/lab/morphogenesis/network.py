@@ -8,7 +8,6 @@ a slot's parameters a seed has; the others are and stay zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.effects import Owners, Parameters, effect, rectified_
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, MAX_HIDDEN_UNITS, STYLES, Blueprint
 
 
 class Packing:
@@ -46,36 +46,6 @@ class Packing:
             -1,
         )
 
-
-MAX_HIDDEN_UNITS = 24
-"""Hidden units of the largest seed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """One kind of seed; all are residual, and the identity after germination.
-
-    Attributes:
-        scales: scales and shifts the normalised features.
-        units: hidden units of its two-layer network.
-        attends: attends to earlier tokens, so the host must have tokens.
-    """
-
-    name: str
-    scales: bool = False
-    units: int = 0
-    attends: bool = False
-
-
-BLUEPRINTS = (
-    Blueprint("norm", scales=True),
-    Blueprint("bottleneck", units=4),
-    Blueprint("mlp", units=MAX_HIDDEN_UNITS),
-    Blueprint("attention", attends=True),
-)
-
-STYLES = ("add", "sigmoid_add", "multiply", "gated")
-"""Ways to blend a seed's effect: added with a linear or a sigmoid schedule, as a factor, or through a learned gate."""
 
 GATE = ("gate", "gate_bias")
 ATTENTION = ("query", "key", "value", "out")

@@ -12,9 +12,10 @@ from torch import Tensor
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, exploding
-from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
 from esper_telemetry.lab.morphogenesis.rewards import REWARDS, shapley_values
-from esper_telemetry.lab.morphogenesis.slots import EFFECTIVE, GATES, LEARNING, Op, Slots, Stage, among
+from esper_telemetry.lab.morphogenesis.slots import CURVES, EFFECTIVE, GATES, LEARNING, Slots, among
+from esper_telemetry.lab.morphogenesis.snapshot import GrowthHistory
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 VERSION = 1
@@ -150,6 +151,7 @@ LABELS = {
     "stage": tuple(stage.name.lower() for stage in Stage),
     "op": tuple(op.name.lower() for op in Op),
     "cause": CAUSES,
+    "curve": CURVES,
 }
 
 
@@ -163,6 +165,7 @@ class StepReport(NamedTuple):
         cause: [N, S], see `gradient_health.diagnose`.
         colony: the networks.
         horizon: epochs of an episode.
+        history: course of the environments before the step.
     """
 
     slots: Slots
@@ -173,19 +176,24 @@ class StepReport(NamedTuple):
     cause: Tensor
     colony: Colony
     horizon: int
+    history: GrowthHistory
 
     def event(
         self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: bool
     ) -> GrowthStep:
         """Return the event of the step; `components` are those of the reward, `masks` the action masks before it."""
+        hosts, seeds = _host_columns(self, masks), _seed_columns(self)
+        rewards = {name: weight * components[name] for name, weight in REWARDS[mode].items()}
         return GrowthStep(
             last=last,
             horizon=self.horizon,
-            hosts=_host_columns(self, masks),
-            seeds=_seed_columns(self),
-            rewards={name: weight * components[name] for name, weight in REWARDS[mode].items()},
+            hosts=hosts,
+            seeds=seeds,
+            rewards=rewards,
             gates={gate.name: self.outcome.gates[:, place] for place, gate in enumerate(GATES)},
             labels=LABELS,
+            mode=mode,
+            history=self.history.after(hosts, seeds, torch.stack([*rewards.values()]).sum(0)),
         )
 
 
@@ -207,6 +215,7 @@ def _host_columns(report: StepReport, masks: Mapping[str, Tensor]) -> dict[str, 
         "synergy": accuracy[:, 0] - unseeded - alone,
         "op": host.op,
         "decides": masks["op"].sum(1) > 1,
+        "host_parameters": torch.full_like(host.val_loss, report.colony.network.host.size),
         "nonfinite": verdict.nonfinite,
         "lobotomy": verdict.lobotomy,
         "divergence": verdict.divergence,
@@ -219,8 +228,13 @@ def _seed_columns(report: StepReport) -> dict[str, Tensor]:
     effective = slots.contribution > -1
     return {
         "stage": slots.stage,
+        "age": slots.age,
         "life": slots.life,
         "alpha": slots.alpha,
+        "tempo": slots.tempo,
+        "curve": slots.curve,
+        "parameters": report.colony.parameters(slots),
+        "progress": torch.where(slots.life > 0, report.host.val_accuracy.unsqueeze(1) - slots.anchor, torch.nan),
         "blueprint": slots.blueprint,
         "born": outcome.born,
         "pruned": report.pruned,

@@ -8,7 +8,8 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.slots import EFFECTIVE, Op, Slots, among, look_up, potential
+from esper_telemetry.lab.morphogenesis.kinds import Op
+from esper_telemetry.lab.morphogenesis.slots import EFFECTIVE, Slots, among, look_up, potential
 
 AGE_POTENTIAL = (0.3, 2.0)
 """Potential per epoch in a stage, and its maximum."""

@@ -8,39 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from functools import cache
 from math import exp
 
 import torch
 from torch import Tensor
 
-
-class Stage(IntEnum):
-    """Stage of a slot."""
-
-    UNKNOWN = 0
-    DORMANT = 1
-    GERMINATED = 2
-    TRAINING = 3
-    BLENDING = 4
-    HOLDING = 5
-    FOSSILIZED = 6
-    PRUNED = 7
-    EMBARGOED = 8
-    RESETTING = 9
-
-
-class Op(IntEnum):
-    """Operation of a step."""
-
-    WAIT = 0
-    GERMINATE = 1
-    SET_ALPHA = 2
-    PRUNE = 3
-    FOSSILIZE = 4
-    ADVANCE = 5
-
+from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 
 TRANSITIONS: Mapping[Stage, tuple[Stage, ...]] = {
     Stage.UNKNOWN: (Stage.DORMANT,),
@@ -271,7 +245,7 @@ Test = Callable[[Slots, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Condition:
     """One condition, from the slots and the validation accuracy [N, 1] to a mask [N, S].
 
     Attributes:
@@ -291,40 +265,40 @@ class Gate:
 
     name: str
     to: Stage
-    checks: tuple[Check, ...]
+    checks: tuple[Condition, ...]
 
 
 GATES = (
-    Gate("g0", Stage.GERMINATED, (Check("slot_empty", lambda s, _: s.stage == Stage.DORMANT),)),
-    Gate("g1", Stage.TRAINING, (Check("germinated", lambda s, _: s.stage == Stage.GERMINATED),)),
+    Gate("g0", Stage.GERMINATED, (Condition("slot_empty", lambda s, _: s.stage == Stage.DORMANT),)),
+    Gate("g1", Stage.TRAINING, (Condition("germinated", lambda s, _: s.stage == Stage.GERMINATED),)),
     Gate(
         "g2",
         Stage.BLENDING,
         (
-            Check("trained_long_enough", lambda s, _: s.age >= MIN_TRAINING),
-            Check("gradient_measured", lambda s, _: s.norm >= 0),
-            Check("improved", lambda s, accuracy: accuracy - s.anchor >= MIN_IMPROVEMENT, strict=True),
-            Check("gradient_strong_enough", lambda s, _: s.ratio >= MIN_RATIO, strict=True),
-            Check("not_exploding", lambda s, _: s.exploding < 0.5, permissive=True),
-            Check("healthy", lambda s, _: s.health >= MIN_HEALTH, permissive=True),
+            Condition("trained_long_enough", lambda s, _: s.age >= MIN_TRAINING),
+            Condition("gradient_measured", lambda s, _: s.norm >= 0),
+            Condition("improved", lambda s, accuracy: accuracy - s.anchor >= MIN_IMPROVEMENT, strict=True),
+            Condition("gradient_strong_enough", lambda s, _: s.ratio >= MIN_RATIO, strict=True),
+            Condition("not_exploding", lambda s, _: s.exploding < 0.5, permissive=True),
+            Condition("healthy", lambda s, _: s.health >= MIN_HEALTH, permissive=True),
         ),
     ),
     Gate(
         "g3",
         Stage.HOLDING,
         (
-            Check("full_weight", lambda s, _: (s.target == 1) & ~s.leaving),
-            Check("weight_settled", lambda s, _: ~s.moving),
-            Check("blended_long_enough", lambda s, _: s.age >= MIN_HOLDING_BLEND, strict=True),
+            Condition("full_weight", lambda s, _: (s.target == 1) & ~s.leaving),
+            Condition("weight_settled", lambda s, _: ~s.moving),
+            Condition("blended_long_enough", lambda s, _: s.age >= MIN_HOLDING_BLEND, strict=True),
         ),
     ),
     Gate(
         "g5",
         Stage.FOSSILIZED,
         (
-            Check("contribution_known", lambda s, _: s.contribution > -1),
-            Check("healthy", lambda s, _: s.health >= MIN_HEALTH),
-            Check("contributes", lambda s, _: s.contribution >= MIN_CONTRIBUTION, strict=True),
+            Condition("contribution_known", lambda s, _: s.contribution > -1),
+            Condition("healthy", lambda s, _: s.health >= MIN_HEALTH),
+            Condition("contributes", lambda s, _: s.contribution >= MIN_CONTRIBUTION, strict=True),
         ),
     ),
 )
@@ -334,7 +308,7 @@ class TransitionGates:
     """All gates, either strict or permissive."""
 
     def __init__(self, *, strict: bool = False) -> None:
-        self.checks: Mapping[str, tuple[Check, ...]] = {
+        self.checks: Mapping[str, tuple[Condition, ...]] = {
             gate.name: tuple(c for c in gate.checks if not (c.permissive if strict else c.strict)) for gate in GATES
         }
 

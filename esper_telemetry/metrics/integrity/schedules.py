@@ -36,7 +36,7 @@ def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array
 
 
 def _rising(inputs: ScheduleInputs) -> Array | None:
-    return inputs.schedule.initial - inputs.line() + inputs.schedule.final if _anneals(inputs) else None
+    return inputs.at(1 - inputs.progress) if _anneals(inputs) else None
 
 
 def _fit_early_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
@@ -66,27 +66,90 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run that one of several equal lines takes, and their rates: it starts anew at the first large jump back."""
-    way = inputs.schedule.final - inputs.schedule.initial
-    jumps = np.flatnonzero(np.diff(rates) * np.sign(way) < -0.5 * np.abs(way))
-    if way == 0 or not len(jumps):
+    """Return the share of the run after which a line begins anew, and its rates; the first line gives both, and the others decide."""
+    way = inputs.schedule.final - inputs.schedule.initial or -inputs.schedule.initial
+    back = np.flatnonzero(np.diff(rates) * np.sign(way) < -MIN_JUMP * np.abs(way))
+    if way == 0 or not len(back):
         return None
-    end = jumps[0] + 1
-    speed = fitted_speed(inputs._replace(progress=inputs.progress[:end]), rates[:end])
-    if speed is None or speed <= 1:
+    end, progress = back[0] + 1, inputs.progress
+    square = progress[:end] @ progress[:end]
+    speed = progress[:end] @ (rates[:end] - inputs.schedule.initial) / square / way if square else 0.0
+    if speed <= 0:
         return None
-    share = speed * inputs.progress
-    return 1 / speed, inputs.schedule.initial + way * (share - np.floor(share + 1e-9))
+    period = progress[end] - (rates[end] - inputs.schedule.initial) / way / speed
+    if period <= 0:
+        return None
+    since = progress - period * np.floor(progress / period + 1e-6)
+    return float(period), inputs.schedule.initial + way * speed * since
 
+
+def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the first rate that is left at the end of the run, of a rate that falls by the same factor in each update."""
+    if len(rates) < MIN_FITTED or not (rates > 0).all() or inputs.schedule.initial <= 0:
+        return None
+    falls, square = np.log(rates / inputs.schedule.initial)[::2], inputs.progress[::2] @ inputs.progress[::2]
+    exponent = inputs.progress[::2] @ falls / square if square else 0.0
+    return (
+        (float(np.exp(exponent)), inputs.schedule.initial * np.exp(exponent * inputs.progress))
+        if exponent < 0
+        else None
+    )
+
+
+def _fit_steps(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the factor by which the rate falls at some updates, and stays between them; the first fall gives it, and the others decide."""
+    if not (rates > 0).all():
+        return None
+    ratios = rates[1:] / rates[:-1]
+    falls = np.flatnonzero(ratios < 1 - 1e-3)
+    if len(falls) < 2 or 2 * len(falls) > len(ratios) or (ratios > 1 + 1e-6).any():
+        return None
+    factor = float(ratios[falls[0]])
+    count = np.concatenate([[0], np.cumsum(ratios < 1 - 1e-3)])
+    return factor, rates[0] * factor**count
+
+
+def _adaptive(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the factor by which a rate is multiplied or divided as the divergence asks for, and the rates with whole powers of it."""
+    if len(rates) < MIN_FITTED or not (rates > 0).all():
+        return None
+    powers = np.log(rates / rates[0]) / np.log(ADAPTIVE_FACTOR)
+    whole = np.round(powers)
+    turns = np.diff(np.sign(np.diff(whole))[np.diff(whole) != 0])
+    return (ADAPTIVE_FACTOR, rates[0] * ADAPTIVE_FACTOR**whole) if turns.any() else None
+
+
+def _fit_warm_up(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run in which the rate rises from 0, and rates that then go on, or begin, along the schedule."""
+    top = int(rates.argmax())
+    if not 0 < top < len(rates) - 1 or not (np.diff(rates[: top + 1]) > 0).all():
+        return None
+    share = float(inputs.progress[top] * inputs.schedule.initial / rates[top]) if rates[top] > 0 else 1.0
+    if not 0 < share < 1:
+        return None
+    rise = inputs.progress / share
+    rest = inputs.at(np.clip((inputs.progress - share) / (1 - share), 0, 1)), inputs.line()
+    ways = [np.where(rise < 1, inputs.schedule.initial * rise, after) for after in rest]
+    return share, min(ways, key=lambda values: float(np.abs(values - rates).max()))
+
+
+MIN_JUMP = 1e-3
+"""Step back, as a share of the way of a schedule, from which on it begins anew."""
+
+MIN_FITTED = 6
+"""Updates from which on the form of a curve is recognised."""
+
+ADAPTIVE_FACTOR = 1.5
+"""Factor of a rate that follows the divergence, in rsl_rl and Isaac Gym."""
 
 PAPER = "1707.06347; Huang et al. 2022, detail 4"
 
 SCHEDULES = Equation(
     name="schedules",
     quantity="the learning rates",
-    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N",
+    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N, or another function of n / N that is set",
     source=PAPER,
-    inputs="a learning rate that is constant or falls in a straight line, by its settings",
+    inputs="a learning rate that is constant or follows a schedule, by its settings",
     compute=lambda inputs: inputs.line(),
     rank=65,
     advice="Compare the learning rate that each update uses with the schedule that is set.",
@@ -159,8 +222,8 @@ SCHEDULES = Equation(
         ),
         Hypothesis(
             name="restarting",
-            says="a schedule that begins anew again and again; one of its lines takes a share of the run of",
-            equation="lr = lr_0 + (lr_1 - lr_0) frac(n / (p N))",
+            says="a schedule that begins anew again and again, each time after a share of the run of",
+            equation="lr = lr_0 + c (n mod p N) / N",
             fit=_fit_restarts,
             parameter="p",
             advice="Make the schedule once, with the number of updates of the whole run.",
@@ -180,6 +243,42 @@ SCHEDULES = Equation(
             fit=_fit_negative,
             parameter="p",
             advice="Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
+        ),
+        Hypothesis(
+            name="warm_up",
+            says="a schedule after a straight rise from 0, which takes a share of the run of",
+            equation="lr = lr_0 n / (p N) where n < p N",
+            fit=_fit_warm_up,
+            parameter="p",
+            variant=True,
+            source="1706.02677, section 2.2",
+        ),
+        Hypothesis(
+            name="exponential",
+            says="an exponential schedule, which leaves of the first rate a share of",
+            equation="lr = lr_0 s^(n / N)",
+            fit=_fit_exponential,
+            parameter="s",
+            variant=True,
+            source="torch.optim.lr_scheduler.ExponentialLR",
+        ),
+        Hypothesis(
+            name="stepped",
+            says="a schedule in steps, each smaller than the one before by a",
+            equation="lr = lr_0 c^k, k the number of steps so far",
+            fit=_fit_steps,
+            parameter="factor",
+            variant=True,
+            source="torch.optim.lr_scheduler.MultiStepLR",
+        ),
+        Hypothesis(
+            name="adaptive",
+            says="a rate that follows the divergence of the policies, up and down by a",
+            equation="lr = lr_0 c^k, k ± 1 as KL is below or above its target",
+            fit=_adaptive,
+            parameter="factor",
+            variant=True,
+            source="leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
         ),
         Hypothesis(
             name="other_end",
@@ -210,15 +309,17 @@ def check_schedule(
     num_epochs: int = 1,
     num_minibatches: int = 1,
     num_envs: int = 1,
+    curve: Sequence[float] = (),
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Return the comparison of the learning rates of a run's updates with a straight schedule.
+    """Return the comparison of the learning rates of a run's updates with their schedule: a straight line, or `curve`.
 
     Args:
         rates: of each update so far.
         progress: share of the run that is over at each of them, 0 to 1, increasing.
         initial, final: rates at the beginning and at the end of the run; equal for a constant rate.
         num_epochs, num_minibatches, num_envs: of the trainer, which a schedule may count by mistake.
+        curve: rates at equal distances from the beginning to the end of the run; empty for a straight line.
         tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run where it is None.
 
     Raises ValueError where there is not one share for each rate, or none at all.
@@ -229,7 +330,7 @@ def check_schedule(
     numbers, shares = np.asarray(rates, dtype=np.float64), np.asarray(progress, dtype=np.float64)
     if not np.isfinite([numbers, shares]).all():
         return unchecked(SCHEDULES, "some of the numbers are NaN or infinite")
-    schedule = RateSchedule(initial=initial, final=final, total_steps=1, counts=counts)
+    schedule = RateSchedule(initial=initial, final=final, total_steps=1, counts=counts, curve=curve)
     compared = compare_rates(SCHEDULES, ScheduleInputs(shares, schedule), numbers, tolerance)
     explanations = tuple([Explanation(*one) for one in compared.explanations])
     return EquationCheck(SCHEDULES, compared.error, compared.tolerance, explanations)

@@ -11,8 +11,9 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -23,9 +24,10 @@ from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
-from esper_telemetry.sinks.pages import IncidentCards, alarm_text, glossary, run_readme
+from esper_telemetry.sinks.pages import IncidentCards, glossary, run_note, run_readme
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
 from esper_telemetry.sinks.values import by_tag, flattened
 
@@ -33,7 +35,7 @@ MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100
 MAX_PARAM_LENGTH: Final = 6000
 MAX_TAG_LENGTH: Final = 8000
-MAX_ALARM_LENGTH: Final = 500
+MAX_VERDICT_LENGTH: Final = 500
 MAX_NAME_LENGTH: Final = 250
 FORBIDDEN_IN_NAME: Final = re.compile(r"[^\w\-. :/]")
 QUANTILES: Final = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
@@ -42,17 +44,16 @@ RUN_TAG: Final = "esper.run_id"
 KEYMAP_TAG: Final = "esper.keymap"
 CHANGED_TAG: Final = "esper.changed."
 """Prefix of the tag that holds a setting with which a resumed run goes on: MLflow lets no parameter change."""
-ALARM_TAG: Final = "esper.alarm."
-"""Prefix of the tag that holds the state of an alarm; its type follows."""
-OUTCOME_TAG: Final = "esper.outcome"
 VERDICT_TAG: Final = "esper.verdict"
-"""Tags of what the run does, in a word and in a sentence."""
-METRICS_TAG: Final = "esper.metrics"
-"""Prefix of the tag that holds the meaning of a family's metrics; the family's name follows."""
+"""Tag with the outcome and the first cause, in one line; a column of MLflow's list of runs."""
+NOTE_TAG: Final = "mlflow.note.content"
+"""Tag of the description at the top of a run's page."""
+NOTE_SECONDS: Final = 30.0
+"""Time between two updates of the description while nothing happens but that values change."""
 PARENT_TAG: Final = "mlflow.parentRunId"
 """MLflow's pages show a run beneath the run of this id."""
 EXPERIMENT_TAGS: Final = {"mlflow.experimentKind": "custom_model_development"}
-"""Without it MLflow's pages take a training run for an evaluation of a language model."""
+"""Without it some of MLflow's pages take a training run for an evaluation of a language model; in others the address decides."""
 
 PERMANENT_STATUSES: Final = {401, 403, 404}
 """HTTP statuses that a repeated request would get again."""
@@ -65,6 +66,7 @@ CONFIG: Final = "config.json"
 CHECKPOINTS: Final = "checkpoints"
 """Folder of that name, in the run directory and among the artifacts."""
 README: Final = "run.md"
+METRICS_PAGE: Final = "metrics.md"
 INCIDENTS: Final = "incidents"
 """Name, without its ending, of the artifacts about incidents."""
 
@@ -82,6 +84,8 @@ class MlflowRun:
         self._names = LegalNames()
         self._keymap: dict[str, str] = {}
         self._artifacts = Artifacts(client, run_id)
+        self._last: Record | None = None
+        self._noted_at = time.monotonic()
         self.table = metric_table(client)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -104,27 +108,39 @@ class MlflowRun:
             for batch in _batches(metrics, MAX_METRICS):
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._write_keymap()
+        self._last = records[-1] if records else self._last
+        # A repeated `write` stores nothing twice, so the description may fail after the numbers.
+        if self._is_own and time.monotonic() - self._noted_at >= NOTE_SECONDS:
+            self._write_verdict(self.incidents)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Set the tag of the alarm's type; store the incidents when an alarm is raised."""
-        with _classified():
-            text = alarm_text(alarm)
-            if alarm.event is not AlarmEvent.CLEAR:
-                text = f"{alarm.level} since update {alarm.since}: {text}"
-            self.client.set_tag(self.run_id, f"{ALARM_TAG}{alarm.type}", text[:MAX_ALARM_LENGTH])
+        """Update the verdict and the description; store the incidents when an alarm is raised."""
+        self._write_verdict(IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
         self.incidents.add(alarm)
         if alarm.event is AlarmEvent.RAISE:
             self._artifacts.store_incidents(self.incidents)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Set the tags of the outcome."""
+        """Update the verdict and the description."""
+        self._write_verdict(IncidentCards(self.incidents.alarms, event))
+        self.incidents.outcome = event
+
+    def _write_verdict(self, cards: IncidentCards) -> None:
+        """Set the tag of the verdict and, in an own run, the description at the top of its page, in one request."""
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(VERDICT_TAG, cards.verdict()[:MAX_VERDICT_LENGTH])]
+        if self._is_own:
+            tags.append(RunTag(NOTE_TAG, run_note(cards, self._last, self._budget.run)))
         with _classified():
-            self.client.set_tag(self.run_id, OUTCOME_TAG, str(event.data.get("outcome", "")))
-            self.client.set_tag(self.run_id, VERDICT_TAG, str(event.data.get("text", ""))[:MAX_ALARM_LENGTH])
+            self.client.log_batch(self.run_id, tags=tags, synchronous=True)
+        self._noted_at = time.monotonic()
 
     def close(self, status: RunStatus) -> None:
         """Store the files of the run, and set the status of an own run."""
         run = self._budget.run
+        if self._is_own:
+            self._write_verdict(self.incidents)
         if self.incidents.alarms:
             self._artifacts.store_incidents(self.incidents)
         if self._is_own:
@@ -188,14 +204,18 @@ def own_run(
         if parent is not None:  # the id of an MLflow run, or of a run of this package
             above = find_run(client, experiment_id, parent) or client.get_run(parent)
             parent_tags[PARENT_TAG] = str(above.info.run_id)
-        entity = find_run(client, experiment_id, run.run_id)
+        entity, outcome = find_run(client, experiment_id, run.run_id), None
         if entity is not None:
+            if run.run_dir is not None:
+                with suppress(OSError, ValueError):  # the description shows it until a new one comes
+                    outcome = last_outcome(run.run_dir)
             client.update_run(entity.info.run_id, status="RUNNING")
             for tag, value in parent_tags.items():
                 client.set_tag(entity.info.run_id, tag, value)
         else:
             entity = _create_run(client, experiment_id, run, parent_tags)
         opened = MlflowRun(client, entity.info.run_id, budget, is_own=True, checkpoints=checkpoints)
+        opened.incidents.outcome = outcome
         opened.describe(run, entity.data.params)
     return opened
 
@@ -226,10 +246,6 @@ def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapp
         user = getpass.getuser()
     except (KeyError, OSError):
         user = "unknown"  # a container's user without an entry in the password file
-    meanings = {
-        family: text if len(text) <= MAX_TAG_LENGTH else text[:MAX_TAG_LENGTH].rpartition("\n")[0]  # whole lines
-        for family, text in glossary(run).items()
-    }
     tags = {
         **parent_tags,
         RUN_TAG: run.run_id,
@@ -238,10 +254,8 @@ def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapp
         "mlflow.source.type": "LOCAL",
         "mlflow.runName": run.name,
         **{f"esper.tag.{tag}": "true" for tag in run.tags},
-        **{f"{METRICS_TAG}.{family}": text for family, text in meanings.items()},
+        NOTE_TAG: run_note(IncidentCards(), None, run),
     }
-    if run.notes:
-        tags["mlflow.note.content"] = run.notes[:MAX_TAG_LENGTH]
     return client.create_run(experiment_id, start_time=round(run.started * 1000), tags=tags, run_name=run.name)
 
 
@@ -304,7 +318,8 @@ class Artifacts:
         self._try(INCIDENTS, lambda: self._client.log_text(self._run_id, incidents.to_json(), f"{INCIDENTS}.json"))
 
     def store_description(self, run: RunInfo) -> None:
-        """Store the page about the run, and its settings from the run directory, where secrets are masked."""
+        """Store the pages about the run and its metrics, and its settings from the run directory, where secrets are masked."""
+        self._try(METRICS_PAGE, lambda: self._client.log_text(self._run_id, glossary(run), METRICS_PAGE))
         self._try(README, lambda: self._client.log_text(self._run_id, run_readme(run) + "\n", README))
         if run.run_dir is not None and (path := Path(run.run_dir) / CONFIG).is_file():
             self._try(CONFIG, lambda: self._client.log_artifact(self._run_id, str(path)))

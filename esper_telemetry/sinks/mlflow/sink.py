@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,12 @@ UPDATE: Final = "axis/update"
 RUNNING: Final = "RUNNING"
 MAX_LOCK_SECONDS: Final = 10.0
 
+DEFAULT_ADDRESS: Final = "http://localhost:5000"
+TRAINING_PAGES: Final = "workflowType=machine_learning"
+"""Part of an address with which MLflow 3 shows its pages for model training; without it those for language models come first."""
+
 FIND_RUN: Final = """
-SELECT runs.run_uuid, runs.status FROM runs
+SELECT runs.run_uuid, runs.status, runs.experiment_id FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id AND experiments.name = ?
 JOIN tags ON tags.run_uuid = runs.run_uuid AND tags.key = ? AND tags.value = ?
 WHERE runs.lifecycle_stage = 'active' ORDER BY runs.start_time DESC, runs.run_uuid LIMIT 1
@@ -132,12 +137,17 @@ class MLflowSink:
         return self.name + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """Return the store, and the command that shows it."""
+        """Return the store, the command that shows it, and the address of the run's page or of the experiments."""
         uri = self._store(run) or "the process's own tracking URI"
-        command = (
-            "" if "://" not in uri or uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-        )
-        return Place(masked(uri), command)
+        if "://" not in uri:
+            return Place(uri, "")
+        if uri.startswith("http"):
+            server = re.sub("//[^/@]*@", "//", uri).rstrip("/")  # a browser asks for the password
+            return Place(masked(uri), "", (("experiments", f"{server}/#/experiments?{TRAINING_PAGES}"),))
+        row = _run_in_database(Path(uri.removeprefix(SQLITE)), run, self.experiment) if uri.startswith(SQLITE) else None
+        name, path = ("run", f"/{row.experiment_id}/runs/{row.run_uuid}") if row else ("experiments", "")
+        page = name, f"{DEFAULT_ADDRESS}/#/experiments{path}?{TRAINING_PAGES}"
+        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(uri)}", (page,))
 
     def prepare_child(self) -> None:
         """Let requests fail soon, where MLflow retries for minutes; this holds for the whole process, so not for the user's."""
@@ -188,12 +198,12 @@ class MLflowSink:
         self._open.write(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Set the tag of the alarm's type; store the incidents when an alarm is raised."""
+        """Update the verdict and the run's description; store the incidents when an alarm is raised."""
         if self._open is not None:
             self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Set the tags `esper.outcome` and `esper.verdict`: what the run does, in a word and in a sentence."""
+        """Update the tag `esper.verdict` and the run's description: what the run does, and the first cause where something is wrong."""
         if self._open is not None:
             self._open.outcome(event)
 
@@ -215,6 +225,14 @@ class MLflowSink:
         if run.run_dir is None and "MLFLOW_TRACKING_URI" in os.environ:
             return os.environ["MLFLOW_TRACKING_URI"]
         return f"{SQLITE}{require_run_dir(run, 'MLflowSink', 'tracking_uri=')}/mlflow.db"
+
+
+class StoredRun(NamedTuple):
+    """A run of this package in MLflow's database."""
+
+    run_uuid: str
+    status: str
+    experiment_id: int
 
 
 class MetricPoint(NamedTuple):
@@ -239,6 +257,16 @@ def stored_run(store: str | None, run: RunInfo, experiment: str) -> StoredMetric
     return _through_client(client_of(store), run, experiment)
 
 
+def _run_in_database(path: Path, run: RunInfo, experiment: str) -> StoredRun | None:
+    """Return the run as the database has it; None where it has none, or cannot be read at once."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as database:
+            row = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
+    except sqlite3.Error:
+        return None
+    return None if row is None else StoredRun(*row)
+
+
 def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
     """Raise sqlite3.Error where the file does not have MLflow's tables, or is locked for too long."""
     with closing(
@@ -247,10 +275,10 @@ def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
         row = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
         if row is None:
             return StoredMetrics()
-        run_uuid, status = row
-        rows = database.execute(READ_METRICS, (run_uuid,)).fetchall()
+        stored = StoredRun(*row)
+        rows = database.execute(READ_METRICS, (stored.run_uuid,)).fetchall()
     points = [MetricPoint(key, step, time, math.nan if is_nan else value) for key, step, time, value, is_nan in rows]
-    return _by_update(points, ended=status != RUNNING)
+    return _by_update(points, ended=stored.status != RUNNING)
 
 
 def _through_client(client: Any, run: RunInfo, experiment: str) -> StoredMetrics:

@@ -18,16 +18,23 @@ from typing import Any, ClassVar, Final
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import KeyBudget, family_of, sections
-from esper_telemetry.sinks.pages import IncidentCards, run_readme, safe
+from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, family_of, overview_keys, sections
+from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.values import by_tag
 
 SUFFIX: Final = ".esper"
-ALARMS_TAG: Final = "alarms"
-"""Tag of the pages about incidents."""
-OUTCOME_TAG: Final = "outcome"
-"""Tag of the sentences on what the run does."""
+OVERVIEW: Final = "0_overview"
+"""First part of the tags that repeat the headline values: TensorBoard opens on the family that sorts first, and sorts within it."""
+VERDICT_TAG: Final = "0_verdict"
+"""Tag of the pages with the outcome and the incidents."""
+ADDRESS: Final = "http://localhost:6006"
+PAGES: Final = (
+    ("overview", f"{ADDRESS}/?smoothing=0#timeseries"),
+    ("charts by question", f"{ADDRESS}/#custom_scalars&_smoothingWeight=0"),
+    ("verdict", f"{ADDRESS}/#text"),
+)
+"""Addresses of TensorBoard's pages; without smoothing, which draws alarms and jumps as slopes."""
 UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
 AXES: Final = {UPDATE, GRADIENT_STEP}
 FINAL_STATUSES: Final = {RunStatus.FINISHED, RunStatus.FAILED}
@@ -74,9 +81,9 @@ class TensorBoardSink:
         return f"tensorboard:{self.directory}" if self.directory else "tensorboard"
 
     def place(self, run: RunInfo) -> Place:
-        """Return the directory, and the command that shows it."""
+        """Return the directory, the command that shows it, and the addresses of its pages."""
         directory = self._directory(run)
-        return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}")
+        return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}", PAGES)
 
     def stored(self, run: RunInfo) -> StoredMetrics:
         """Return the numbers in this sink's event files; several runs in one directory are taken for parts of one."""
@@ -110,14 +117,14 @@ class TensorBoardSink:
         self._open.write(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Append a page about the alarm's incident so far, among the texts; on disk on return."""
+        """Append the verdict so far, among the texts; on disk on return."""
         if self._open is not None:
             self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Append what the run does, among the texts; on disk on return."""
+        """Append the verdict so far, among the texts; on disk on return."""
         if self._open is not None and event.axes is not None:
-            self._open.outcome(event.axes, str(event.data.get("text", "")))
+            self._open.outcome(event.axes, event)
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run, whose incidents may go on."""
@@ -150,6 +157,7 @@ class _EventFile:
         self.run = run
         self.budget = budget
         self.tags: set[str] = set()
+        self.overview = {key: f"{OVERVIEW}/{place:02} {key}" for place, key in enumerate(overview_keys(run), start=1)}
         self.incidents = IncidentCards()
         self.writer: Any = None
         self.shared = self.restarts = False
@@ -165,18 +173,18 @@ class _EventFile:
             self.writer.flush()
 
     def alarm(self, alarm: Alarm) -> None:
-        """Append the page of the whole incident, headed by the exception that ended the run: a viewer keeps one text per tag and step."""
-        cards = IncidentCards([*self.incidents.alarms, alarm])
-        text = "\n\n".join([*cards.headline(), cards.incident(alarm.incident)])
-        with self._appending():
-            self.writer.add_event(self.events.event(alarm.axes, [self.events.markdown(ALARMS_TAG, text)]))
-            self.writer.flush()
+        """Append the verdict with the alarm: a viewer keeps one text per tag and step."""
+        self._append_verdict(alarm.axes, IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
         self.incidents.add(alarm)
 
-    def outcome(self, axes: Axes, text: str) -> None:
-        """Append a page with the sentence on the outcome."""
+    def outcome(self, axes: Axes, event: JournalEvent) -> None:
+        """Append the verdict with the outcome."""
+        self._append_verdict(axes, IncidentCards(self.incidents.alarms, event))
+        self.incidents.outcome = event
+
+    def _append_verdict(self, axes: Axes, cards: IncidentCards) -> None:
         with self._appending():
-            self.writer.add_event(self.events.event(axes, [self.events.markdown(OUTCOME_TAG, safe(text))]))
+            self.writer.add_event(self.events.event(axes, [self.events.markdown(VERDICT_TAG, cards.page())]))
             self.writer.flush()
 
     def close(self, status: RunStatus) -> None:
@@ -218,16 +226,20 @@ class _EventFile:
     def _append(self, record: Record) -> None:
         values = []
         has_new_tag = False
-        for tag, number in _scalars(record).items():
-            info = None
-            if tag not in self.tags:  # the first value of a tag carries its description
-                self.tags.add(tag)
-                has_new_tag, info = True, self.events.scalar_info(tag, self.run.describe(tag))
-            values.append(self.events.scalar(tag, number, info))
+        for key, number in _scalars(record).items():
+            for tag in (key, self.overview.get(key)):
+                info = None
+                if tag is not None and tag not in self.tags:  # the first value of a tag carries its description
+                    self.tags.add(tag)
+                    has_new_tag, info = True, self.events.scalar_info(tag, self.run.describe(key))
+                if tag is not None:
+                    values.append(self.events.scalar(tag, number, info))
         values += [self.events.histogram(tag, histogram) for tag, histogram in by_tag(record).items()]
         self.writer.add_event(self.events.event(record.axes, values))
         if has_new_tag and not self.shared:
-            dashboard = self.events.layout(sections(self.tags - AXES, self.run))
+            keys = self.tags - AXES - set(self.overview.values())
+            # TensorBoard draws all lines of a run in one colour, so that alarms could not be told apart in one chart.
+            dashboard = self.events.layout(sections(keys, self.run, apart=(ALARM_FAMILY,)))
             self.writer.add_event(self.events.event(record.axes, [dashboard]))
 
 
@@ -236,7 +248,7 @@ def outcomes(run: RunInfo) -> list[str]:
 
     def precedence(key: str) -> tuple[bool, int, bool, int]:
         family, headline = family_of(key), run.metrics[key].headline
-        return family.name == "alarm", family.place, not headline, headline
+        return family.name == ALARM_FAMILY, family.place, not headline, headline
 
     leading = [
         key for key, info in run.metrics.items() if "{" not in key and (info.headline or info.level == "minimal")
@@ -275,6 +287,8 @@ def _stored_in(directory: Path) -> StoredMetrics:
 
 def _numbers_of(summary: Any) -> Iterator[tuple[str, float]]:
     for value in summary.value:
+        if value.tag.startswith(f"{OVERVIEW}/"):
+            continue
         match value.WhichOneof("value"):
             case "simple_value":
                 yield value.tag, value.simple_value

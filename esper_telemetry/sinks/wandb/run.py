@@ -10,16 +10,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.sinks.protocol import logger
 
+DEFAULT_SERVER: Final = "https://api.wandb.ai"
 MODES: Final = ("auto", "online", "offline")
 AXES: Final = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 INIT_TIMEOUT_SECONDS: Final = 30.0
@@ -105,6 +109,20 @@ def _resolved(mode: str) -> str:
     except (Error, ValueError) as error:
         logger.warning("W&B refuses the key that is set (%s); the run is kept offline", _first_line(error))
         return "offline"
+
+
+def why_offline(mode: str) -> str:
+    """Return the reason for which a run of that mode is offline, and what puts the next one online; W&B is not imported."""
+    if mode == "offline":
+        return "offline, as the sink says mode=offline"
+    if mode == "auto" and (environment := os.environ.get("WANDB_MODE")):
+        return f"offline, as the environment says WANDB_MODE={environment}"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).hostname
+    with suppress(OSError, NetrcParseError):
+        has_key = bool(os.environ.get("WANDB_API_KEY")) or netrc(os.environ.get("NETRC")).authenticators(host or "")
+        if has_key:
+            return "offline, as the server could not be reached or refused the API key"
+    return "offline, as no API key was found: `wandb login` stores one for the next run"
 
 
 def _free_id(run_id: str) -> str:

@@ -20,7 +20,7 @@ from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import KeyBudget, family_of
-from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of
+from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.protocol import (
     DeadClientError,
     PermanentSinkError,
@@ -33,7 +33,7 @@ from esper_telemetry.sinks.protocol import (
     require_run_dir,
 )
 from esper_telemetry.sinks.values import by_tag, with_at_most
-from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start
+from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start, why_offline
 from esper_telemetry.sinks.wandb.stored import last_update, stored_in, stored_on_server
 
 ALERT_INTERVAL: Final = timedelta(minutes=5)
@@ -120,13 +120,14 @@ class WandbSink:
         return f"wandb:{self.project}" + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """Return the folder of an offline run and the command that uploads it, or the id of a run on a server."""
+        """Return the folder of an offline run, why it is offline and the command that uploads it, or the id of a run on a server."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
         if any(folder.glob(f"run-*-{run.run_id}")) and not any(folder.glob(f"offline-run-*-{run.run_id}")):
             return Place(f"run {run.run_id} of project {self.project} on the W&B server", "")
-        return Place(str(folder), f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}")
+        command = f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}"
+        return Place(str(folder), command, note=why_offline(self.mode))
 
     def prepare_child(self) -> None:
         """Use a W&B client process of its own, and silence the login.
@@ -197,12 +198,10 @@ class WandbSink:
                 self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Set what the run does in the run's summary."""
+        """Set what the run does in the run's summary and notes."""
         if self._open is not None:
             with _classified():
-                self._open.target.run.summary.update(
-                    {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
-                )
+                self._open.outcome(event)
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run to its table."""
@@ -248,12 +247,14 @@ class _OpenRun:
         self.target = target
         self.incidents = IncidentCards()
         self._budget = budget
+        self._last: Record | None = None
         self._defined: set[str] = set()
         self._disk = DiskWatch(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
 
     def write(self, records: Sequence[Record]) -> None:
         if self._disk is not None:
             self._disk.check()
+        self._last = records[-1] if records else self._last
         for record in records:
             row = row_of(self._budget.select(record))
             names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
@@ -263,8 +264,8 @@ class _OpenRun:
             self.target.log(row)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Alert if the alarm is raised or becomes critical; update the summary: alarms now active, the first cause, the failure."""
-        cards = IncidentCards([*self.incidents.alarms, alarm])
+        """Alert if the alarm is raised or becomes critical; update summary and notes: alarms now active, the first cause, the failure."""
+        cards = IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome)
         run = self.target.run
         is_critical_now = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
         if alarm.event is AlarmEvent.RAISE or is_critical_now:
@@ -279,7 +280,21 @@ class _OpenRun:
                 **({"alarms/failure": cards.failure} if cards.failure or self.incidents.failure else {}),
             }
         )
+        self._write_verdict(cards)
         self.incidents.add(alarm)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Update summary and notes: what the run does."""
+        outcome = {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
+        self.target.run.summary.update(outcome)
+        self._write_verdict(IncidentCards(self.incidents.alarms, event))
+        self.incidents.outcome = event
+
+    def _write_verdict(self, cards: IncidentCards) -> None:
+        """Set the verdict in the summary and, in an own run, in the notes at the top of its page."""
+        self.target.run.summary.update({"verdict": cards.verdict()})
+        if isinstance(self.target, OwnRun):
+            self.target.run.notes = run_note(cards, self._last, self._budget.run)
 
     def close(self, status: RunStatus) -> None:
         """Add the table of alarms, if there were any, and end the run; a table that cannot be stored costs a warning."""

@@ -17,7 +17,7 @@ from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
 from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
-from esper_telemetry.lab.morphogenesis.slots import Op
+from esper_telemetry.lab.morphogenesis.kinds import Op
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 SEED_ALARMS = {"seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}

@@ -10,17 +10,8 @@ from growing import plain_loss
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
-from esper_telemetry.lab.morphogenesis.network import (
-    ANATOMY,
-    BLUEPRINTS,
-    STYLES,
-    Mixing,
-    Network,
-    Packing,
-    anatomy,
-    newborn,
-    presence,
-)
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, STYLES
+from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, Packing, anatomy, newborn, presence
 from esper_telemetry.lab.morphogenesis.rewards import contributions, shapley_values
 from esper_telemetry.lab.morphogenesis.training import AdamMoments, Data, adam, clip, gradients, scores, sgd, validate
 

@@ -224,6 +224,12 @@ def rewards_early(c: Columns) -> Array:
     return with_rewards(c, np.roll(c.rewards, -1, 0))
 
 
+def of_stored(c: Columns, rewards: Array, gamma: float) -> Array:
+    """Rewards have the values after time limits in them, as Stable-Baselines3 stores them."""
+    delta = rewards + gamma * np.where(c.done, 0, c.following) - c.values
+    return backward(c, delta.astype(np.float32), gamma * c.lam * ~c.done)
+
+
 def trace_by_lambda(c: Columns) -> Array:
     return backward(c, c.rewards + c.gamma * c.next_values - c.values, c.lam * ~c.done)
 
@@ -308,8 +314,12 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "undiscounted_bootstrap": [lambda c: with_next(c, c.next_values, gamma=1.0)],
     "trace_without_gamma": [trace_by_lambda],
     "sign": [lambda c: -right(c)],
-    "rewards_late": [rewards_late],
-    "rewards_early": [rewards_early],
+    "rewards_late": [rewards_late, lambda c: of_stored(c, stored_rewards(c)[np.r_[0, : len(c.values) - 1]], c.gamma)],
+    "rewards_early": [rewards_early, lambda c: of_stored(c, np.roll(stored_rewards(c), -1, 0), c.gamma)],
+    "rewards_swapped": [
+        lambda c: with_rewards(c, c.rewards.T.reshape(c.values.shape)),
+        lambda c: of_stored(c, stored_rewards(c).reshape(c.values.T.shape).T, c.gamma),
+    ],
     "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
     "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
     "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],
@@ -336,7 +346,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],
     "v_trace": [v_trace],
-    "other_gamma": [lambda c: settings(c, 0.9, c.lam)],
+    "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: of_stored(c, stored_rewards(c), 0.9)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
 }

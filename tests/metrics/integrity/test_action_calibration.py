@@ -102,6 +102,40 @@ def test_a_mistake_with_real_numbers_is_named(seed: int, mistake: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", ["independent", "cut_at_bounds"])
+def test_short_rollouts_show_actions_that_never_leave_the_bounds(seed: int, mistake: str) -> None:
+    """384 actions: of N(m, 0.74²), a fifth lies beyond ±1. Nobody says where the bounds are."""
+    means = 0.2 * scores_over_time(seed, 1)[:96, :4]
+    drawn = means + 0.74 * torch.randn(means.shape)
+    actions = {"independent": 2 * torch.rand_like(drawn) - 1, "cut_at_bounds": drawn.clamp(-1, 1)}[mistake]
+
+    check = check_actions(actions, means=means, log_std=torch.tensor([0.74]).log())
+
+    assert names(check) == [mistake]
+    assert check_actions(drawn, means=means, log_std=torch.tensor([0.74]).log()).matches
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [0.6, 3.0])
+def test_a_tanh_of_the_actions_is_a_variant_and_no_shuffle(seed: int, size: float) -> None:
+    means = size * scores_over_time(seed, 2)
+    drawn = means + 0.8 * torch.randn(STEPS, ENVS, 2)
+    settings: Any = {"means": means, "log_std": torch.tensor([0.8, 0.8]).log()}
+
+    assert names(check_actions(drawn.tanh(), **settings)) == ["squashed"]
+    assert names(check_actions(2 * drawn.tanh(), bounds=2 * BOUNDS, **settings)) == ["squashed"]
+    assert check_actions(drawn.tanh(), **settings).holds
+
+
+def test_coarse_numbers_are_no_cut() -> None:
+    torch.manual_seed(4)
+    for _ in range(20):
+        means = torch.randn(STEPS, ENVS, 2)
+        drawn = (means + 0.5 * torch.randn_like(means)).bfloat16().float()
+        assert check_actions(drawn, means=means, log_std=torch.tensor([0.5, 0.5]).log()).matches
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("held", ["one action always", "the first action of each environment"])
 def test_actions_that_never_change_are_told_by_the_environments(seed: int, held: str) -> None:
     logits = 1.8 * scores_over_time(seed, 4)

@@ -16,7 +16,15 @@ from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, che
 
 SHAPES = ((40, 4), (128, 1), (16, 16), (64, 2))
 SEVERAL_ENVIRONMENTS = {
-    *("ends_shared", "axes_swapped", "along_environments", "chained", "environment_mean", "normalized_parts"),
+    *(
+        "ends_shared",
+        "axes_swapped",
+        "rewards_swapped",
+        "along_environments",
+        "chained",
+        "environment_mean",
+        "normalized_parts",
+    ),
 }
 TOGETHER = {"both_gamma": {"both_gamma", "both_lambda"}}
 """Hypotheses that are two sentences of one explanation."""

@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Normal
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy
-from esper_telemetry.metrics.integrity.losses.total_loss import check_total_loss
+from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
 
 MINIBATCHES, ROWS, ACTIONS, DIMENSIONS = 6, 32, 5, 3
 SEEDS = range(5)

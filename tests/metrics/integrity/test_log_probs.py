@@ -91,6 +91,27 @@ def test_a_mistake_with_real_numbers_is_named(seed: int, mistake: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_actions_that_are_stored_with_a_cut_are_named_where_nobody_says_the_bounds(seed: int) -> None:
+    policy = Gaussians(seed)
+
+    check = check_log_probs(policy.actions.clamp(-1, 1), policy.log_probs, means=policy.means, log_std=policy.log_std)
+
+    assert names(check) == ["clipped_actions"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("places", [(4, 3, 2, 1, 0), (1, 2, 3, 4, 0), (0, 1, 3, 2, 4)])
+def test_choices_in_another_order_are_named(seed: int, places: tuple[int, ...]) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(STEPS, ENVS, CHOICES)
+    drawn = Categorical(logits=logits).sample()
+
+    check = check_log_probs(torch.tensor(places)[drawn], Categorical(logits=logits).log_prob(drawn), logits=logits)
+
+    assert names(check) == ["permuted_choices"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_tanh_that_nobody_declares_is_a_variant(seed: int) -> None:
     policy = Gaussians(seed)
     narrow = policy.actions.clamp(-1.5, 1.5)  # so that float32 keeps the digits of its tanh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.losses.log_ratios import check_log_ratios
+from esper_telemetry.metrics.integrity.losses.minibatches import check_log_ratios
 
 STEPS, ENVS = 16, 4
 

@@ -12,7 +12,7 @@ from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from torch import Tensor, nn
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.steps.clipping import check_clipping
+from esper_telemetry.metrics.integrity.steps.gradients import check_clipping
 from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -26,6 +26,10 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
     "ending_early": lambda p: np.maximum(0, 1 - p / 0.7),
     "negative": lambda p: 1 - p / 0.7,
     "unfinished": lambda p: 1 - 0.6 * p,
+    "warm_up": lambda p: np.where(p < 0.2, p / 0.2, 1 - (p - 0.2) / 0.8),
+    "exponential": lambda p: 0.05**p,
+    "stepped": lambda p: 0.5 ** np.floor(4 * p + 1e-9),
+    "adaptive": lambda p: 1.5 ** np.round(3 * np.sin(7 * p)),
 }
 """Rates by the share of the run that is over, where a line from 1 to 0 is set; by the name of the hypothesis."""
 
@@ -60,7 +64,7 @@ def test_a_wrong_schedule_is_named(name: str, updates: int, begin: int) -> None:
     result = check(PROGRAMS[name]((np.arange(updates) + begin) / updates))
 
     assert [one.hypothesis.name for one in result.explanations] == [name]
-    assert result.holds == (name == "cosine")
+    assert result.holds == (name in {"cosine", "warm_up", "exponential", "stepped", "adaptive"})
 
 
 def test_a_rate_that_is_annealed_although_a_constant_one_is_set() -> None:
@@ -90,6 +94,31 @@ def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> Non
 def test_the_fitted_share_is_that_of_the_program() -> None:
     assert check(PROGRAMS["ending_early"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.7)
     assert check(PROGRAMS["restarting"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("updates", [3, 5, 6])
+def test_a_line_that_begins_anew_every_second_update_is_not_called_constant(updates: int) -> None:
+    """5 updates: 1, 0.8, 1, 0.8, 1 stay within an update and a half of a constant rate, and are none."""
+    result = check(1 - np.arange(updates) % 2 / updates)
+
+    assert [one.hypothesis.name for one in result.explanations] == ["restarting"]
+
+
+def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
+    def cosine(share: float) -> float:
+        return 0.5 + 0.5 * float(np.cos(np.pi * share))
+
+    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(cosine, total_steps=50).fact()})
+    line = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact()})
+    for update in range(50):
+        history.add(update + 1, cosine(update / 50))
+        line.add(update + 1, cosine(update / 50))
+    results = history.result(), line.result()
+
+    assert results[0] is not None
+    assert results[0].matches
+    assert results[1] is not None
+    assert [one.name for one in results[1].explanations] == ["cosine"]
 
 
 @pytest.mark.parametrize("seed", range(5))

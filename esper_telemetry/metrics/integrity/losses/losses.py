@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from esper_telemetry.core.arrays import ArrayLike, as_mask, shown
-from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, shown
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
 from esper_telemetry.metrics.statistics import same_shape
 
 LOSS_TOLERANCE: Final = 0.05
@@ -180,3 +182,226 @@ def added(reference: Tensor, term: Tensor, claimed: Tensor) -> tuple[float, Tens
         return None
     weight = float((claimed - reference)[::2] @ term[::2]) / square
     return weight, reference + weight * term
+
+
+@dataclass(frozen=True, slots=True)
+class TotalLossInputs:
+    """Terms of the total loss [M] in float64, and their weights; `entropy` is the negative mean entropy."""
+
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    value_weight: float
+    entropy_weight: float
+
+    def total(self, *, policy: float = 1.0, value: float | None = None, entropy: float | None = None) -> Tensor:
+        """Return the sum of the terms [M], with the set weights unless others are given."""
+        value_weight = self.value_weight if value is None else value
+        entropy_weight = self.entropy_weight if entropy is None else entropy
+        return policy * self.policy + value_weight * self.value + entropy_weight * self.entropy
+
+
+def total_loss(inputs: TotalLossInputs) -> Tensor:
+    """Return the total loss [M] (1707.06347, eq. 9)."""
+    return inputs.total()
+
+
+def _with_bonus(compute: Callable[[TotalLossInputs], Tensor]) -> Callable[[TotalLossInputs], Tensor | None]:
+    """Apply a hypothesis where there is a bonus for entropy."""
+    return lambda inputs: compute(inputs) if inputs.entropy_weight else None
+
+
+def _other_weight(inputs: TotalLossInputs, claimed: Tensor, term: Tensor, rest: Tensor) -> tuple[float, Tensor] | None:
+    return added(rest, term, claimed) if informative(claimed, total_loss(inputs)) else None
+
+
+TOTAL_LOSS = Equation(
+    name="total_loss",
+    rank=58,
+    quantity="the total losses",
+    equation="L = L_policy + c_value L_value + c_entropy L_entropy, L_entropy = -mean H",
+    source="1707.06347, eq. 9",
+    inputs="the total loss, its terms, and their weights",
+    compute=total_loss,
+    tolerance=LOSS_TOLERANCE,
+    hypotheses=(
+        Hypothesis(
+            name="entropy_sign",
+            says="the sum with the entropy added in place of subtracted: the bonus punishes exploring",
+            equation="L = L_policy + c_value L_value + c_entropy mean H",
+            compute=_with_bonus(lambda x: x.total(entropy=-x.entropy_weight)),
+            source="1707.06347, eq. 9",
+            advice="Subtract the weighted entropy.",
+        ),
+        Hypothesis(
+            name="value_sign",
+            says="the sum with the value loss subtracted: the critic climbs its error",
+            equation="L = L_policy - c_value L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(value=-x.value_weight),
+            source="1707.06347, eq. 9",
+            advice="Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.",
+        ),
+        Hypothesis(
+            name="policy_sign",
+            says="the sum with the policy loss subtracted",
+            equation="L = -L_policy + c_value L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(policy=-1.0),
+            source="1707.06347, eq. 9",
+            advice="Add the policy loss, which is the negative surrogate.",
+        ),
+        Hypothesis(
+            name="sign",
+            says="the sum with the opposite sign",
+            equation="L = -(L_policy + c_value L_value + c_entropy L_entropy)",
+            compute=lambda x: -x.total(),
+            source="1707.06347, eq. 9",
+            advice="Minimise the loss.",
+        ),
+        Hypothesis(
+            name="entropy_missing",
+            says="the sum without the entropy bonus that the settings ask for",
+            equation="L = L_policy + c_value L_value",
+            compute=_with_bonus(lambda x: x.total(entropy=0.0)),
+            advice="Add the entropy loss times its weight.",
+        ),
+        Hypothesis(
+            name="value_missing",
+            says="the sum without the value loss",
+            equation="L = L_policy + c_entropy L_entropy",
+            compute=lambda x: x.total(value=0.0),
+            variant=True,
+            source="separate optimizers of actor and critic",
+        ),
+        Hypothesis(
+            name="policy_missing",
+            says="the sum without the policy loss",
+            equation="L = c_value L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(policy=0.0),
+            advice="Add the policy loss.",
+        ),
+        Hypothesis(
+            name="value_doubled",
+            says="the sum with the value loss as the mean squared error without the factor ½",
+            equation="L = L_policy + 2 c_value L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(value=2 * x.value_weight),
+            variant=True,
+            source="Stable-Baselines3, PPO.train",
+        ),
+        Hypothesis(
+            name="value_halved",
+            says="the sum with one more factor ½ of the value loss",
+            equation="L = L_policy + ½ c_value L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(value=x.value_weight / 2),
+            variant=True,
+        ),
+        Hypothesis(
+            name="value_unweighted",
+            says="the sum with the value loss without its weight",
+            equation="L = L_policy + L_value + c_entropy L_entropy",
+            compute=lambda x: x.total(value=1.0),
+            variant=True,
+        ),
+        Hypothesis(
+            name="entropy_unweighted",
+            says="the sum with the entropy without its weight",
+            equation="L = L_policy + c_value L_value + L_entropy",
+            compute=_with_bonus(lambda x: x.total(entropy=1.0)),
+            advice="Multiply the entropy by its weight.",
+        ),
+        Hypothesis(
+            name="weights_swapped",
+            says="the sum with the two weights exchanged",
+            equation="L = L_policy + c_entropy L_value + c_value L_entropy",
+            compute=_with_bonus(lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight)),
+            advice="Compare the weights with the terms that they multiply.",
+        ),
+        Hypothesis(
+            name="entropy_alone_weighted",
+            says="the value loss and the entropy, both times the weight of the entropy",
+            equation="L = L_policy + c_entropy (L_value + L_entropy)",
+            compute=_with_bonus(lambda x: x.total(value=x.entropy_weight)),
+            advice="Compare the weights with the terms that they multiply.",
+        ),
+        Hypothesis(
+            name="accumulated",
+            says="the sum, divided by a number of accumulated parts:",
+            equation="L = (L_policy + c_value L_value + c_entropy L_entropy) / k",
+            fit=lambda x, claimed: accumulated(total_loss(x), claimed),
+            parameter="k",
+            variant=True,
+        ),
+        Hypothesis(
+            name="entropy_weight",
+            says="the sum with another weight of the entropy than the setting, annealed or set elsewhere,",
+            equation="L = L_policy + c_value L_value + c L_entropy",
+            fit=lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0)),
+            parameter="c",
+            variant=True,
+        ),
+        Hypothesis(
+            name="value_weight",
+            says="the sum with another weight of the value loss than the setting,",
+            equation="L = L_policy + c L_value + c_entropy L_entropy",
+            fit=lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0)),
+            parameter="c",
+            variant=True,
+        ),
+        Hypothesis(
+            name="scaled",
+            says="the sum times a factor,",
+            equation="L = c (L_policy + c_value L_value + c_entropy L_entropy)",
+            fit=lambda x, claimed: scaled(total_loss(x), claimed),
+            parameter="c",
+            variant=True,
+        ),
+    ),
+)
+
+
+@inference_mode
+def check_total_loss(
+    loss: ArrayLike,
+    policy: ArrayLike,
+    value: ArrayLike,
+    entropy: ArrayLike | None = None,
+    *,
+    value_coef: float,
+    entropy_coef: float = 0.0,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of total losses with the weighted sum of their terms.
+
+    A difference that no known mistake explains is that of further terms: then the total is not checked.
+
+    Args:
+        loss: 0-d, or [M], one per minibatch.
+        policy, value: of the same shape, without weights.
+        entropy: of the same shape: the negative mean entropy; it may be None where `entropy_coef` is 0.
+        value_coef, entropy_coef: weights.
+        precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: shapes differ, or the entropy has a weight and is not given.
+    """
+    if entropy is None and entropy_coef:
+        raise ValueError(f"an entropy_coef of {entropy_coef!r} needs the entropy loss")
+    claimed = as_tensor(loss)
+    terms = [as_tensor(term, claimed) for term in (policy, value, *([] if entropy is None else [entropy]))]
+    same_shape(loss=claimed, policy=terms[0], value=terms[1], entropy=None if entropy is None else terms[2])
+    columns = [term.detach().reshape(-1).double() for term in terms]
+    inputs = TotalLossInputs(
+        policy=columns[0],
+        value=columns[1],
+        entropy=torch.zeros_like(columns[0]) if entropy is None else columns[2],
+        value_weight=value_coef,
+        entropy_weight=entropy_coef,
+    )
+    # terms of opposite signs are rounded at their own size
+    magnitudes = (inputs.policy, value_coef * inputs.value, entropy_coef * inputs.entropy)
+    total = claimed.detach().reshape(-1)
+    check = compare(TOTAL_LOSS, inputs, total, magnitudes=magnitudes, precision=precision, tolerance=tolerance)
+    if check.error is None or check.matches or check.explanations:
+        return check
+    return unchecked(TOTAL_LOSS, "it has further terms, or other weights than the settings")

@@ -111,6 +111,14 @@ ACTIONS = CalibrationEquation(
             "Store the action as it was drawn, and cut only what the environment gets.",
         ),
         _test(
+            "squashed",
+            "the tanh of draws",
+            "a_t = tanh u, u ~ π(· | s_t)",
+            calibration.squashed,
+            variant=True,
+            source="1812.05905, appendix C",
+        ),
+        _test(
             "same_noise",
             "drawn with the same noise in all environments",
             "a_{t,b} = F_b⁻¹(ε_t)",
@@ -144,7 +152,9 @@ ACTIONS = CalibrationEquation(
 
 WEAKER = {
     "deterministic": frozenset(one.name for one in ACTIONS.hypotheses[1:]),
-    **dict.fromkeys(("permuted", "step_before", "step_after", "cut_at_bounds"), frozenset(("independent", "shuffled"))),
+    **dict.fromkeys(
+        ("permuted", "step_before", "step_after", "cut_at_bounds", "squashed"), frozenset(("independent", "shuffled"))
+    ),
 }
 """Hypotheses that fit by chance, by the one that predicts more of each action."""
 

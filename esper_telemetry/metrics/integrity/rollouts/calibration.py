@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.metrics.integrity.rollouts.log_probs import cut_bounds
 
 Z_BOUND = 7.0
 """Standard scores from which on chance is ruled out. Largest of 2,000 simulated rollouts of 8 to 4,096 steps: 4.4."""
@@ -25,6 +26,15 @@ Z_EXPLAINED = 4.5
 
 UNLIKELY_NATS = 8.0
 """Nats at which log-probabilities are cut in a sum: one action of tiny probability is no evidence by itself."""
+
+TAILS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+"""Sizes of z beyond which draws of a Gaussian are counted."""
+
+TIE_SHARE = 1e-6
+"""Share of the draws that rounding to float32 makes equal to the largest one, times |a| / std: about ten times what it does."""
+
+MAX_ATANH = 4.0
+"""Size of an action before its tanh up to which float32 keeps its digits; larger ones count as somewhere beyond."""
 
 MAX_CLASSES = 64
 """Choices up to which each is counted by itself."""
@@ -68,7 +78,7 @@ def scores(inputs: ActionInputs) -> list[Scores]:
     """Return the scores of every head, under the hypothesis that its actions were drawn from its distributions."""
     return [
         *(categorical_scores(inputs.log_probs[h], inputs.actions[h], inputs.counted[h]) for h in inputs.log_probs),
-        *(gaussian_scores(z_of(inputs, h), inputs.counted[h]) for h in inputs.means),
+        *({**gaussian_scores(z_of(inputs, h), inputs.counted[h]), **_end_scores(inputs, h)} for h in inputs.means),
     ]
 
 
@@ -171,17 +181,48 @@ def bounded_score(residuals: Tensor, variances: Tensor, bound: float, counted: T
 def gaussian_scores(z: Tensor, counted: Tensor) -> Scores:
     """Return the scores of z [T, B, D] under a standard normal distribution; rows that are not counted have none.
 
-    `mean` and `spread` [D]: mean and variance of each dimension; `repeat`: correlation with the step before; `neighbours`: with the
-    environment before.
+    `mean` and `spread` [D]: mean and variance of each dimension; `tails`: draws beyond each of `TAILS`; `repeat`: correlation with the step
+    before; `neighbours`: with the environment before.
     """
     at = counted.unsqueeze(-1)
     z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
     count = counted.sum().clamp(min=1).double()
+    sizes = torch.tensor(TAILS, dtype=z.dtype, device=z.device).view(-1, 1)
+    beyond = (z.abs().flatten(0, 1).unsqueeze(0) > sizes.unsqueeze(1)).sum(1).double()
     return {
+        "tails": binomial_score(beyond, 2 * torch.special.ndtr(-sizes).expand_as(beyond), count).flatten(),
         "mean": z.sum((0, 1)) / count.sqrt(),
         "spread": chi_square_score(z.square().sum((0, 1)), count),
         "repeat": _product_score(z[1:], z[:-1]),
         "neighbours": _product_score(z[:, 1:], z[:, :-1]),
+    }
+
+
+def binomial_score(hits: Tensor, share: Tensor, count: Tensor) -> Tensor:
+    """Return z with P(as many hits, or as few) <= exp(-z²/2), of `count` draws that hit with these mean probabilities (Chernoff 1952)."""
+    rate, share = hits / count, share.clamp(1e-12, 1 - 1e-12)
+    divergence = torch.xlogy(rate, rate / share) + torch.xlogy(1 - rate, (1 - rate) / (1 - share))
+    return (rate - share).sign() * (2 * count * divergence.clamp(min=0.0)).sqrt()
+
+
+def _end_scores(inputs: ActionInputs, head: str) -> Scores:
+    """Return the scores [2 D] of the smallest and the largest draw: how many others equal it exactly, and that none lies beyond it."""
+    counted, actions = inputs.counted[head], inputs.actions[head][inputs.counted[head]]
+    count = counted.sum().double()
+    if not len(actions):
+        return {}
+    ends = torch.stack([actions.amin(0), actions.amax(0)])
+    ties = (actions == ends.unsqueeze(1)).sum(1).double() - 1
+    ordered = actions.sort(0).values
+    inside = (ordered[1:] == ordered[:-1]) & (ordered[1:] != ends[0]) & (ordered[1:] != ends[1])
+    # coarse numbers, such as those of bfloat16, are equal everywhere and not at the ends alone
+    rounding = TIE_SHARE * actions.abs().amax(0) / inputs.std[head][counted].amin(0) + 2 * inside.double().mean(0)
+    edges = (ends.unsqueeze(1) - inputs.means[head][counted]) / inputs.std[head][counted]
+    # the distribution function of a largest draw, at that draw, is uniform: its negative logarithm is exponential
+    extent = -torch.special.log_ndtr(torch.stack([-edges[0], edges[1]])).sum(1)
+    return {
+        "ties": binomial_score(ties, rounding.expand_as(ties), count).clamp(min=0.0).flatten(),
+        "extent": (2 * extent).sqrt().flatten(),
     }
 
 
@@ -248,9 +289,12 @@ def _independent_numbers(inputs: ActionInputs, head: str) -> float | None:
     order = {
         name: z for name, z in gaussian_scores(centred / spread, counted).items() if name in ("repeat", "neighbours")
     }
-    uniform = _uniform_score(rows, inputs.bounds.get(head))
-    if uniform is not None and uniform <= Z_EXPLAINED:
-        return max(uniform, largest([order]))
+    unit = torch.tensor([[-1.0], [1.0]], dtype=rows.dtype, device=rows.device).expand(2, rows.shape[-1])
+    uniform = [_uniform_score(rows, bounds) for bounds in (inputs.bounds.get(head), unit)]
+    best = min([score for score in uniform if score is not None], default=torch.inf)
+    related = float(_slope_score(rows, predicted, 0.0).abs().max())
+    if max(best, related) <= Z_EXPLAINED:
+        return max(best, related, largest([order]))
     if not bool((_slope_score(rows, predicted, 1.0) > Z_BOUND).any()):
         return None
     slopes = [_slope_score(rows, predicted, 0.0)]
@@ -266,13 +310,18 @@ def _slope_score(rows: Tensor, predicted: Tensor, slope: float) -> Tensor:
     return (slope - (centred * deviation).sum(0) / size) * size.sqrt() / rows.std(0).clamp(min=1e-12)
 
 
+MAX_AT_BOUNDS = 0.01
+"""Share of uniform draws that may lie exactly at their bounds."""
+
+
 def _uniform_score(rows: Tensor, bounds: Tensor | None) -> float | None:
     """Largest score of the moments of actions [N, D] under a uniform distribution between their bounds."""
     if bounds is None or not bool(bounds.isfinite().all()):
         return None
     low, high = bounds
     place = (rows - low) / (high - low) - 0.5
-    if bool((place.abs() > 0.5 + 1e-6).any()):
+    at_bounds = (place.abs() > 0.5 - 1e-6).double().mean()
+    if bool((place.abs() > 0.5 + 1e-6).any()) or at_bounds > MAX_AT_BOUNDS:
         return None
     count = math.sqrt(len(rows))
     first = place.mean(0) * count * math.sqrt(12)
@@ -308,7 +357,7 @@ def shuffled(inputs: ActionInputs) -> float | None:
         counted, at = inputs.counted[head], inputs.counted[head].unsqueeze(-1)
         residual = torch.where(at, inputs.actions[head] - inputs.means[head], 0.0).sum(1, keepdim=True)
         size = torch.where(at, inputs.std[head].square(), 0.0).sum(1, keepdim=True).clamp(min=1e-30).sqrt()
-        parts.append(gaussian_scores(residual / size, counted.any(1, keepdim=True)))
+        parts += [gaussian_scores(residual / size, counted.any(1, keepdim=True)), _end_scores(inputs, head)]
     return largest(parts, without=("neighbours",))
 
 
@@ -394,14 +443,31 @@ def cut_at_bounds(inputs: ActionInputs) -> float | None:
     """Score of Gaussian actions, those at a bound counted as somewhere beyond it."""
     numbers = []
     for head in inputs.means:
-        bounds, actions, counted = inputs.bounds.get(head), inputs.actions[head], inputs.counted[head]
+        counted = inputs.counted[head]
+        bounds = cut_bounds(inputs.actions[head][counted], inputs.bounds.get(head))
         if bounds is None:
             continue
-        low, high = bounds
-        if not bool((((actions == low) | (actions == high)).any(-1) & counted).any()):
-            continue
-        low, high = ((bound - inputs.means[head]) / inputs.std[head] for bound in (low, high))
+        low, high = ((bound - inputs.means[head]) / inputs.std[head] for bound in bounds)
         numbers.append(_censored_score(z_of(inputs, head), low, high, counted))
+    return max(numbers) if numbers and not inputs.log_probs else None
+
+
+def squashed(inputs: ActionInputs) -> float | None:
+    """Score of the inverse tanh of the actions, those with a size that float32 does not keep counted as somewhere beyond."""
+    numbers = []
+    for head, means in inputs.means.items():
+        counted, bounds = inputs.counted[head], inputs.bounds.get(head)
+        scaled = [inputs.actions[head]]
+        if bounds is not None and bool(bounds.isfinite().all()):
+            scaled.append(2 * (inputs.actions[head] - bounds[0]) / (bounds[1] - bounds[0]) - 1)
+        limits = [(bound - means) / inputs.std[head] for bound in (-MAX_ATANH, MAX_ATANH)]
+        scores = [
+            _censored_score((actions.atanh() - means) / inputs.std[head], *limits, counted)
+            for actions in (one.clamp(-1 + 1e-12, 1 - 1e-12) for one in scaled if bool((one[counted].abs() <= 1).all()))
+        ]
+        if not scores:
+            return None
+        numbers.append(min(scores))
     return max(numbers) if numbers and not inputs.log_probs else None
 
 

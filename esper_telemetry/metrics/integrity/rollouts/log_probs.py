@@ -32,6 +32,12 @@ MAX_SQUASHED = 2.5
 MAX_LOST_ROWS = 0.75
 """Share of such rows from which on a tanh is not tried."""
 
+MIN_TIES = 4
+"""Draws that equal the largest or the smallest one exactly from which on actions were cut there."""
+
+MAX_CHOICES = 64
+"""Choices up to which another order of them is tried."""
+
 MAX_SUBSET_HEADS = 8
 """Heads up to which sums over some of them are tried."""
 
@@ -139,12 +145,26 @@ def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
     return torch.where(lost, inputs.stored, numbers)
 
 
+def cut_bounds(actions: Tensor, bounds: Tensor | None) -> Tensor | None:
+    """Return the bounds [2, D] at which some actions [..., D] lie exactly: those given, else the ends that several draws share; infinite
+    where a dimension has none, None where no dimension has one.
+    """
+    rows = actions.reshape(-1, actions.shape[-1])
+    if bounds is not None and bool((rows.unsqueeze(0) == bounds.to(rows).unsqueeze(1)).any()):
+        return bounds.to(rows)
+    ends = torch.stack([rows.amin(0), rows.amax(0)])
+    shared = ((rows.unsqueeze(0) == ends.unsqueeze(1)).sum(1) >= MIN_TIES) & (ends[0] < ends[1])
+    beyond = torch.tensor([[-torch.inf], [torch.inf]], dtype=rows.dtype, device=rows.device)
+    return torch.where(shared, ends, beyond) if bool(shared.any()) else None
+
+
 def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
     """The stored numbers where an action lies exactly at a bound, as what was drawn is not known there; the reference elsewhere."""
     cut = torch.zeros_like(inputs.stored, dtype=torch.bool)
-    for head, (low, high) in inputs.bounds.items():
-        if head in inputs.means and head not in inputs.squashed:
-            cut |= ((inputs.actions[head] == low) | (inputs.actions[head] == high)).any(-1)
+    for head in inputs.means:
+        bounds = cut_bounds(inputs.actions[head], inputs.bounds.get(head))
+        if bounds is not None and head not in inputs.squashed:
+            cut |= ((inputs.actions[head] == bounds[0]) | (inputs.actions[head] == bounds[1])).any(-1)
     reference = log_prob(inputs)
     differs = (inputs.stored - reference).abs() > 1e-3
     # an action that is drawn at a bound has probability 0: nearly all of those there must have been cut
@@ -153,12 +173,28 @@ def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
     return torch.where(cut, inputs.stored, reference)
 
 
+def _permuted_choices(inputs: LogProbInputs) -> Tensor | None:
+    """Those of the choice that each stored one stands for: the one that comes closest wherever it is stored; None unless all differ."""
+    if len(inputs.heads) != 1 or not inputs.logits:
+        return None
+    numbers = _masked_logits(inputs, inputs.heads[0]).log_softmax(-1).flatten(0, -2)
+    chosen, size = inputs.actions[inputs.heads[0]].long().flatten(), numbers.shape[-1]
+    if size > MAX_CHOICES or len(chosen) < 2 * size:
+        return None
+    errors = (numbers - inputs.stored.reshape(-1, 1)).abs().clamp(max=1.0)
+    other = numbers.new_zeros(size, size).index_add_(0, chosen, errors).argmin(1)
+    present = chosen.unique()
+    if len(other[present].unique()) < len(present) or bool((other[present] == present).all()):
+        return None
+    return numbers.gather(1, other[chosen].unsqueeze(1)).view_as(inputs.stored)
+
+
 def _of_likeliest(inputs: LogProbInputs) -> Tensor:
-    likeliest = {head: _categorical_logits(inputs, head).argmax(-1) for head in inputs.logits}
+    likeliest = {head: _masked_logits(inputs, head).argmax(-1) for head in inputs.logits}
     return log_prob(replace(inputs, actions={**likeliest, **inputs.means}))
 
 
-def _categorical_logits(inputs: LogProbInputs, head: str) -> Tensor:
+def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
     mask = inputs.masks.get(head)
     return inputs.logits[head] if mask is None else inputs.logits[head].masked_fill(~mask, -torch.inf)
 
@@ -270,6 +306,13 @@ LOG_PROBS = Equation(
             equation="max_a log π(a | s)",
             compute=_of_likeliest,
             advice="Compute the log-probability of the action that was drawn.",
+        ),
+        Hypothesis(
+            name="permuted_choices",
+            says="those of other choices than the stored ones, always the same in their place",
+            equation="log π(σ(a) | s), σ a permutation of the choices",
+            compute=_permuted_choices,
+            advice="Use one numbering of the choices for the distribution, the environment and the buffer.",
         ),
         Hypothesis(
             name="heads_left_out",

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import torch
-from esper_telemetry.metrics.integrity.steps.gradient_terms import (
+from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     TERMS,
     GradientInputs,
     by_norm,

@@ -8,13 +8,22 @@ parameters, one after the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
-from esper_telemetry.metrics.integrity.steps.gradient_terms import TERMS, GradientInputs, TermGradients, gradient_scale
-from esper_telemetry.metrics.integrity.steps.loss_gradients import ALTERNATIVE_LOSSES, flat64
+from esper_telemetry.metrics.integrity.steps.loss_gradients import (
+    ALTERNATIVE_LOSSES,
+    TERMS,
+    GradientInputs,
+    TermGradients,
+    fitted,
+    flat64,
+    gradient_scale,
+)
 
 Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
 
@@ -151,3 +160,162 @@ def _values(tensors: Tensors) -> list[Tensor | None]:
 def _entries(tensors: Tensors) -> list[Tensor | None]:
     """The gradients: those of parameters in place of parameters."""
     return [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
+
+
+Tensors: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
+
+NORM_EPS = 1e-6
+"""Added to the norm that a limit is divided by, as in torch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClipInputs:
+    """What a clipped gradient is computed from.
+
+    Attributes:
+        gradient: [d] before clipping, float64.
+        numels: entries of each of the K parameters.
+        scale: [d], that the result is divided by.
+        max_norm: limit of the global norm; None where nothing is clipped.
+    """
+
+    gradient: Tensor
+    numels: tuple[int, ...]
+    scale: Tensor
+    max_norm: float | None
+
+    def clipped(self) -> Tensor:
+        """Return the gradient [d] with a norm of at most `max_norm`, divided by `scale`."""
+        return self.gradient * _factor(self.gradient, self.max_norm) / self.scale
+
+
+def _factor(gradient: Tensor, max_norm: float | None) -> Tensor:
+    if max_norm is None:
+        return gradient.new_ones(())
+    norm: Tensor = torch.linalg.vector_norm(gradient)
+    factor: Tensor = max_norm / (norm + NORM_EPS)
+    return factor.clamp(max=1.0)
+
+
+def _each_tensor(inputs: ClipInputs) -> Tensor:
+    parts = inputs.gradient.split(list(inputs.numels))
+    return torch.cat([part * _factor(part, inputs.max_norm) for part in parts]) / inputs.scale
+
+
+def _by_value(inputs: ClipInputs) -> Tensor | None:
+    limit = inputs.max_norm
+    return None if limit is None else inputs.gradient.clamp(-limit, limit) / inputs.scale
+
+
+def _fit_norm(inputs: ClipInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    result = fitted(torch.zeros_like(numbers), inputs.gradient / inputs.scale, numbers)
+    return None if result is None else (result[0] * float(torch.linalg.vector_norm(inputs.gradient)), result[1])
+
+
+def _fit_value(inputs: ClipInputs, numbers: Tensor) -> tuple[float, Tensor]:
+    limit = float((numbers * inputs.scale).abs().max())
+    return limit, inputs.gradient.clamp(-limit, limit) / inputs.scale
+
+
+CLIPPING = Equation(
+    name="clipping",
+    rank=62,
+    quantity="the gradients that the optimizer reads",
+    equation="g min(1, c / ‖g‖)",
+    source="1211.5063, section 3.2",
+    inputs="the gradient after the backward pass and at the optimizer's step",
+    compute=ClipInputs.clipped,
+    tolerance=1.0,  # errors of healthy runs: 5e-7 and below
+    advice="Something changes the gradient between the backward pass and the optimizer's step",
+    hypotheses=(
+        Hypothesis(
+            name="not_clipped",
+            says="gradients that are not clipped, or only after the step",
+            equation="g",
+            compute=lambda inputs: inputs.gradient / inputs.scale,
+            advice="Clip between the backward pass and optimizer.step()",
+        ),
+        Hypothesis(
+            name="by_value",
+            says="gradients with each entry cut at the limit of the norm",
+            equation="clip(g, ±c)",
+            compute=_by_value,
+            source="torch.nn.utils.clip_grad_value_",
+            advice="Use clip_grad_norm_ in place of clip_grad_value_",
+        ),
+        Hypothesis(
+            name="each_tensor",
+            says="gradients of which each tensor is clipped by its own norm",
+            equation="g_k min(1, c / ‖g_k‖)",
+            compute=_each_tensor,
+            advice="Clip all parameters in one call, by their global norm",
+        ),
+        Hypothesis(
+            name="cleared",
+            says="zero",
+            equation="0",
+            compute=lambda inputs: torch.zeros_like(inputs.gradient),
+            advice="Call zero_grad() before the backward pass, not between it and the step",
+        ),
+        Hypothesis(
+            name="norm",
+            says="gradients of another norm than the limit allows,",
+            equation="g c / ‖g‖",
+            fit=_fit_norm,
+            parameter="norm",
+            advice="Compare the limit with the setting",
+        ),
+        Hypothesis(
+            name="value",
+            says="gradients with each entry cut at",
+            equation="clip(g, ±c)",
+            fit=_fit_value,
+            parameter="c",
+            source="torch.nn.utils.clip_grad_value_",
+            advice="Use clip_grad_norm_ in place of clip_grad_value_",
+        ),
+    ),
+)
+
+
+def compare_clipping(
+    gradient: Tensor,
+    claimed: Tensor,
+    numels: tuple[int, ...],
+    max_norm: float | None,
+    *,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the gradient that the optimizer reads, [d] float64, with the one after the backward pass."""
+    scale = gradient_scale(claimed, [gradient], numels)
+    inputs = ClipInputs(gradient, numels, scale, max_norm)
+    return told_apart(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
+
+
+@no_grad
+def check_clipping(
+    before: Tensors,
+    after: Tensors,
+    *,
+    max_norm: float | None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of gradients after clipping with those before.
+
+    Args:
+        before, after: gradients of the K parameters, a mapping by name or a sequence, in one order.
+        max_norm: limit of their global norm; None where they are not to be clipped.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where shapes differ, or there are none.
+    """
+    old, new = (list(x.values()) if isinstance(x, Mapping) else list(x) for x in (before, after))
+    shapes = [[list(x.shape) for x in tensors] for tensors in (old, new)]
+    if not old or shapes[0] != shapes[1]:
+        raise ValueError(f"before and after must have the same shapes, got {shapes[0]} and {shapes[1]}")
+    numels = tuple([x.numel() for x in old])
+    return compare_clipping(flat64(old), flat64(new), numels, max_norm, precision=precision, tolerance=tolerance)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
-from esper_telemetry.metrics.integrity.steps.gradient_terms import fitted, spread
+from esper_telemetry.metrics.integrity.steps.loss_gradients import fitted, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

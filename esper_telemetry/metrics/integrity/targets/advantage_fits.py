@@ -61,6 +61,22 @@ class LocalEquation:
 Fit = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
 
 
+def with_stored_limits(fit: Fit) -> Fit:
+    """Return a fit that also takes rewards as they are stored, with the value of a time limit's last state at the discount that is set."""
+
+    def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        stored = replace(
+            inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated
+        )
+        results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
+        fitted = [result for result in results if result is not None]
+        counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+        return min(fitted, key=lambda one: float((one[1] - claimed)[counted].abs().amax()), default=None)
+
+    return nearest
+
+
+@with_stored_limits
 def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the discount with which GAE gives the claimed advantages."""
     local = LocalEquation(inputs, claimed)
@@ -82,6 +98,7 @@ def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | 
 def fitted_both(place: int) -> Fit:
     """Return a fit of discount and lambda together, which gives the first or the second of them."""
 
+    @with_stored_limits
     def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
         if fitted_gamma_explains(inputs, claimed):
             return None

@@ -179,6 +179,13 @@ MISTAKES = (
         advice="Store each reward in the row of the action that earned it.",
     ),
     Hypothesis(
+        "rewards_swapped",
+        "GAE of rewards with steps and environments exchanged when they were reshaped",
+        "δ_tb = r.reshape(B, T)_bt + γ V_{t+1} - V_t",
+        estimates.rewards_swapped,
+        advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+    ),
+    Hypothesis(
         "rewards_negated",
         "GAE of the negative rewards",
         "δ_t = -r_t + γ V_{t+1} - V_t",

@@ -383,26 +383,38 @@ def broadcast_mean(inputs: GaeInputs) -> Tensor | None:
 
 def rewards_late(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed."""
-    shifted = gae(inputs, rewards=inputs.rewards.roll(1, 0))
-    shifted[0] = inputs.claimed[0]
-    return shifted
+    shifted = [gae(inputs, rewards=rewards) for rewards in _of_stored(inputs, lambda rewards: rewards.roll(1, 0))]
+    for one in shifted:
+        one[0] = inputs.claimed[0]
+    return closest_whole(inputs, *shifted)
 
 
 def rewards_early(inputs: GaeInputs) -> Tensor:
     """GAE from the rewards of the step after; the reward after the last one is that which gives its row."""
-    rewards = inputs.rewards.roll(-1, 0)
-    rewards[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
-    return gae(inputs, rewards=rewards)
+    shifted = _of_stored(inputs, lambda rewards: rewards.roll(-1, 0))
+    for one in shifted:
+        one[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
+    return closest_whole(inputs, *(gae(inputs, rewards=one) for one in shifted))
 
 
 def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
-    """Return GAE of changed rewards; with the value of a time limit's last state in them, or without."""
+    """Return GAE of changed rewards."""
+    return lambda inputs: closest_whole(inputs, *(gae(inputs, rewards=one) for one in _of_stored(inputs, change)))
 
-    def compute(inputs: GaeInputs) -> Tensor:
-        within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
-        return closest_whole(inputs, gae(inputs, rewards=change(inputs.rewards)), gae(inputs, rewards=within))
 
-    return compute
+def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return changed rewards without the value of a time limit's last state, and those that were changed with it."""
+    within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
+    return change(inputs.rewards), within
+
+
+def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
+    """GAE of rewards of which [T, B] was read as [B, T], or the other way round."""
+    steps, envs = inputs.values.shape
+    if 1 in (steps, envs):
+        return None
+    readings = (lambda x: x.t().reshape(steps, envs)), (lambda x: x.reshape(envs, steps).t())
+    return closest_whole(inputs, *(of_rewards(reading)(inputs) for reading in readings))
 
 
 def raw_rewards(inputs: GaeInputs) -> Tensor | None:

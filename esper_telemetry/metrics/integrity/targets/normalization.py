@@ -6,7 +6,7 @@ Shapes: M minibatches of N rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
@@ -36,6 +36,7 @@ class NormalizedInputs:
         over: rows whose mean and standard deviation are taken.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
+        in_order: [M, N], before normalisation, of the rollout's rows in their own order; None where they are not there.
     """
 
     advantages: Tensor
@@ -46,6 +47,7 @@ class NormalizedInputs:
     over: Scope = "minibatch"
     correction: int = 1
     floor: float = 0.0
+    in_order: Tensor | None = None
 
     def moments(self, over: Scope | None = None, *, correction: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Return mean and standard deviation, [M, 1] or 0-d; None where the rollout is not there."""
@@ -147,6 +149,14 @@ def _reordered(inputs: NormalizedInputs) -> Tensor | None:
     return inputs.nearest(within, across)
 
 
+def _in_order(inputs: NormalizedInputs) -> Tensor | None:
+    """The advantages of the rollout's rows in their own order, normalised over the minibatch, the rollout or not at all."""
+    if inputs.in_order is None:
+        return None
+    other = replace(inputs, advantages=inputs.in_order)
+    return inputs.nearest(other.standard("minibatch"), other.standard("rollout"), inputs.in_order)
+
+
 def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     right = normalized_advantages(inputs)
     limit = float(claimed[inputs.valid][::2].abs().amax()) if int(inputs.valid.sum()) >= MIN_ROWS else 0.0
@@ -245,6 +255,13 @@ NORMALIZED_ADVANTAGES = Equation(
             advice="Index advantages with the rows of the observations and actions.",
         ),
         Hypothesis(
+            "in_order",
+            "advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch",
+            "A_k of the k-th row taken, whatever its index",
+            _in_order,
+            advice="Index advantages with the rows of the observations and actions.",
+        ),
+        Hypothesis(
             "other_std",
             "advantages normalised with the other of biased and unbiased standard deviation",
             "std over N in place of N - 1, or the reverse",
@@ -283,6 +300,7 @@ def check_normalized_advantages(
     over: Scope | None = "minibatch",
     rollout: ArrayLike | None = None,
     environments: ArrayLike | None = None,
+    in_order: ArrayLike | None = None,
     correction: int = 1,
     floor: float = 0.0,
     valid: ArrayLike | None = None,
@@ -300,6 +318,7 @@ def check_normalized_advantages(
             stay as they are; None where the settings do not say: each of the three is right then.
         rollout: advantages of all rows of the rollout that count, any shape; needed for `rollout`.
         environments: environment of each row, int, same shape.
+        in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
         valid: bool, same shape: rows that are no padding; None where every row counts.
@@ -340,6 +359,7 @@ def check_normalized_advantages(
             over=scope,
             correction=correction,
             floor=floor,
+            in_order=None if in_order is None else torch.atleast_2d(as_tensor(in_order, claimed).detach().to(claimed)),
         )
         moments = inputs.moments("minibatch" if scope == "nothing" else scope)
         std = moments[1] if moments is not None and scope != "nothing" else torch.ones_like(raw[:1, :1])

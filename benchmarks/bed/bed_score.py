@@ -1,0 +1,182 @@
+"""Tables of the bed: what was said about harmful programs, false alarms, and outcomes, from the journals of the runs.
+
+A harmful program is *named* where an alarm or a shown remark is one of its causes, *named wrongly* where other alarms explain its bad
+outcome, *unexplained* where the verdict says so, and *called fine* otherwise. A remark counts beside a bad outcome alone, where it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from bed_programs import Program
+from bed_truth import Truth, harm, truth_of
+
+from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
+from esper_telemetry.alarms.rules.task import Failure
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
+from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.core.record import Alarm, AlarmEvent
+from esper_telemetry.journal.read import read_run
+
+SEEDS: Final = (1, 2, 3)
+EQUATION: Final = "integrity/equation"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What was said about one run.
+
+    Attributes:
+        program, kind, seed, updates: of the run.
+        harmful: of the program; None where too few seeds were run.
+        truth, outcome: by the returns, and by the package.
+        result: named, named wrongly, unexplained, or called fine; of wrong programs.
+        root_first: the first incident is put down to a right cause.
+        alarms: raised, as type and, for equations, the equation.
+        remarks: names of those that are shown.
+        right_outcome: the outcome agrees with the truth; None where that is undecided.
+    """
+
+    program: str
+    kind: str
+    seed: int
+    updates: int
+    harmful: bool | None
+    truth: str
+    outcome: str
+    result: str
+    root_first: bool
+    alarms: tuple[str, ...]
+    remarks: tuple[str, ...]
+    right_outcome: bool | None
+
+
+def score(results: Path, programs: Sequence[Program], path: Path | None) -> None:
+    """Print the tables; write the score of every run to `path`."""
+    scores = list(scored(results, programs))
+    runs = {(one.name, seed) for one in programs for seed in SEEDS if truth_of(results, one.name, seed).kind != "missing"}
+    print(f"{len(runs)} runs of {len({name for name, _ in runs})} programs; {len(programs)} are declared.")
+    print_harmful(scores)
+    print_misses(programs, scores)
+    print_false_alarms(scores)
+    print_outcomes(scores)
+    if path:
+        path.write_text(json.dumps([asdict(one) for one in scores], indent=1))
+
+
+def scored(results: Path, programs: Iterable[Program]) -> Iterator[Score]:
+    """Yield the scores of the runs that are there."""
+    for program in programs:
+        harmful = harm(results, program.name, program.twin, SEEDS) if program.kind == "wrong" else False
+        for seed in SEEDS:
+            truth = truth_of(results, program.name, seed)
+            run_dir = results / program.name / str(seed) / "run"
+            if truth.kind != "missing" and (run_dir / "journal.jsonl").exists():
+                yield score_of(program, seed, harmful, truth, verdict_of(run_dir))
+
+
+@lru_cache(maxsize=None)
+def verdict_of(run_dir: Path) -> Diagnosis:
+    """Return what `esper-telemetry diagnose` says."""
+    run = read_run(run_dir)
+    failures = [Failure(one.seq, one.axes, one.data) for one in run.events if one.type == "failure" and one.axes]
+    interventions = [one.seq for one in run.events if one.type == "intervention"]
+    return diagnose(
+        run.info.facts, run.records, interventions=interventions, failures=failures, alarms=run.alarms, status=run.status
+    )
+
+
+def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, verdict: Diagnosis) -> Score:
+    """Return the score of a run."""
+    bad = verdict.outcome.kind in BAD
+    raised = [alarm for incident in verdict.incidents for alarm in incident.alarms if alarm.event is AlarmEvent.RAISE]
+    raised = [alarm for alarm in raised if not alarm.type.startswith(NOT_EXPLAINING)]
+    remarks = [str(data["name"]) for data in verdict.remarks] if bad else []
+    named = [alarm for alarm in raised if is_right(program, alarm)]
+    named_remarks = [name for name in remarks if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
+    if program.kind != "wrong":
+        result = ""
+    elif named or named_remarks:
+        result = "named"
+    elif verdict.unexplained:
+        result = "unexplained"
+    else:
+        result = "named wrongly" if raised else "called fine"
+    explaining = [one for one in verdict.incidents if not one.cause.startswith(NOT_EXPLAINING)]
+    root = is_right(program, explaining[0].main) if explaining else bool(named_remarks)
+    kinds = {"learns": GOOD, "flat": {"flat"}, "declining": {"declining"}, "failed": {"failed"}}.get(truth.kind)
+    labels = [f"{one.type}:{one.key.removeprefix(EQUATION_KEY)}" if one.type == EQUATION else one.type for one in raised]
+    return Score(
+        *(program.name, program.kind, seed, verdict.updates, harmful, truth.text, str(verdict.outcome.kind), result),
+        root_first=root,
+        alarms=tuple(dict.fromkeys(labels)),
+        remarks=tuple(remarks),
+        right_outcome=None if kinds is None else verdict.outcome.kind in kinds,
+    )
+
+
+def is_right(program: Program, alarm: Alarm) -> bool:
+    """True for an alarm that names what is wrong with the program."""
+    if alarm.type == EQUATION and program.equations:
+        return alarm.key.removeprefix(EQUATION_KEY) in {*program.equations, "opt/lr"}
+    return alarm.type in program.causes
+
+
+def share(part: int, whole: int) -> str:
+    """Return `0.85 (17 of 20)`."""
+    return f"{part / whole:.2f} ({part} of {whole})" if whole else "-"
+
+
+def print_harmful(scores: Sequence[Score]) -> None:
+    """Print what was said about harmful programs, by run."""
+    runs = [one for one in scores if one.harmful]
+    counts = Counter(one.result for one in runs)
+    print("\n| harmful programs, by run | share | goal |\n|---|---|---|")
+    for result, goal in (("named", "≥ .85"), ("unexplained", "≤ .15"), ("named wrongly", "0"), ("called fine", "0")):
+        print(f"| {result} | {share(counts[result], len(runs))} | {goal} |")
+    alarmed = [one for one in runs if one.result == "named"]
+    print(f"| root cause first, of those named | {share(sum(one.root_first for one in alarmed), len(alarmed))} | ≥ .8 |")
+
+
+def print_misses(programs: Sequence[Program], scores: Sequence[Score]) -> None:
+    """Print every run of a wrong program that was not named with the right cause first."""
+    sources = {one.name: one for one in programs}
+    print("\n| program | seed | harmful | truth | outcome | result | alarms and remarks |\n|---|---|---|---|---|---|---|")
+    for one in scores:
+        if one.kind != "wrong" or (one.result == "named" and one.root_first):
+            continue
+        text = ", ".join((*one.alarms, *(f"remark {name}" for name in one.remarks))) or "none"
+        harmful = {True: "yes", False: "no", None: "unknown"}[one.harmful]
+        result = one.result + (", not first" if one.result == "named" else "")
+        env = sources[one.program].task.env.split("/")[-1]
+        print(f"| {one.program} ({env}) | {one.seed} | {harmful} | {one.truth} | {one.outcome} | {result} | {text} |")
+
+
+def print_false_alarms(scores: Sequence[Score]) -> None:
+    """Print alarms in correct programs, by kind."""
+    print("\n| correct programs | runs | updates | alarms | per 100 updates | runs with any | goal |\n|---|---|---|---|---|---|---|")
+    goals = {"published": "≤ 0.1; one run in ten", "variant": "0", "correct": "0"}
+    for kind, goal in goals.items():
+        runs = [one for one in scores if one.kind == kind]
+        updates, alarms = sum(one.updates for one in runs), sum(len(one.alarms) for one in runs)
+        rate = 100 * alarms / max(1, updates)
+        print(f"| {kind} | {len(runs)} | {updates} | {alarms} | {rate:.2f} | {sum(bool(one.alarms) for one in runs)} | {goal} |")
+    for one in scores:
+        if one.kind != "wrong" and one.alarms:
+            print(f"- {one.program}, seed {one.seed}: {', '.join(one.alarms)}; {one.truth}; {one.outcome}")
+
+
+def print_outcomes(scores: Sequence[Score]) -> None:
+    """Print how often the outcome agrees with the truth."""
+    decided = [one for one in scores if one.right_outcome is not None]
+    print(f"\nOutcome right: {share(sum(one.right_outcome is True for one in decided), len(decided))}; goal ≥ .95.")
+    pairs = Counter((one.truth.split()[0], one.outcome) for one in decided if not one.right_outcome)
+    for (truth, outcome), count in pairs.most_common():
+        names = ", ".join(f"{one.program} {one.seed}" for one in decided if (one.truth.split()[0], one.outcome) == (truth, outcome))
+        print(f"- {truth} by the returns, {outcome} by the package: {count} ({names})")

@@ -1,0 +1,165 @@
+"""The objective of a script's minibatch, from the graph that the script itself has built, before its backward pass.
+
+Gradients are taken with `torch.autograd.grad`, which leaves `.grad`, weights and random numbers as they are; the graph stays for the
+script's own pass. Shapes: N rows of the minibatch, d entries of the parameters, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.adapters.script import settings
+from esper_telemetry.adapters.script import variables as names
+from esper_telemetry.adapters.script.variables import Ratio, Variables
+from esper_telemetry.core.equations.objective import LossRows
+from esper_telemetry.metrics.integrity.steps.loss_gradients import TERM_LOSSES, flat64
+
+MAX_SCALING_NODES = 4
+"""Operations with numbers, such as a division, between a loss and what the backward pass begins with."""
+
+SAME_LOSS = 1e-4
+"""Error up to which a loss is the sum of its terms, next to the largest of them."""
+
+
+class LossTerms(NamedTuple):
+    """Gradients [d] of the terms of a minibatch's loss, float64, and their weights."""
+
+    gradients: Mapping[str, Tensor]
+    coefficients: Mapping[str, float]
+
+
+def loss_terms(
+    started: Tensor, variables: Variables, ratio: Ratio, facts: Mapping[str, Any], parameters: Sequence[Tensor]
+) -> LossTerms | None:
+    """Return the terms of the loss that a backward pass is for; the whole loss as `policy` where its terms do not add up to it.
+
+    Args:
+        started: what the pass begins with: the loss, or a multiple of it.
+        ratio: of the minibatch.
+        facts: of the run.
+        parameters: that the gradients belong to.
+
+    Returns None where listeners in the network, or several processes, would notice the pass.
+    """
+    modules = [value for value in variables.values() if isinstance(value, nn.Module)]
+    hooked = any(part._backward_hooks or part._backward_pre_hooks for module in modules for part in module.modules())
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if hooked or several or any(parameter._backward_hooks for parameter in parameters) or not started.requires_grad:
+        return None
+    loss = names.find_total_loss(variables, lambda value: _is_multiple(started, value))
+    loss = started if loss is None else loss
+    with torch.enable_grad():
+        rows = _rows(variables, ratio, facts)
+        weights = None if rows is None else _weights(float(loss.detach().sum()), rows, variables)
+        if rows is None or weights is None:
+            losses, weights = {"policy": loss}, {"policy": 1.0}
+        else:
+            losses = {name: TERM_LOSSES[name](rows) for name in weights}
+        return LossTerms({name: _gradient(term, parameters) for name, term in losses.items()}, weights)
+
+
+def left_out(variables: Variables, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return the parameters with a gradient, by name, that the script's smallest module with all of `parameters` has besides these."""
+    own = {id(parameter) for parameter in parameters}
+    best: dict[str, Tensor] | None = None
+    for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
+        named = dict(module.named_parameters())
+        if own <= {id(parameter) for parameter in named.values()} and (best is None or len(named) < len(best)):
+            best = named
+    return {
+        name: parameter
+        for name, parameter in (best or {}).items()
+        if id(parameter) not in own and parameter.requires_grad and parameter.grad is not None
+    }
+
+
+def _is_multiple(started: Tensor, loss: Tensor) -> bool:
+    """Return True where `started` is the loss, or comes from it by operations with numbers."""
+    node: Any = started.grad_fn
+    for _ in range(MAX_SCALING_NODES):
+        if started is loss or (node is not None and node is loss.grad_fn):
+            return True
+        following = [] if node is None else [one for one, _ in node.next_functions if one is not None]
+        if len(following) != 1:
+            return False
+        node = following[0]
+    return False
+
+
+def _rows(variables: Variables, ratio: Ratio, facts: Mapping[str, Any]) -> LossRows | None:
+    """The rows of the minibatch with their graph; None where a column is missing."""
+    count = ratio.log_ratio.numel()
+    minibatch = names.find_minibatch(variables, count)
+    values = variables.find(names.VALUES, _with_graph(count))
+    entropy = variables.find(names.ENTROPY, _with_graph(count, 1))
+    if minibatch.advantages is None or minibatch.returns is None or values is None or entropy is None:
+        return None
+    clip_value = facts.get("clip_value")
+    if facts.get("clip") is None or (clip_value is not None and minibatch.old_values is None):
+        return None
+    log_ratio = _log_ratio(ratio)
+    return LossRows(
+        log_ratio=log_ratio,
+        log_probs=log_ratio,
+        values=values,
+        entropy=entropy,
+        advantages=minibatch.advantages,
+        old_values=values.detach() if minibatch.old_values is None else minibatch.old_values,
+        returns=minibatch.returns,
+        clip=float(facts["clip"]),
+        clip_value=clip_value,
+    )
+
+
+def _with_graph(*counts: int) -> Callable[[object], Tensor | None]:
+    """Accept a tensor with a graph and one of these numbers of entries, as [N]."""
+
+    def accept(value: object) -> Tensor | None:
+        fits = isinstance(value, Tensor) and value.requires_grad and value.numel() in counts
+        return value.reshape(-1) if fits and isinstance(value, Tensor) else None
+
+    return accept
+
+
+def _log_ratio(ratio: Ratio) -> Tensor:
+    """The log-ratio [N] with its graph, from what the script holds: itself, the ratio, or the new log-probabilities."""
+    number = ratio.log_ratio
+    source = ratio.source if isinstance(ratio.source, Tensor) else number
+    column = source.reshape(-1)
+    if torch.equal(column.detach(), number):
+        return column
+    if torch.equal(column.detach().log(), number):
+        return column.log()
+    return column - (column.detach() - number)
+
+
+@torch.no_grad()
+def _weights(total: float, rows: LossRows, variables: Variables) -> dict[str, float] | None:
+    """The weights with which the terms add up to the loss; None where none of the script's do. A value loss may lack its factor ½."""
+    weights = settings.find_coefficients(variables)
+    if "value" not in weights or "entropy" not in weights:
+        return None
+    terms = {name: float(loss(rows)) for name, loss in TERM_LOSSES.items()}
+    largest = max(abs(weights.get(name, 1.0) * term) for name, term in terms.items())
+    for half, sign in product((1.0, 2.0), (1.0, -1.0)):
+        own = {"policy": 1.0, "value": half * weights["value"], "entropy": sign * weights["entropy"]}
+        if abs(sum(own[name] * term for name, term in terms.items()) - total) <= SAME_LOSS * max(largest, 1e-8):
+            return {name: weight for name, weight in own.items() if weight}
+    return None
+
+
+def _gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients: Any = dict.fromkeys(map(id, parameters))
+    if loss.requires_grad and trained:
+        gradients |= zip(
+            map(id, trained),
+            torch.autograd.grad(loss.sum(), trained, retain_graph=True, allow_unused=True),
+            strict=True,
+        )
+    return flat64([torch.zeros_like(p) if gradients[id(p)] is None else gradients[id(p)] for p in parameters])

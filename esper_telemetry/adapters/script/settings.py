@@ -1,0 +1,112 @@
+"""Settings of a script: what its arguments and constants say of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
+from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+
+FACTS: Mapping[str, Aliases] = {
+    "clip": (
+        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip"),
+        "CLIP",
+    ),
+    "gamma": ("gamma", "GAMMA", "discount"),
+    "gae_lambda": ("gae_lambda", "lam", "lambda_", "gae_lam", "LAMBDA"),
+    "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
+    "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
+    "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "EPOCHS", "K_epochs"),
+    "num_minibatches": ("num_minibatches", "n_minibatches", "MINIBATCHES"),
+    "learning_rate": ("learning_rate", "lr", "LEARNING_RATE", "LR"),
+    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF"),
+    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF"),
+    "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
+    "target_kl": ("target_kl", "TARGET_KL"),
+    "env": ("env_id", "env_name", "ENV_ID", "env"),
+}
+"""Settings that alarms read."""
+
+MAX_NORM: Aliases = ("max_grad_norm", "MAX_GRAD_NORM", "max_gradient_norm")
+SCALERS: Aliases = ("scaler", "grad_scaler", "amp_scaler")
+NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
+ANNEALS: Aliases = (
+    "anneal_lr",
+    "anneal_learning_rate",
+    "lr_anneal",
+    "use_linear_lr_decay",
+    "linear_lr_decay",
+    "ANNEAL_LR",
+)
+CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
+
+
+def find_coefficients(variables: Variables) -> dict[str, float]:
+    """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
+    weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
+    return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
+    """Return the facts that alarms read, as far as the script's settings say them."""
+
+    def number(value: object) -> float | int | None:
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def flag(value: object) -> bool | None:
+        return value if isinstance(value, bool) else None
+
+    def text(value: object) -> str | None:
+        return value if isinstance(value, str) else None
+
+    facts: dict[str, Any] = {
+        "precision": "fp32",
+        "max_grad_norm": max_norm,
+        "advantage_correction": 1,
+        "columns_by_name": True,
+    }
+    for fact, names in FACTS.items():
+        accept: Callable[[object], Any] = text if fact == "env" else number
+        value = variables.find(names, accept)
+        if value is not None:
+            facts[fact] = value
+    normalizes = variables.find(NORMALIZES, flag)
+    if normalizes is not None:
+        facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
+    if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
+        facts["clip_value"] = facts["clip"]
+    return facts
+
+
+def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
+    reasons = {}
+    if SCHEDULE_FACT not in facts:
+        reasons["schedules"] = (
+            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
+        )
+    missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
+    if missing:
+        reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
+    return reasons
+
+
+def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
+    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    total = facts.get("total_steps")
+    if anneals is None or not isinstance(total, int) or total <= 0 or not rate > 0:
+        return {}
+    counts = {
+        name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
+    }
+    final = 0.0 if anneals else rate
+    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=False, counts=counts)
+    return {SCHEDULE_FACT: schedule.fact()}
+
+
+def find_config(variables: Variables) -> dict[str, Any]:
+    """Return the script's settings, as far as they are plain values."""
+    settings = variables.find(SETTINGS, lambda value: settings_of(value) or None) or {}
+    return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None)}

@@ -1,0 +1,131 @@
+"""Memory of the training process, of its children and of the devices, beside what the machine or its control group allows.
+
+Read from `/proc` and `/sys/fs/cgroup` at most once per second, by the process that makes the records, which is a worker where there is one.
+Systems without `/proc` have no values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+SAMPLE_SECONDS: Final = 1.0
+"""Smallest time between two samples: to walk through some tens of processes takes a millisecond."""
+MAX_CHILDREN: Final = 512
+MIB: Final = 2**20
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+class MemoryUsage(NamedTuple):
+    """One sample; None where the system does not say.
+
+    Attributes:
+        process: resident bytes of the training process.
+        children: bytes that its children and theirs have for themselves: what they share with others counts nowhere twice.
+        limit: bytes that all of them may have: the smallest limit of a control group, or the machine's memory.
+        device: bytes that the process has reserved on its devices.
+        device_frac: share of the fullest device that is taken, by whatever process.
+    """
+
+    process: int | None = None
+    children: int | None = None
+    limit: int | None = None
+    device: int | None = None
+    device_frac: float | None = None
+
+
+class MemorySampler:
+    """Samples the memory of one process.
+
+    Args:
+        pid: its number; the calling process by default.
+        clock: time in seconds.
+    """
+
+    def __init__(self, pid: int | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pid = os.getpid() if pid is None else pid
+        self._clock = clock
+        self._limit = memory_limit(self._pid)
+        self._due, self._last = -1.0, MemoryUsage()
+
+    def sample(self) -> MemoryUsage:
+        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago."""
+        now = self._clock()
+        if now >= self._due or self._due < 0:
+            self._due = now + SAMPLE_SECONDS
+            device, device_frac = _devices() if self._pid == os.getpid() else (None, None)
+            self._last = MemoryUsage(
+                resident_bytes(self._pid), children_bytes(self._pid), self._limit, device, device_frac
+            )
+        return self._last
+
+
+def resident_bytes(pid: int, *, private: bool = False) -> int | None:
+    """Return the resident memory of a process, or the part that it shares with nobody; None where it is gone or unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        pages = (PROC / str(pid) / "statm").read_text().split()
+        return (int(pages[1]) - (int(pages[2]) if private else 0)) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def children_bytes(pid: int) -> int | None:
+    """Return the private memory of all processes that descend from one; None where the system does not list them."""
+    if not (PROC / str(pid) / "task" / str(pid) / "children").exists():
+        return None
+    return sum(resident_bytes(child, private=True) or 0 for child in _descendants(pid))
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    waiting, count = [pid], 0
+    while waiting and count < MAX_CHILDREN:
+        parent = waiting.pop()
+        with suppress(OSError):
+            for task in (PROC / str(parent) / "task").iterdir():
+                with suppress(OSError):
+                    children = [int(child) for child in (task / "children").read_text().split()]
+                    waiting += children
+                    count += len(children)
+                    yield from children
+
+
+def memory_limit(pid: int) -> int | None:
+    """Return the smallest limit of the control groups of a process and of the machine's memory; None where neither is known."""
+    limits = []
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):
+        for line in (PROC / str(pid) / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2
+                limits += _group_limits(CGROUPS, path, "memory.max")
+            elif "memory" in controllers.split(","):
+                limits += _group_limits(CGROUPS / "memory", path, "memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _group_limits(root: Path, path: str, name: str) -> Iterator[int]:
+    """Yield the limits of a control group and of those around it; a container may show its own group as the root."""
+    group = root / path.lstrip("/")
+    for place in {*(parent for parent in (group, *group.parents) if parent.is_relative_to(root)), root}:
+        with suppress(OSError, ValueError):  # no file, or `max`
+            yield int((place / name).read_text())
+
+
+def _devices() -> tuple[int | None, float | None]:
+    """Return the bytes that this process has reserved on CUDA devices, and the share of the fullest one that is taken.
+
+    Nothing where torch is not imported or has not begun to use CUDA: to ask would begin it.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None, None
+    with suppress(RuntimeError):
+        reserved = {device: torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count())}
+        free = [torch.cuda.mem_get_info(device) for device, count in reserved.items() if count]
+        return sum(reserved.values()), max((1 - left / total for left, total in free), default=None)
+    return None, None

@@ -1,0 +1,154 @@
+"""The block of text at the end of a run: the outcome, the incidents, where everything is, and the commands that open it.
+
+`train` and `run` print it, and every run whose sinks include the console. It is read from the journal, so it says what `diagnose` says.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.journal.read import alarms, last_outcome
+from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
+from esper_telemetry.sinks.pages import IncidentCards, alarm_text
+from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
+
+MAX_INCIDENTS: Final = 5
+"""Incidents in the block: the first ones, which tend to cause the others; the report and `diagnose` have all."""
+LABEL_COLUMNS: Final = 13
+LEVEL_COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
+VIEWS: Final = {"report": "report", "terminal": "watch", "causes": "diagnose"}
+"""Commands that take a run directory, by what they show."""
+BROKEN_OFF: Final = {RunStatus.INTERRUPTED, RunStatus.PREEMPTED}
+"""Statuses of runs that are meant to go on."""
+
+
+class Line(NamedTuple):
+    """A line of the block, with its style as `rich` names it."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """A run that has ended in this process.
+
+    Attributes:
+        run: its description; None where this process did not record it.
+        run_dir: None without one.
+        sinks: of the run; the console has no place worth naming.
+        status: how it ended.
+        resume: the line about going on, for a run that was interrupted; None for a loop of the user's own, empty for no line.
+    """
+
+    run: RunInfo | None
+    run_dir: Path | None
+    sinks: Sequence[Sink] = ()
+    status: RunStatus = RunStatus.FINISHED
+    resume: str | None = None
+
+    def verdict(self) -> Iterator[Line]:
+        """Yield the exception that ended the run or what it did, and its first incidents."""
+        if self.run is None or self.run_dir is None:
+            return
+        cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+        if text := cards.sentence():
+            yield Line(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
+        numbers = sorted({alarm.incident for alarm in cards.raised})
+        causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
+        if not numbers:
+            yield Line("no alarm was raised")
+        elif causes:
+            yield Line("what went wrong", "bold")
+            for cause in causes[:MAX_INCIDENTS]:
+                yield from _incident(cause, cards)
+            if len(causes) > MAX_INCIDENTS:
+                yield Line(f"  and {len(causes) - MAX_INCIDENTS} later incidents")
+
+    def openings(self) -> Iterator[Line]:
+        """Yield where the run and its backends are, and the commands and addresses that open them."""
+        places = list(self._places())
+        if self.run_dir is None and not places:
+            return
+        yield Line("where it is", "bold")
+        if self.run_dir is not None:
+            yield _labelled("run", f"{self.run_dir} (journal.jsonl in it has every number)")
+        for name, place in places:
+            yield _labelled(name, f"{place.where} ({place.note})" if place.note else place.where)
+        yield Line("open it with", "bold")
+        if self.run_dir is not None:
+            for label, command in VIEWS.items():
+                yield _labelled(label, shlex.join(["esper-telemetry", command, str(self.run_dir)]), "$ ")
+            compared = shlex.join(["esper-telemetry", "compare", str(self.run_dir)])
+            yield _labelled("comparison", f"{compared} OTHER_RUN", "$ ")
+        for name, place in places:
+            if place.command:
+                yield _labelled(name, place.command, "$ ")
+            width = max((len(page) for page, _ in place.pages), default=0)
+            for position, (page, address) in enumerate(place.pages):
+                label = "" if place.command or position else name
+                yield _labelled(label, f"{page:<{width}}  {address}")
+        if self.status in BROKEN_OFF and self.run_dir is not None:
+            call = f"resume with: Telemetry(run_dir={str(self.run_dir)!r}, resume=True), and the model of your last checkpoint"
+            if line := call if self.resume is None else self.resume:
+                yield Line(line, "bold")
+
+    def _places(self) -> Iterator[tuple[str, Place]]:
+        for sink in self.sinks:
+            if self.run is None or not isinstance(sink, SupportsPlace) or isinstance(sink, ConsoleSink):
+                continue
+            try:
+                place = sink.place(self.run)
+            except PermanentSinkError:  # the run has no directory, and the sink was given no place of its own
+                continue
+            yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place
+
+
+def _colour(outcome: JournalEvent | None) -> str:
+    return OUTCOME_COLOURS.get(str(outcome.data.get("outcome", "")), "cyan") if outcome else ""
+
+
+def _labelled(label: str, text: str, prompt: str = "") -> Line:
+    return Line(f"  {label:<{LABEL_COLUMNS}}{prompt}{text}", "bold" if prompt else "")
+
+
+def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[Line]:
+    """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
+    is_active = any(alarm.incident == cause.incident for alarm in cards.active.values())
+    state = "still so at the end" if is_active else "over"
+    yield Line(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
+    yield Line(f"    {alarm_text(cause)}")
+    others = sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type})
+    if others:
+        yield Line(f"    with it came {', '.join(others)}")
+
+
+def block_text(end: RunEnd, run_dirs: Sequence[Path] = ()) -> str:
+    """Return the block as plain text, for a run that is the last of those in `run_dirs`."""
+    earlier = (
+        [f"{len(run_dirs)} runs, of which this is the last: {', '.join(map(str, run_dirs))}"]
+        if len(run_dirs) > 1
+        else []
+    )
+    return "\n".join([*earlier, *(line.text for line in (*end.verdict(), *end.openings()))]) + "\n"
+
+
+def print_lines(console: Any, lines: Iterable[Line]) -> None:
+    """Print lines on rich's console, each on one line of the terminal's own breaking."""
+    for line in lines:
+        console.print(line.text, style=line.style or None)
+
+
+def print_end(end: RunEnd) -> None:
+    """Print the block on stdout if the console is among the run's sinks; nothing where the terminal takes no output at the moment."""
+    if end.run is None or not any(isinstance(sink, ConsoleSink) for sink in end.sinks):
+        return
+    console = make_console(markup=False, highlight=False, soft_wrap=True)
+    if takes_output(console):
+        print_lines(console, [*end.verdict(), *end.openings()])

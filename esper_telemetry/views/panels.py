@@ -1,0 +1,292 @@
+"""What views show of a run, by question: panels of charts, tables, and parts of the anomaly strip.
+
+A plugin adds its own through the entry-point group `esper_telemetry.views`, which names a declaration or an iterable of them:
+
+    [project.entry-points."esper_telemetry.views"]
+    curiosity = "my_package.views:DECLARATIONS"
+
+    DECLARATIONS = [
+        PanelDeclaration("curiosity", "Does curiosity pay?", charts=(ChartDeclaration(("my/bonus",)),), place=25),
+        TableDeclaration("rooms", "Rooms", rooms_table),
+    ]
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from rich.text import Text
+
+from esper_telemetry.views.series import Judgement
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from esper_telemetry.views.run_view import RunView
+
+ENTRY_POINT_GROUP: Final = "esper_telemetry.views"
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+@dataclass(frozen=True, slots=True)
+class ChartDeclaration:
+    """Keys that share a chart and its y-axis, because they are in one unit.
+
+    Attributes:
+        keys: the keys, or templates such as `policy/head/{head}/kl`, the most important one first: its healthy range is drawn.
+        title: heading; the name of the first metric by default.
+        log: True for a logarithmic axis where all values are positive.
+        stacked: True for parts of a whole, which are drawn on top of each other.
+    """
+
+    keys: tuple[str, ...]
+    title: str = ""
+    log: bool = False
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PanelDeclaration:
+    """Charts that answer one question.
+
+    Attributes:
+        name: unique name.
+        question: that the charts answer.
+        charts: in order; those without a value are left out.
+        place: order among the panels, smallest first; the built-in ones have 10, 20, ... 70.
+    """
+
+    name: str
+    question: str
+    charts: tuple[ChartDeclaration, ...]
+    place: int = 100
+
+
+class TableCell(NamedTuple):
+    """One cell of a table.
+
+    Attributes:
+        text: of the cell; a `Text` where its parts have styles of their own.
+        style: terminal style such as `bold red`; empty for the default.
+        sort: value that orders rows by this column; the text by default.
+    """
+
+    text: str | Text
+    style: str = ""
+    sort: float | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """A table of a run as it stands.
+
+    Attributes:
+        name, title: of its declaration.
+        columns: headings.
+        rows: cells by row; the first cell of a row names it.
+        footer: means and totals, below the rows; empty without any.
+    """
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[TableCell, ...], ...]
+    footer: tuple[TableCell, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableDeclaration:
+    """A table that a view makes from a run.
+
+    Attributes:
+        name: unique name.
+        title: heading.
+        table: returns the table, or None for a run that has none; it reads `RunView.last` and `RunView.latest`.
+        place: order among the tables, smallest first.
+        events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
+        detail: returns what a view shows of one row, by its number; None where there is no more than the row.
+    """
+
+    name: str
+    title: str
+    table: Callable[[RunView], TableView | None]
+    place: int = 100
+    events: tuple[str, ...] = ()
+    detail: Callable[[RunView, int], RenderableType] | None = None
+
+
+class StripItem(NamedTuple):
+    """A part of the anomaly strip: its text, and `critical` (red) or `warn` (yellow)."""
+
+    text: str
+    level: Judgement = "critical"
+
+
+@dataclass(frozen=True, slots=True)
+class StripDeclaration:
+    """A part of the anomaly strip.
+
+    Attributes:
+        name: unique name.
+        item: returns the part, or None while there is nothing to say.
+        place: order in the strip, smallest first; the alarms have 0.
+    """
+
+    name: str
+    item: Callable[[RunView], StripItem | None]
+    place: int = 100
+
+
+ViewDeclaration = PanelDeclaration | TableDeclaration | StripDeclaration
+
+
+PANELS: Final = (
+    PanelDeclaration(
+        "learning",
+        "Does it learn?",
+        (
+            ChartDeclaration(("episode/return_mean_100", "episode/return_mean")),
+            ChartDeclaration(("eval/return_mean",)),
+            ChartDeclaration(("episode/length_mean",)),
+            ChartDeclaration(("policy/surrogate_gain",)),
+        ),
+        10,
+    ),
+    PanelDeclaration(
+        "policy",
+        "How far does the policy move?",
+        (
+            ChartDeclaration(("policy/kl", "policy/kl_max"), log=True),
+            ChartDeclaration(("policy/clip_frac",)),
+            ChartDeclaration(("policy/ess_frac_min", "policy/ess_frac"), "Effective sample size of the update"),
+            ChartDeclaration(("policy/ratio/max", "policy/ratio/min"), "Largest and smallest ratio", log=True),
+        ),
+        20,
+    ),
+    PanelDeclaration(
+        "exploration",
+        "Does it explore?",
+        (
+            ChartDeclaration(("policy/entropy_norm", "policy/entropy_marginal_norm"), "Entropy of the policy"),
+            ChartDeclaration(("policy/entropy",)),
+            ChartDeclaration(("policy/std/mean", "policy/head/{head}/std"), log=True),
+            ChartDeclaration(("policy/head/{head}/entropy_norm",), "Entropy of each head"),
+        ),
+        30,
+    ),
+    PanelDeclaration(
+        "critic",
+        "Does the critic explain the returns?",
+        (
+            ChartDeclaration(("value/explained_variance", "value/r2")),
+            ChartDeclaration(("value/bias_over_std",)),
+            ChartDeclaration(("value/loss_norm",), log=True),
+            ChartDeclaration(("adv/raw/std", "ret/std"), "Spread of advantages and returns", log=True),
+        ),
+        40,
+    ),
+    PanelDeclaration(
+        "gradients",
+        "Are gradients and steps healthy?",
+        (
+            ChartDeclaration(("grad/global/norm_preclip", "grad/{group}/norm_preclip"), log=True),
+            ChartDeclaration(("grad/clip/coef", "grad/clip/coef_min"), log=True),
+            ChartDeclaration(("grad/interference/critic_share",)),
+            ChartDeclaration(("opt/update_to_weight",), log=True),
+            ChartDeclaration(("opt/lr",)),
+            ChartDeclaration(("repr/dormant_frac", "repr/dead_frac"), "Dormant and dead units"),
+        ),
+        50,
+    ),
+    PanelDeclaration(
+        "memory",
+        "Does memory work?",
+        (
+            ChartDeclaration(("lstm/{part}/rms",), log=True),
+            ChartDeclaration(("lstm/gate/{gate}/mean",)),
+            ChartDeclaration(("lstm/timescale/median", "lstm/timescale/p90"), log=True),
+            ChartDeclaration(("lstm/staleness", "lstm/staleness_first"), log=True),
+            ChartDeclaration(("lstm/ablate_kl",), log=True),
+            ChartDeclaration(("lstm/bptt/h0_grad_norm",), log=True),
+            ChartDeclaration(("lstm/reset_rate",)),
+        ),
+        60,
+    ),
+    PanelDeclaration(
+        "time",
+        "Where does the time go?",
+        (
+            ChartDeclaration(("train/env_steps_per_second",)),
+            ChartDeclaration(
+                ("perf/environment_ms", "perf/inference_ms", "perf/update_ms", "perf/telemetry_ms"),
+                "Time of an update",
+                stacked=True,
+            ),
+            ChartDeclaration(("perf/telemetry_frac",)),
+            ChartDeclaration(
+                ("perf/memory/process_mib", "perf/memory/children_mib", "perf/memory/device_mib"), "Memory"
+            ),
+            ChartDeclaration(
+                ("perf/memory/process_frac", "perf/memory/device_frac"), "Share of the memory that is taken"
+            ),
+        ),
+        70,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewDeclarations:
+    """All declarations that are installed, each kind by place."""
+
+    panels: tuple[PanelDeclaration, ...]
+    tables: tuple[TableDeclaration, ...]
+    strip: tuple[StripDeclaration, ...]
+
+    @property
+    def table_events(self) -> frozenset[str]:
+        """Types of the events that tables are made of."""
+        return frozenset(event for table in self.tables for event in table.events)
+
+    @classmethod
+    def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:
+        """Return declarations by kind; raises TypeError for anything else, ValueError where two of a kind have one name."""
+        by_kind: dict[type, dict[str, ViewDeclaration]] = {
+            PanelDeclaration: {},
+            TableDeclaration: {},
+            StripDeclaration: {},
+        }
+        for one in declarations:
+            if type(one) not in by_kind:
+                raise TypeError(
+                    f"views are made of PanelDeclaration, TableDeclaration and StripDeclaration, got {one!r}"
+                )
+            if by_kind[type(one)].setdefault(one.name, one) is not one:
+                raise ValueError(f"there is a {type(one).__name__} {one.name!r} already")
+        panels, tables, strip = (tuple(sorted(named.values(), key=lambda one: one.place)) for named in by_kind.values())
+        return cls(panels, tables, strip)  # type: ignore[arg-type]  # by kind
+
+
+@lru_cache(maxsize=1)
+def view_declarations() -> ViewDeclarations:
+    """Return the built-in declarations and those of plugins; a plugin that cannot be used costs a warning and its own."""
+    from esper_telemetry.views.strip import STRIP
+    from esper_telemetry.views.tables import TABLES
+
+    declarations: list[ViewDeclaration] = [*PANELS, *STRIP, *TABLES]
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            value = entry.load()
+            added = [value] if isinstance(value, ViewDeclaration) else list(value)
+            ViewDeclarations.of([*declarations, *added])
+        except Exception as error:  # a plugin's own code
+            _logger.warning("the views of the plugin %r (%s) cannot be used: %s", entry.name, entry.value, error)
+        else:
+            declarations += added
+    return ViewDeclarations.of(declarations)

@@ -1,0 +1,414 @@
+"""`esper-telemetry report`: a run, or several, as one HTML file that needs no network, or as Markdown for the summary of a CI job."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
+from esper_telemetry.core.messages import redacted
+from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.sinks.pages import safe
+from esper_telemetry.sinks.values import flattened
+from esper_telemetry.views.equations import EquationRow
+from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
+from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, step_of
+from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text
+
+MAX_INCIDENTS: Final = 20
+"""Incidents that are shown in full; the first ones tend to cause the others."""
+MAX_INCIDENT_CHARTS: Final = 4
+MAX_EVIDENCE_ROWS: Final = 30
+MAX_TEXT_CHARACTERS: Final = 400
+"""Characters of a setting."""
+
+STATE_STYLES: Final[Mapping[str, str]] = {"matches": "good", "variant": "good", "differs": "bad", "unchecked": "dim"}
+JUDGEMENT_WORDS: Final[Mapping[str, str]] = {
+    "": "",
+    "outside": "outside its healthy range",
+    "warn": "beyond its warning bound",
+    "critical": "beyond its critical bound",
+}
+
+
+def report_html(views: Sequence[RunView]) -> str:
+    """Return the page of one run or of several; raises ModuleNotFoundError without plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        message = "reports need plotly: pip install 'esper-telemetry[views]'; --format markdown works without"
+        raise ModuleNotFoundError(message) from None
+    charts = ReportCharts()
+    body = "\n".join(_page(views, charts))
+    title = ", ".join(view.name for view in views)
+    template = Template(files("esper_telemetry.views").joinpath("report_template.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(f"{title} · esper_telemetry"), plotly=get_plotlyjs(), body=body, charts=charts.to_json()
+    )
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write a report as a whole: an earlier one stays where this one cannot be written; raises OSError."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        draft.replace(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[str]:
+    if len(views) == 1:
+        yield from _run(views[0], charts)
+    else:
+        yield f"<h1>{len(views)} runs</h1>"
+        first = [charts.add_run() for _ in views]
+        yield from _several(views, charts, first)
+        for number, view in enumerate(views, 1):
+            yield f'<section class="run" id="run-{number}">'
+            yield from _run(view, charts)
+            yield "</section>"
+    written = time.strftime("%Y-%m-%d %H:%M")
+    yield f'<footer class="dim">Written {written} by esper_telemetry. This page needs no network and sends nothing.</footer>'
+
+
+def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[int]) -> Iterator[str]:
+    """Yield the table of all runs and their curves in one chart for each key that decides."""
+    rows = []
+    for number, view in enumerate(views, 1):
+        outcome, curve = view.outcome, return_key(view)
+        rows.append(
+            [
+                f'<a href="#run-{number}">{_text(view.name)}</a>',
+                f'<span class="{_style(view)}">{_text(str(outcome.kind))}</span>',
+                _text(number_text(view.last[curve]) if curve in view.last else ""),
+                f"{view.axes.env_step if view.axes else 0:,}",
+                str(len(view.incidents)),
+                _text(", ".join(dict.fromkeys(incident.cause for incident in view.incidents[:3]))),
+            ]
+        )
+    headings = ("run", "outcome", "last return", "environment steps", "incidents", "causes")
+    yield f'<div class="card scroll">{_table(headings, rows)}</div>'
+    references = [
+        charts.line(place, key, view.series(key), view.name, TIMELINE_POINTS)
+        for place, view in zip(places, views, strict=True)
+        if (key := return_key(view)) in view.last
+    ]
+    if references:
+        yield f'<h2>Return over environment steps</h2><div class="card"><div class="plot tall" data-chart="{charts.overlay(references)}"></div></div>'
+
+
+def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
+    """Yield the sections of one run."""
+    run, incidents = charts.add_run(), view.incidents
+    yield f"<h1>{_text(view.name)}</h1>"
+    yield from _head(view)
+    yield from _timeline(view, charts, run, incidents)
+    yield from _incidents(view, charts, run, incidents)
+    yield from _panels(view, charts, run, incidents)
+    yield from _equations(view.equations())
+    yield from _unanswered(view)
+    yield from _provenance(view)
+
+
+def _head(view: RunView) -> Iterator[str]:
+    """Yield the outcome, why, and the position of the run."""
+    diagnosis, style = view.diagnosis, _style(view)
+    yield f'<div class="card banner {style}">'
+    yield f'<p class="outcome {style}">{_text(capitalized(view.ending or diagnosis.outcome.text))}</p>'
+    yield f"<p>{_text(capitalized(diagnosis.summary.rpartition('; ')[2]))}</p>"
+    first = next((one for one in view.incidents if one.cause != RUN_FAILED), None)
+    if first is not None:
+        more = len(view.incidents) - 1
+        others = f", and {more} more below" if more else ""
+        yield f"<p>First cause: <b>{_text(first.cause)}</b> since update {first.since:,}{others}.</p>"
+    if diagnosis.gradients_alone:
+        yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
+    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+        head, *rest = unexplained_lines(diagnosis)
+        yield f"<p>{_text(head)}</p>"
+        yield _list(rest)
+    yield "</div>"
+    yield '<dl class="facts">'
+    for name, value in position(view).items():
+        yield f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
+    yield "</dl>"
+    if diagnosis.events:
+        yield "<details><summary>Course of the task</summary>"
+        yield _list(f"update {data['update']}: {data['text']}" for _, data in diagnosis.events)
+        yield "</details>"
+
+
+def position(view: RunView) -> dict[str, str]:
+    """Return status, position, duration and speed of a run in words, without what is not known."""
+    progress, curve = view.progress(), return_key(view)
+    status = "logs" if view.run_dir is None else str(view.status or "under way")
+    done = "" if progress.fraction is None else f" of {progress.total_steps:,} ({progress.fraction:.0%})"
+    rows = {
+        "status": status,
+        NAMES.get(curve, curve): number_text(view.last[curve]) if curve in view.last else "",
+        "updates": f"{view.updates:,}",
+        view.x_label: f"{progress.env_step:,}{done}",
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(view.info.started)) if view.info.started else "",
+        "duration": duration_text(view.axes.wall_time - view.info.started)
+        if view.axes and view.info.started and view.axes.wall_time > view.info.started
+        else "",
+        "steps per second": f"{progress.steps_per_second:,.0f}" if progress.steps_per_second else "",
+        "time": ", ".join(f"{name} {share:.0%}" for name, share in progress.time_split.items()),
+        "trainer": view.trainer,
+    }
+    return {name: value for name, value in rows.items() if value}
+
+
+def return_key(view: RunView) -> str:
+    """Return the key whose values decided the outcome, else that of the returns."""
+    candidates = (view.outcome.key, "episode/return_mean_100", "episode/return_mean", "reward/mean")
+    return next((key for key in candidates if key in view.last), "")
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration such as `2 h 5 min` or `48 s`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _timeline(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
+    curve = return_key(view)
+    if not curve:
+        return
+    name = NAMES.get(curve, curve)
+    also = " and incidents" if incidents else ""
+    yield f"<h2>{_text(capitalized(name))}{also}</h2>"
+    place = charts.timeline(run, view, curve, incidents)
+    yield f'<div class="card"><div class="plot tall" data-chart="{place}"></div>'
+    yield f'<p class="dim">Over {_text(view.x_label)}. {"Each bar is an incident, from its cause to its end; dotted lines show where one began." if incidents else ""}</p></div>'
+
+
+def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
+    if not incidents:
+        return
+    yield "<h2>What went wrong</h2>"
+    for incident in incidents[:MAX_INCIDENTS]:
+        until = "still on at the end" if incident.until is None else f"over at update {incident.until:,}"
+        yield f'<article class="card incident {incident.level}">'
+        yield f'<div class="head"><h3>{incident.number}. {_text(incident.cause)}</h3><span class="badge {incident.level}">{incident.level}</span></div>'
+        yield f'<p class="dim">since update {incident.since:,}, {until}</p>'
+        yield f"<p>{_text(incident.text)}</p>"
+        if incident.advice:
+            yield f'<p class="advice"><b>Try:</b> {_text(incident.advice)}</p>'
+        others = [
+            f"{kind} ({'lasts' if end is None else f'over at {end:,}'})"
+            for kind, end in incident.ends.items()
+            if kind != incident.cause
+        ]
+        if others:
+            yield f'<p class="dim">With it came {_text(", ".join(others))}.</p>'
+        around = [
+            chart
+            for key in incident.keys
+            if (chart := view.chart(key)) is not None and len(chart.lines[0].series.values) > 1
+        ]
+        if around:
+            yield '<div class="grid">'
+            for chart in around[:MAX_INCIDENT_CHARTS]:
+                yield from _chart(charts, run, chart, [step_of(view, incident.since)], card=False)
+            yield "</div>"
+        if incident.evidence:
+            yield f"<details><summary>Evidence</summary><div class='scroll'>{_evidence(incident.evidence)}</div></details>"
+        yield "</article>"
+    if len(incidents) > MAX_INCIDENTS:
+        yield f"<p>And {len(incidents) - MAX_INCIDENTS} later incidents, which esper-telemetry diagnose lists.</p>"
+
+
+def _evidence(rows: Sequence[EvidenceRow]) -> str:
+    cells = [
+        [
+            f"<code>{_text(row.key)}</code><br><span class='dim'>{_text(row.name)}</span>",
+            f"<span class='{_judged(row.judgement)}'>{_text(row.value)}</span>",
+            _text(row.usual),
+            _text(row.healthy),
+        ]
+        for row in rows[:MAX_EVIDENCE_ROWS]
+    ]
+    return _table(("value", "in this update", "usual in this run", "healthy"), cells)
+
+
+def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
+    marks = [step_of(view, incident.since) for incident in incidents]
+    for panel in view.panels():
+        yield f'<h2>{_text(panel.question)}</h2><div class="grid">'
+        for chart in panel.charts:
+            yield from _chart(charts, run, chart, marks)
+        yield "</div>"
+    for table in view.tables():
+        rows = [[_text(cell.text) for cell in row] for row in table.rows]
+        yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
+
+
+def _chart(
+    charts: ReportCharts, run: int, chart: ChartView, marks: Sequence[float], *, card: bool = True
+) -> Iterator[str]:
+    line = chart.lines[0]
+    value = "" if line.value is None else number_text(line.value)
+    info = chart.info
+    healthy = f"healthy {info.healthy}" if info and info.healthy else ""
+    state = JUDGEMENT_WORDS[line.judgement]
+    since = f" since update {line.since:,}" if state and line.since else ""
+    hidden = f"{chart.hidden} more in the journal" if chart.hidden else ""
+    notes = "; ".join(filter(None, (chart.unit, healthy, hidden)))
+    yield f'<div class="{"card" if card else ""}" title="{_text(chart.question)}">'
+    yield f'<div class="head"><h3>{_text(chart.title)}</h3><b class="{_judged(line.judgement)}">{_text(value)}</b></div>'
+    yield f'<p class="dim">{_text(notes)}{f"<br><span class={_judged(line.judgement)!r}>{state}{since}</span>" if state else ""}</p>'
+    yield f'<div class="plot" data-chart="{charts.chart(run, chart, marks)}"></div></div>'
+
+
+def _equations(rows: Sequence[EquationRow]) -> Iterator[str]:
+    checked = [row for row in rows if row.state != "unchecked"]
+    yield "<h2>Equations checked</h2>"
+    if checked:
+        cells = [
+            [
+                f"{_text(capitalized(row.equation.quantity))}<br><code class='dim'>{_text(row.equation.equation)}</code>",
+                f"<span class='{STATE_STYLES[row.state]}'>{_text(row.result)}</span>"
+                + (f"<br>{_text(row.advice)}" if row.state == "differs" else ""),
+                _text("" if row.error is None else number_text(row.error)),
+                f"{row.updates:,}" + (f", differs since update {row.since:,}" if row.since else ""),
+            ]
+            for row in checked
+        ]
+        yield f'<div class="card scroll">{_table(("quantity and reference", "result", "largest error", "updates"), cells)}</div>'
+    else:
+        yield "<p>None of them could be checked.</p>"
+    unchecked: dict[str, list[str]] = {}
+    for row in rows:
+        if row.state == "unchecked":
+            unchecked.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
+    if unchecked:
+        yield "<details><summary>Equations that could not be checked</summary>"
+        yield _list(f"{', '.join(quantities)}: {reason}" for reason, quantities in unchecked.items())
+        yield "</details>"
+
+
+def _unanswered(view: RunView) -> Iterator[str]:
+    groups = unanswered_by_reason(view.diagnosis)
+    yield "<h2>What could not be answered</h2>"
+    if not groups:
+        yield "<p>Every question that applies to this run was answered.</p>"
+        return
+    rows = [[_text(", ".join(kinds)), _text(reason), _text(remedy)] for (reason, remedy), kinds in groups.items()]
+    count = sum(map(len, groups.values()))
+    yield f"<details><summary>{count} question{'' if count == 1 else 's'}</summary>"
+    yield f'<div class="card scroll">{_table(("alarm", "reason", "supplied by"), rows)}</div></details>'
+
+
+def _provenance(view: RunView) -> Iterator[str]:
+    outside = view.outside_settings()
+    yield "<h2>Settings</h2>"
+    if outside:
+        yield "<p>Outside of all published settings:</p>"
+        yield _list(capitalized(setting.text) for setting in outside)
+    sections = {
+        "Configuration": flattened(redacted(view.info.config)),
+        "Facts": flattened(view.info.facts),
+        "Versions": view.info.versions,
+        "Read as": view.used,
+        "Tags that were not read": {tag: "" for tag in view.unused},
+    }
+    command = command_of(view)
+    if command:
+        yield f"<p>Command: <code>{_text(command)}</code></p>"
+    for title, rows in sections.items():
+        if rows:
+            cells = [
+                [f"<code>{_text(name)}</code>", _text(str(value)[:MAX_TEXT_CHARACTERS])] for name, value in rows.items()
+            ]
+            yield f'<details><summary>{title}</summary><div class="card scroll">{_table((), cells)}</div></details>'
+    if view.info.notes:
+        yield f"<p>{_text(view.info.notes)}</p>"
+    journal = "" if view.run_dir is None else f"; every number is in {view.run_dir}/journal.jsonl"
+    yield f'<p class="dim">Run {_text(view.info.run_id)}, read from {_text(view.source)}{_text(journal)}.</p>'
+
+
+def command_of(view: RunView) -> str:
+    """Return the command that made the run, as its config.json has it; empty where it has none."""
+    if view.run_dir is None:
+        return ""
+    try:
+        command = json.loads((view.run_dir / "config.json").read_text(encoding="utf-8")).get("command", ())
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return " ".join(map(str, command)) if isinstance(command, list) else ""
+
+
+def report_markdown(views: Sequence[RunView]) -> str:
+    """Return the verdict on each run for the summary of a CI job."""
+    return "\n".join(line for view in views for line in _markdown(view))
+
+
+def _markdown(view: RunView) -> Iterator[str]:
+    diagnosis = view.diagnosis
+    mark = {"good": "✅", "bad": "❌", "warn": "⚠️"}.get(_style(view), "❔")
+    yield f"## {mark} {safe(view.name)}\n"
+    yield f"**{safe(capitalized(view.ending or diagnosis.outcome.text))}**\n"
+    yield f"{safe(capitalized(diagnosis.summary.rpartition('; ')[2]))}\n"
+    where = {name: value for name, value in position(view).items() if name != "time"}
+    yield f"| {' | '.join(map(safe, where))} |"
+    yield f"|{'---|' * len(where)}"
+    yield f"| {' | '.join(map(safe, where.values()))} |\n"
+    for incident in view.incidents[:MAX_INCIDENTS]:
+        state = "still on" if incident.until is None else f"over at update {incident.until:,}"
+        yield f"### {incident.number}. {safe(incident.cause)} ({incident.level}, since update {incident.since:,}, {state})\n"
+        yield f"{safe(incident.text)}\n"
+        if incident.advice:
+            yield f"**Try:** {safe(incident.advice)}\n"
+    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+        yield from (f"- {safe(line.strip())}" for line in unexplained_lines(diagnosis))
+        yield ""
+    for row in view.equations():
+        if row.state == "differs":
+            yield f"- {safe(row.equation.quantity)}, since update {row.since}: {safe(row.result)}"
+    for setting in view.outside_settings():
+        yield f"- {safe(setting.text)}"
+    yield ""
+
+
+def _style(view: RunView) -> str:
+    """Return the colour of a run: bad, warn with lasting alarms or a bad outcome, good where it learns, else none."""
+    kind = view.outcome.kind
+    if view.ending or any(one.until is None and one.level is AlarmLevel.CRITICAL for one in view.incidents):
+        return "bad"
+    if kind in BAD or any(one.until is None and one.level is not AlarmLevel.INFO for one in view.incidents):
+        return "warn"
+    return "good" if kind in GOOD else "dim"
+
+
+def _judged(judgement: str) -> str:
+    return {"": "plain", "outside": "warn", "warn": "warn", "critical": "critical"}[judgement]
+
+
+def _text(text: str) -> str:
+    return escape(text, quote=True)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{_text(line.strip())}</li>' for line in lines)}</ul>"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table of cells that are HTML."""
+    head = (
+        f"<thead><tr>{''.join(f'<th>{_text(heading)}</th>' for heading in headings)}</tr></thead>" if headings else ""
+    )
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{head}<tbody>{body}</tbody></table>"

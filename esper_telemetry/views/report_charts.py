@@ -1,0 +1,162 @@
+"""The charts of a report as plain data, small enough for a page of its own: each key's values once, and charts that refer to them."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from esper_telemetry.views.run_view import ChartView, IncidentView, RunView
+from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer
+
+MAX_POINTS: Final = 200
+"""Values of a line: a chart is about 350 pixels wide."""
+TIMELINE_POINTS: Final = 600
+MAX_BARS: Final = 8
+"""Incidents below the return curve; a run seldom has more."""
+PADDING: Final = 0.06
+"""Share of an axis that is left free at either end."""
+
+
+@dataclass(slots=True)
+class ReportCharts:
+    """Collects the charts of a page.
+
+    Attributes:
+        runs: by run, the values of each key, as the page's script reads them.
+        charts: in the order of the page.
+    """
+
+    runs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    charts: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_run(self) -> int:
+        """Return the place of another run."""
+        self.runs.append({})
+        return len(self.runs) - 1
+
+    def line(self, run: int, key: str, series: Series, label: str, max_points: int = MAX_POINTS) -> list[Any]:
+        """Add a line's values, unless the page has them, and return the reference to them."""
+        name = key if max_points == MAX_POINTS else f"{key} {max_points}"
+        self.runs[run].setdefault(name, _encoded(thinned(series, max_points)))
+        return [run, name, label]
+
+    def chart(self, run: int, chart: ChartView, marks: Sequence[float] = ()) -> str:
+        """Add a chart with vertical lines at these environment steps; return its place."""
+        values = [value for line in chart.lines for value in line.series.values]
+        if chart.stacked:  # from nothing to the sum
+            values = [0.0, *(sum(parts) for parts in zip(*(line.series.values for line in chart.lines), strict=False))]
+        low, high = y_range(values, None if chart.stacked else chart.healthy, log=chart.log)
+        entry: dict[str, Any] = {
+            "lines": [self.line(run, line.key, line.series, line.label) for line in chart.lines],
+            "y": [_short(low), _short(high)],
+            "marks": [*marks],
+        }
+        if chart.log:
+            entry |= {"log": 1, "dtick": max(1, math.ceil((high - low) / 5))}
+        if chart.stacked:
+            entry["stacked"] = 1
+        if chart.healthy is not None and not chart.stacked:
+            entry["band"] = band(chart.healthy, low, high, log=chart.log)
+        return self._added(entry)
+
+    def timeline(self, run: int, view: RunView, key: str, incidents: Sequence[IncidentView]) -> str:
+        """Add the curve of a key with a bar for each incident below it; return its place."""
+        chart = view.chart(key)
+        lines = chart.lines if chart else ()
+        last = view.axes.env_step if view.axes else 0
+        entry = {
+            "lines": [self.line(run, line.key, line.series, line.label, TIMELINE_POINTS) for line in lines],
+            "marks": [step_of(view, incident.since) for incident in incidents[:MAX_BARS]],
+            "x": [0, last * 1.02 or 1],
+            "bars": [
+                {
+                    "number": incident.number,
+                    "cause": incident.cause,
+                    "level": str(incident.level),
+                    "begin": step_of(view, incident.since),
+                    "end": last if incident.until is None else step_of(view, incident.until),
+                }
+                for incident in incidents[:MAX_BARS]
+            ],
+        }
+        return self._added(entry)
+
+    def overlay(self, references: Sequence[list[Any]]) -> str:
+        """Add a chart of lines of several runs; return its place."""
+        return self._added({"lines": [*references]})
+
+    def _added(self, entry: dict[str, Any]) -> str:
+        self.charts.append(entry)
+        return str(len(self.charts) - 1)
+
+    def to_json(self) -> str:
+        """Return all of it as JSON that can stand within a script element."""
+        text = json.dumps(
+            {"runs": self.runs, "charts": self.charts}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
+        return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def thinned(series: Series, max_points: int) -> Series:
+    """Return at most that many values, without losing an extreme."""
+    if len(series.values) <= max_points:
+        return series
+    buffer = SeriesBuffer(max_points)
+    for update, step, value in zip(*series, strict=True):
+        buffer.add(update, step, value)
+    return buffer.series
+
+
+def _encoded(series: Series) -> dict[str, Any]:
+    """Return differences of updates, the steps of an update where these are all alike, and values of five digits."""
+    updates, steps, values = series
+    encoded: dict[str, Any] = {"u": _differences(updates), "y": [_short(value) for value in values]}
+    factor = steps[0] / updates[0] if updates and updates[0] else 0.0
+    if all(step == factor * update for update, step in zip(updates, steps, strict=True)):
+        return encoded | {"k": factor}
+    return encoded | {"s": _differences(steps)}
+
+
+def _differences(numbers: Sequence[int]) -> list[int]:
+    return [number - before for before, number in zip((0, *numbers), numbers, strict=False)]
+
+
+def _short(value: float) -> float | int:
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
+
+
+def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:
+    """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and the ends of the healthy range that are near."""
+    finite = [math.log10(value) if log else value for value in values] or [0.0]
+    low, high = min(finite), max(finite)
+    reach = max(high - low, 1.0 if log else 0.25 * max(abs(low), abs(high)))
+    for end in () if healthy is None else (healthy.low, healthy.high):
+        place = None if end is None or (log and end <= 0) else math.log10(end) if log else end
+        if place is not None and low - reach <= place <= high + reach:
+            low, high = min(low, place), max(high, place)
+    padding = PADDING * (high - low) or (0.3 if log else 0.1 * abs(high) or 1.0)
+    return low - padding, high + padding
+
+
+def band(healthy: HealthyRange, low: float, high: float, *, log: bool) -> list[float]:
+    """Return the part of an axis that is healthy, in units of the values; the axis ends there."""
+    bottom, top = (10.0**low, 10.0**high) if log else (low, high)
+    ends = bottom if healthy.low is None else healthy.low, top if healthy.high is None else healthy.high
+    return [_short(min(max(end, bottom), top)) for end in ends]
+
+
+def step_of(view: RunView, update: int) -> int:
+    """Return the environment steps at an update, those of the nearest one that the view keeps; 0 without any."""
+    updates, steps, _ = view.series("train/update") if "train/update" in view.last else _longest(view)
+    if not updates:
+        return 0
+    return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)]
+
+
+def _longest(view: RunView) -> Series:
+    return max((view.series(key) for key in view.keys[:20]), key=lambda series: len(series.updates), default=Series())

@@ -1,0 +1,653 @@
+"""A run as people look at it: outcome, incidents, panels by question, progress. Made from a journal, or from the logs of another trainer.
+
+    view = open_view("runs/a")
+    for panel in view.panels():
+        ...
+    view.refresh()          # reads what was appended since
+
+A journal that is still written is read on from the last complete line. Memory does not grow with the run: of each key the smallest and
+the largest value of equally long groups of updates are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
+from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
+from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeKind
+from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
+from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.core.record import (
+    Alarm,
+    AlarmEvent,
+    AlarmLevel,
+    Axes,
+    MetricInfo,
+    Record,
+    RunInfo,
+    RunStatus,
+    template_of,
+)
+from esper_telemetry.importers.records import ImportedRun, read_foreign
+from esper_telemetry.importers.source import READERS, read_source
+from esper_telemetry.journal.file import JournalReader, journal_path
+from esper_telemetry.journal.lines import End, Entry, JournalEvent
+from esper_telemetry.journal.read import run_info
+from esper_telemetry.sinks.values import flattened
+from esper_telemetry.views.equations import EquationRow, equation_rows
+from esper_telemetry.views.panels import ChartDeclaration, StripItem, TableView, view_declarations
+from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
+
+CHUNK_LINES: Final = 500
+MAX_EVENTS: Final = 200
+"""Latest events that are kept."""
+MAX_LINES: Final = 8
+"""Lines of a chart: heads, groups or layers; the others are left to the journal."""
+RATE_UPDATES: Final = 30
+"""Latest updates from which speed and remaining time are estimated."""
+OK_UPDATES, WARN_UPDATES = 2.0, 10.0
+"""Update times since the last record up to which a run is not late, or only late."""
+MIN_OK_SECONDS, MIN_WARN_SECONDS = 5.0, 60.0
+START_SECONDS: Final = 60.0
+"""Time of an update that is assumed before two records show it."""
+
+TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
+"""Alarms that only a run with this package's telemetry can raise."""
+IMPORT_REMEDY: Final = "training again with esper-telemetry run, TelemetryCallback or the functions of docs/own_loop.md"
+
+TIME_PARTS: Final = {
+    "environment": "perf/environment_ms",
+    "inference": "perf/inference_ms",
+    "update": "perf/update_ms",
+}
+Staleness = Literal["ok", "warn", "bad", "ended"]
+
+
+class LineView(NamedTuple):
+    """One key in a chart.
+
+    Attributes:
+        key: of the metric.
+        label: short name: the head, group or layer, else the metric's name.
+        series: the values.
+        value: the latest one; None where there is none.
+        judgement: state of the latest value beside the metric's bounds.
+        healthy: the metric's healthy range; None where it is not given in plain numbers.
+        since: update from which on the values shown are outside of the range up to the end; None where the latest is not.
+    """
+
+    key: str
+    label: str
+    series: Series
+    value: float | None
+    judgement: Judgement
+    healthy: HealthyRange | None
+    since: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChartView:
+    """Keys that share an axis.
+
+    Attributes:
+        title: heading.
+        unit: of the values.
+        lines: the keys, the most important one first.
+        healthy: range of the first line, which the chart shows as a band.
+        info: description of the first line.
+        log: True where the axis is logarithmic, as declared; all values are positive then.
+        stacked: True for parts of a whole.
+        hidden: number of keys beyond `MAX_LINES` that are left out.
+    """
+
+    title: str
+    unit: str
+    lines: tuple[LineView, ...]
+    healthy: HealthyRange | None
+    info: MetricInfo | None
+    log: bool = False
+    stacked: bool = False
+    hidden: int = 0
+
+    @property
+    def question(self) -> str:
+        """The question that the first metric answers."""
+        return self.info.question if self.info else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelView:
+    """Charts that answer one question."""
+
+    name: str
+    question: str
+    charts: tuple[ChartView, ...]
+
+
+class EvidenceRow(NamedTuple):
+    """One value that shows an alarm: the key, the metric's name, the value, the run's usual range, the healthy range, its state."""
+
+    key: str
+    name: str
+    value: str
+    usual: str
+    healthy: str
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentView:
+    """One incident.
+
+    Attributes:
+        number: from 1.
+        cause: type of alarm that explains it.
+        text: what happened, in sentences.
+        advice: what to try; empty where nothing is known.
+        level: the highest of its alarms.
+        since: update in which its cause began.
+        until: update in which its last alarm was over; None where one lasts.
+        ends: types of its alarms, with the update in which each was over; None for those that last.
+        evidence: rows of the cause's evidence.
+        keys: of metrics to look at, that of the alarm first.
+        report: its alarms.
+    """
+
+    number: int
+    cause: str
+    text: str
+    advice: str
+    level: AlarmLevel
+    since: int
+    until: int | None
+    ends: Mapping[str, int | None]
+    evidence: tuple[EvidenceRow, ...]
+    keys: tuple[str, ...]
+    report: IncidentReport = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Position and speed of a run; None where it is not known.
+
+    Attributes:
+        update, env_step: of the last record.
+        total_steps: environment steps that were asked for.
+        fraction: of them, that are done.
+        eta_seconds: time that remains at the present speed; None for a run that has ended.
+        steps_per_second: environment steps per second of wall time, the median of the latest updates.
+        update_seconds: time of an update, the median of the latest ones.
+        time_split: shares of the last update's time by part: environment, inference, update and other.
+        age_seconds: since the last record, or since the start.
+        staleness: `ok` up to two update times, `warn` up to ten, else `bad`; `ended` for a run that has ended.
+    """
+
+    update: int = 0
+    env_step: int = 0
+    total_steps: int | None = None
+    fraction: float | None = None
+    eta_seconds: float | None = None
+    steps_per_second: float | None = None
+    update_seconds: float | None = None
+    time_split: Mapping[str, float] = field(default_factory=dict)
+    age_seconds: float | None = None
+    staleness: Staleness = "ok"
+
+
+def open_view(source: str | Path, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> RunView:
+    """Return the view of a run, read as far as it goes.
+
+    Args:
+        source: a run directory, or the address of another trainer's logs as `--from` takes it.
+        max_points: values that are kept of each key, at least 6; 0 for all.
+        judged: make the verdict again from the records, as `diagnose` does, with all that could not be answered; by default the
+            alarms and outcomes that the journal holds, which takes a tenth of the time. Logs are always judged.
+
+    Raises:
+        FileNotFoundError: where there is no such run.
+        ValueError: where the journal does not say which run it is, or an address is wrong.
+        ModuleNotFoundError: if a backend's package is missing.
+    """
+    address = str(source)
+    if address.partition(":")[0] in READERS and not Path(address).is_dir():
+        imported = read_foreign(read_source(address))
+        view = RunView(_info_of(imported), address, max_points=max_points, judged=True)
+        view._import(imported)
+        return view
+    view = RunView(run_info(source), address, max_points=max_points, judged=judged)
+    view.refresh()
+    return view
+
+
+def _info_of(imported: ImportedRun) -> RunInfo:
+    metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
+    facts = {"trainer": imported.trainer, **imported.facts}
+    return RunInfo("imported", imported.name, None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
+
+
+class RunView:
+    """A run as it stands; `open_view` makes one.
+
+    Attributes:
+        source: directory or address.
+        info: the run's description: name, config, facts, versions, descriptions of metrics.
+        status: how the run ended; None for one that goes on, or was killed together with everything around it.
+        axes: of the last record; None before the first.
+        updates: number of records.
+        last: the latest value of each key.
+        alarms: beginning, worsening and end of each, in order.
+        active: the latest event of each alarm that is on, by type.
+        events: the latest events, without evidence.
+        latest: the last event of each type.
+        interventions: updates after which something was changed on purpose.
+        x_label: unit of `Series.env_steps`.
+        used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
+        damaged: number of lines that could not be understood.
+    """
+
+    def __init__(self, info: RunInfo, source: str, *, max_points: int = DEFAULT_POINTS, judged: bool = False) -> None:
+        self.info, self.source = info, source
+        self.status: RunStatus | None = None
+        self.axes: Axes | None = None
+        self.updates = 0
+        self.last: dict[str, float] = {}
+        self.alarms: list[Alarm] = []
+        self.active: dict[str, Alarm] = {}
+        self.events: deque[JournalEvent] = deque(maxlen=MAX_EVENTS)
+        self.latest: dict[str, JournalEvent] = {}
+        self.interventions: list[int] = []
+        self.x_label = "environment steps"
+        self.used: Mapping[str, str] = {}
+        self.unused: Sequence[str] = ()
+        self.damaged = 0
+        self._max_points = max_points
+        self._buffers: dict[str, SeriesBuffer] = {}
+        self._reports: dict[int, IncidentReport] = {}
+        self._course: list[tuple[str, Mapping[str, Any]]] = []
+        self._remarks: list[Mapping[str, Any]] = []
+        self._failures: list[Failure] = []
+        self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
+        self._judge = RunJudge(info.facts) if judged and info.run_dir else None
+        self._diagnosis: Diagnosis | None = None
+        self._imported: ImportedRun | None = None
+        self._offset = 0
+
+    @property
+    def name(self) -> str:
+        """Display name."""
+        return self.info.name or self.info.run_id
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Directory of the journal; None for logs of another trainer."""
+        return self.info.run_dir
+
+    @property
+    def trainer(self) -> str:
+        """Trainer that the run was made with, as far as its facts say so."""
+        return str(self.info.facts.get("trainer", ""))
+
+    @property
+    def ended(self) -> bool:
+        """True where no record will follow, unless the run is resumed."""
+        return self.status is not None or self._imported is not None
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys that have had a value, in the order in which they appeared."""
+        return list(self._buffers)
+
+    def refresh(self, limit: int | None = None) -> int:
+        """Read what was appended to the journal since, at most `limit` lines; return the number of entries that were read.
+
+        Raises FileNotFoundError where the journal is gone.
+        """
+        if self.run_dir is None:
+            return 0
+        reader, count = JournalReader(journal_path(self.run_dir), self._offset), 0
+        try:
+            while entries := reader.read(CHUNK_LINES if limit is None else min(CHUNK_LINES, limit - count)):
+                count += len(entries)
+                self._offset = reader.offset
+                self._add(entries)
+                if limit is not None and count >= limit:
+                    break
+        finally:
+            self._offset = reader.offset
+            self.damaged += reader.skipped
+            reader.close()
+        return count
+
+    def _import(self, imported: ImportedRun) -> None:
+        self._imported, self.x_label = imported, imported.x
+        self.used, self.unused = imported.used, imported.unused
+        self._judge = RunJudge(imported.facts, Thresholds().without(TELEMETRY_ALARMS))
+        for record in imported.records:
+            self._add_record(record)
+        for incident in self.diagnosis.incidents:
+            self._add_alarms(incident.alarms)
+
+    def _add(self, entries: Sequence[Entry]) -> None:
+        self._diagnosis = None
+        if self._judge:
+            self._judge.expect(entry for entry in entries if isinstance(entry, Alarm))
+        for entry in entries:
+            if not isinstance(entry, End):
+                self.status = None
+            match entry:
+                case Record():
+                    self._add_record(entry)
+                case Alarm():
+                    self._add_alarms([entry])
+                case JournalEvent():
+                    self._add_event(entry)
+                case RunInfo():
+                    # a resumed run has another line; descriptions of keys stay
+                    entry.metrics.update({**self.info.metrics, **entry.metrics})
+                    self.info = entry
+                case End(status=status):
+                    self.status = status
+
+    def _add_record(self, record: Record) -> None:
+        axes = record.axes
+        if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update stands
+            return
+        self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
+        for key, value in record.values.items():
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                buffer = self._buffers[key] = SeriesBuffer(self._max_points)
+            buffer.add(axes.update, axes.env_step, value)
+        self.last.update(record.values)
+        self._clock.append((axes.env_step, axes.wall_time))
+        if self._judge:
+            self._judge.record(record)
+
+    def _add_alarms(self, alarms: Iterable[Alarm]) -> None:
+        for alarm in alarms:
+            self.alarms.append(alarm)
+            IncidentReport.add(self._reports, alarm)
+            if alarm.event is AlarmEvent.CLEAR:
+                self.active.pop(alarm.type, None)
+            else:
+                self.active[alarm.type] = alarm
+
+    def _add_event(self, event: JournalEvent) -> None:
+        if event.type == "metrics":
+            self.info.metrics.update(event.data)
+            return
+        self.latest[event.type] = event
+        if event.type.startswith("evidence/") or event.type in view_declarations().table_events:
+            return
+        self.events.append(event)
+        if is_course(event.type, event.data):
+            self._course.append((event.type, event.data))
+        if event.type == REMARK:
+            self._remarks.append(event.data)
+        elif event.type == "intervention":
+            self.interventions.append(self.axes.update if self.axes else 0)
+            if self._judge:
+                self._judge.intervention()
+        elif event.type == "failure" and event.axes is not None:
+            self._failures.append(Failure(event.seq, event.axes, event.data))
+            if self._judge:
+                self._judge.failure(self._failures[-1])
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """The verdict so far."""
+        if self._diagnosis is None:
+            self._diagnosis = self._judged() if self._judge else self._recorded()
+        return self._diagnosis
+
+    def _judged(self) -> Diagnosis:
+        assert self._judge is not None
+        diagnosis = self._judge.diagnosis(self.status)
+        if self._imported is None:
+            return diagnosis
+        # only the trainer could have logged more, so the reasons say what was not logged
+        reasons = {
+            kind: reason.replace("no record has ", "not logged: ").replace(
+                "the run does not say its ", "setting not logged: "
+            )
+            for kind, reason in diagnosis.unanswered.items()
+        }
+        return replace(diagnosis, unanswered=reasons, remedies=dict.fromkeys(reasons, IMPORT_REMEDY))
+
+    def _recorded(self) -> Diagnosis:
+        """Return the verdict that the journal holds."""
+        outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
+        if OUTCOME in self.latest:
+            with suppress(ValueError):  # a kind of a later version
+                outcome = Outcome.of(self.latest[OUTCOME].data)
+        if self.ending and outcome.kind is not OutcomeKind.FAILED:
+            outcome = replace(outcome, kind=OutcomeKind.FAILED, text=f"failed: {self.ending.rstrip('.')}")
+        unanswered = self.latest.get("detectors/unanswered")
+        return Diagnosis(
+            self.updates,
+            tuple(self._reports.values()),
+            tuple(self._course),
+            dict(unanswered.data.get("questions", {})) if unanswered else {},
+            remarks=tuple(self._remarks),
+            outcome=outcome,
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the run does so far."""
+        return self.diagnosis.outcome
+
+    @property
+    def ending(self) -> str:
+        """The sentence on a run that failed or was killed; empty for one that ended otherwise, or goes on."""
+        return bad_ending(self.status, self.axes.update if self.axes else 0, self._failures)
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """Exceptions that ended the run; one that was resumed may have several."""
+        return tuple(self._failures)
+
+    @property
+    def incidents(self) -> list[IncidentView]:
+        """The incidents in order, each with its sentence, advice and evidence."""
+        return [self._incident(report) for report in self.diagnosis.incidents]
+
+    def _incident(self, report: IncidentReport) -> IncidentView:
+        main, ends = report.main, report.ends()
+        text, _, advice = " ".join(main.text.split()).partition(" Try: ")
+        lasting = any(end is None for end in ends.values())
+        values = main.evidence.get("values", {})
+        keys = dict.fromkeys(key for key in (main.key, *values) if key in self._buffers)
+        return IncidentView(
+            number=report.number,
+            cause=report.cause or main.type,
+            text=text or f"{main.type}: {main.key} is {main.value}",
+            advice=advice,
+            level=AlarmLevel.of(max(alarm.severity for alarm in report.alarms)),
+            since=report.since,
+            until=None if lasting else max(end for end in ends.values() if end is not None),
+            ends=ends,
+            evidence=tuple(self._evidence(main)),
+            keys=tuple(keys),
+            report=report,
+        )
+
+    def _evidence(self, alarm: Alarm) -> list[EvidenceRow]:
+        usual = alarm.evidence.get("usual", {})
+        values = dict(alarm.evidence.get("values", {}))
+        if alarm.value is not None:
+            values = {alarm.key: alarm.value, **values}
+        rows = []
+        for key, value in values.items():
+            info = self.info.describe(key)
+            ends = usual.get(key, ())
+            rows.append(
+                EvidenceRow(
+                    key,
+                    info.name if info else "",
+                    number_text(value),
+                    " to ".join(map(number_text, ends)),
+                    info.healthy if info else "",
+                    judge(info, value) if isinstance(value, int | float) else "",
+                )
+            )
+        others = {name: data for name, data in alarm.evidence.items() if name not in ("values", "usual")}
+        rows += [EvidenceRow(name, "", number_text(value), "", "", "") for name, value in flattened(others).items()]
+        return rows
+
+    def series(self, key: str) -> Series:
+        """Return the values of a key; none for one that has not appeared."""
+        buffer = self._buffers.get(key)
+        return buffer.series if buffer else Series()
+
+    def panels(self) -> list[PanelView]:
+        """Return the panels of all installed declarations that have a value, by place."""
+        panels = []
+        for declared in view_declarations().panels:
+            charts = tuple(filter(None, map(self._chart, declared.charts)))
+            if charts:
+                panels.append(PanelView(declared.name, declared.question, charts))
+        return panels
+
+    def chart(self, *keys: str, log: bool = False) -> ChartView | None:
+        """Return a chart of keys or templates; None where none of them has a value."""
+        return self._chart(ChartDeclaration(keys, log=log))
+
+    def _chart(self, declared: ChartDeclaration) -> ChartView | None:
+        matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))
+        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
+        if not lines:
+            return None
+        info = self.info.describe(lines[0].key)
+        name = info.name if info and info.name else lines[0].key
+        return ChartView(
+            title=declared.title or name[:1].upper() + name[1:],
+            unit=info.unit if info and info.unit.strip("1") else "",
+            lines=tuple(lines),
+            healthy=lines[0].healthy,
+            info=info,
+            log=declared.log and all(value > 0 for line in lines for value in line.series.values),
+            stacked=declared.stacked,
+            hidden=len(matched) - len(lines),
+        )
+
+    def _matching(self, template: str) -> list[str]:
+        if "{" not in template:
+            return [template] if template in self._buffers else []
+        pattern = re.compile(re.sub(r"\\\{[a-z_]+\\\}", "[^/]+", re.escape(template)))
+        return [
+            key
+            for key in self._buffers
+            if pattern.fullmatch(key) and template_of(key, self.info.metrics) in (template, key)
+        ]
+
+    def _line(self, key: str, *, single: bool) -> LineView:
+        info, series = self.info.describe(key), self.series(key)
+        template, value = template_of(key, self.info.metrics), self.last.get(key)
+        healthy = HealthyRange.parse(info.healthy) if info else None
+        judgement: Judgement = "" if value is None else judge(info, value)
+        since = None
+        if judgement:
+            for update, earlier in zip(reversed(series.updates), reversed(series.values), strict=True):
+                if not judge(info, earlier):
+                    break
+                since = update
+        label = info.name if info and info.name and template == key else key
+        if template != key and not single:
+            places = zip(template.split("/"), key.split("/"), strict=False)
+            label = "/".join(own for declared, own in places if declared.startswith("{")) or key
+        return LineView(key, label, series, value, judgement, healthy, since)
+
+    def tables(self) -> list[TableView]:
+        """Return the tables of all installed declarations that the run has, by place."""
+        return [table for declared in view_declarations().tables if (table := declared.table(self)) is not None]
+
+    def strip(self) -> list[StripItem]:
+        """Return the parts of the anomaly strip; none where nothing is wrong."""
+        return [item for declared in view_declarations().strip if (item := declared.item(self)) is not None]
+
+    def progress(self, now: float | None = None) -> RunProgress:
+        """Return position and speed; `now` is in seconds since the epoch, by default the present."""
+        total, axes = self.info.facts.get("total_steps"), self.axes
+        total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total > 0 else None
+        steps = axes.env_step if axes else 0
+        seconds, speed = self._speed()
+        remaining = None if total is None or not speed or self.ended else max(0.0, (total - steps) / speed)
+        since = axes.wall_time if axes else self.info.started
+        age = max(0.0, (time.time() if now is None else now) - since) if since > 0 else None
+        return RunProgress(
+            update=axes.update if axes else 0,
+            env_step=steps,
+            total_steps=total,
+            fraction=None if total is None else min(1.0, steps / total),
+            eta_seconds=remaining,
+            steps_per_second=speed,
+            update_seconds=seconds,
+            time_split=self._time_split(seconds),
+            age_seconds=age,
+            staleness=self._staleness(age, seconds),
+        )
+
+    def _speed(self) -> tuple[float | None, float | None]:
+        """Return the seconds of an update and the environment steps per second, medians: an interruption does not count."""
+        pairs = list(zip(self._clock, list(self._clock)[1:], strict=False))
+        durations = [later[1] - earlier[1] for earlier, later in pairs]
+        if not durations or statistics.median(durations) <= 0:
+            return None, None
+        rates = [(later[0] - earlier[0]) / (later[1] - earlier[1]) for earlier, later in pairs if later[1] > earlier[1]]
+        return statistics.median(durations), statistics.median(rates)
+
+    def _time_split(self, seconds: float | None) -> dict[str, float]:
+        parts = {name: self.last[key] for name, key in TIME_PARTS.items() if self.last.get(key, -1.0) >= 0}
+        if not parts:
+            return {}
+        whole = max(sum(parts.values()), 1000 * (seconds or 0.0)) or 1.0
+        shares = {name: value / whole for name, value in parts.items()}
+        return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+
+    def _staleness(self, age: float | None, seconds: float | None) -> Staleness:
+        if self.ended:
+            return "ended"
+        if age is None or age <= max(MIN_OK_SECONDS, OK_UPDATES * (seconds or START_SECONDS)):
+            return "ok"
+        return "warn" if age <= max(MIN_WARN_SECONDS, WARN_UPDATES * (seconds or START_SECONDS)) else "bad"
+
+    def equations(self) -> list[EquationRow]:
+        """Return a row for each declared equation; reads the records of the journal once more."""
+        if self._imported is not None:
+            return equation_rows(self.info, self._imported.records)
+        return equation_rows(self.info, self._records())
+
+    def _records(self) -> Iterable[Record]:
+        if self.run_dir is None:
+            return
+        last = 0
+        reader = JournalReader(journal_path(self.run_dir))
+        while entries := reader.read(CHUNK_LINES):
+            for entry in entries:
+                if isinstance(entry, Record) and entry.axes.update > last:
+                    last = entry.axes.update
+                    yield entry
+        reader.damage.clear()  # `refresh` has reported it
+        reader.close()
+
+    def outside_settings(self) -> list[OutsideSetting]:
+        """Return the settings that no published configuration has."""
+        return list(outside_settings(self.info.facts))
+
+
+def number_text(value: object) -> str:
+    """Return a number in up to four digits; other values as text."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,154 @@
+"""Values of one key over the updates of a run, in bounded memory, and the healthy range that its metric declares."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from esper_telemetry.alarms.verdict.unusual import BOUND, NUMBER, RANGE, beyond_bound
+from esper_telemetry.core.record import MetricInfo
+
+DEFAULT_POINTS: Final = 600
+"""Points of a series: about one for each pixel of a narrow chart."""
+MIN_POINTS: Final = 6
+
+Judgement = Literal["", "outside", "warn", "critical"]
+"""State of a value beside its metric's bounds; empty within them or without plain bounds."""
+
+SEVERITIES: Final[tuple[Judgement, ...]] = ("", "outside", "warn", "critical")
+"""Judgements, the worst last."""
+
+LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
+LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
+RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
+"""What follows a number that is in units of another value: no bound of the value itself."""
+
+
+class Series(NamedTuple):
+    """Finite values of one key, in the order of updates.
+
+    Attributes:
+        updates: index of the update of each value.
+        env_steps: environment steps at which its data was collected.
+        values: as recorded.
+    """
+
+    updates: tuple[int, ...] = ()
+    env_steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+
+class SeriesBuffer:
+    """Collects the values of one key, and keeps the smallest and the largest of each group of updates.
+
+    Groups are equally long and grow with the run, so that memory is bounded and no extreme is lost. The latest value is always kept.
+
+    Args:
+        max_points: most values that `series` returns, at least `MIN_POINTS`; 0 for all of them.
+    """
+
+    __slots__ = ("_columns", "_count", "_first", "_group", "_last", "_max_groups")
+
+    def __init__(self, max_points: int = DEFAULT_POINTS) -> None:
+        if max_points != 0 and max_points < MIN_POINTS:
+            raise ValueError(f"max_points must be 0 or at least {MIN_POINTS}, got {max_points}")
+        self._max_groups = (max_points - 2) // 4 * 2  # even, so that groups merge in pairs
+        self._group, self._count = 1, 0
+        # (update, step, value) of the smallest and of the largest value of each group
+        self._columns = array("d")
+        self._first = self._last = (0.0, 0.0, 0.0)
+
+    def add(self, update: int, env_step: int, value: float) -> None:
+        """Add a value; those that are not finite are passed over."""
+        if not math.isfinite(value):
+            return
+        columns, point = self._columns, (float(update), float(env_step), float(value))
+        self._first, self._last = self._first if self._count else point, point
+        if self._count % self._group == 0:
+            columns.extend(point * 2)
+        elif value < columns[-4]:
+            columns[-6:-3] = array("d", point)
+        elif value > columns[-1]:
+            columns[-3:] = array("d", point)
+        self._count += 1
+        if self._max_groups and self._count == self._group * self._max_groups:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Merge each group with the next one; their number is even."""
+        old, self._columns = self._columns, array("d")
+        for start in range(0, len(old), 12):
+            low, high, next_low, next_high = (old[place : place + 3] for place in range(start, start + 12, 3))
+            self._columns.extend(min(low, next_low, key=lambda point: point[2]))
+            self._columns.extend(max(high, next_high, key=lambda point: point[2]))
+        self._group *= 2
+
+    @property
+    def series(self) -> Series:
+        """The values that are kept, in order."""
+        columns = self._columns
+        points = set(zip(columns[::3], columns[1::3], columns[2::3], strict=True))
+        points |= {self._first, self._last} if self._count else set()
+        ordered = sorted(points)
+        return Series(
+            tuple(int(point[0]) for point in ordered),
+            tuple(int(point[1]) for point in ordered),
+            tuple(point[2] for point in ordered),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyRange:
+    """Healthy values of a metric as far as its declaration gives plain numbers.
+
+    Attributes:
+        low, high: ends; None where there is none.
+        condition: words behind the numbers, such as "late in training": then a value outside need not be unhealthy.
+    """
+
+    low: float | None
+    high: float | None
+    condition: str = ""
+
+    def contains(self, value: float) -> bool:
+        """Return True where a value lies within the range, ends included."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @classmethod
+    def parse(cls, text: str) -> HealthyRange | None:
+        """Return the range of a declaration such as `0.002 to 0.02` or `> 0.9; lower late in training`; None for other texts."""
+        if match := LEADING_RANGE.match(text):
+            low, high, size = _float(match[1]), _float(match[2]), None
+        elif match := LEADING_BOUND.match(text):
+            size, limit = match[1], _float(match[3])
+            low, high = (limit, None) if match[2] in (">", ">=", "≥") else (None, limit)
+            if size:
+                low, high = (None, None) if high is None else (-high, high)
+        else:
+            return None
+        rest = text[match.end() :]
+        if RELATIVE.match(rest) or (low is None and high is None):
+            return None
+        return cls(low, high, rest.strip(" ;,:()"))
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def judge(info: MetricInfo | None, value: float) -> Judgement:
+    """Return the state of a value beside the bounds that its metric declares in plain numbers."""
+    if info is None or not math.isfinite(value):
+        return ""
+    if beyond_bound(info.critical, value):
+        return "critical"
+    if beyond_bound(info.warn, value):
+        return "warn"
+    healthy = HealthyRange.parse(info.healthy)
+    is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
+    return (
+        "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
+    )

@@ -1,0 +1,419 @@
+"""The Textual app of `esper-telemetry watch`: it reads journals at most four times a second, and redraws only lines that have changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Final
+
+from rich.console import Console, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+from textual import events
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Input
+
+from esper_telemetry.journal.file import journal_path
+from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.panels import TableView, view_declarations
+from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.watch.pages import (
+    Line,
+    WatchState,
+    chart_page,
+    header,
+    help_page,
+    incident_page,
+    overview,
+    strip,
+    table_page,
+)
+
+REFRESH_SECONDS: Final = 0.25
+READ_SECONDS: Final = 0.15
+"""Time of a refresh that is spent on reading: a long journal is shown as it is read."""
+READ_LINES: Final = 50
+MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
+"""Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
+SCROLL_COLUMNS: Final = 8
+CURSOR_PARTS: Final = 60
+POINTS: Final = 400
+"""Values that are kept of each key: two for each column of a wide terminal."""
+
+
+class Page(ScrollView, can_focus=True):
+    """Lines below fixed ones, with a cursor that stays on its line's id when the lines change.
+
+    Attributes:
+        chosen: id of the line under the cursor; empty without any.
+    """
+
+    DEFAULT_CSS = """
+    Page { height: 1fr; scrollbar-size: 0 0; background: ansi_default; color: ansi_default; }
+    """
+
+    def __init__(self, color: bool) -> None:
+        super().__init__()
+        self._color = color
+        self._rich = Console(width=1000, color_system="standard")
+        self._fixed: list[Line] = []
+        self._lines: list[Line] = []
+        self.chosen = ""
+
+    def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
+        """Replace the lines, and redraw those that differ."""
+        before = [*self._fixed, *self._visible()]
+        moved = len(fixed) != len(self._fixed)
+        self._fixed, self._lines = list(fixed), list(lines)
+        ids = [line.id for line in self._lines if line.id]
+        if self.chosen not in ids:
+            self.chosen = ids[0] if ids else ""
+        widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
+        size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
+        if size != self.virtual_size:
+            self.virtual_size = size
+        after = [*self._fixed, *self._visible()]
+        if moved or not before:
+            self.refresh()
+            return
+        for y in range(self.size.height):
+            old, new = (lines[y] if y < len(lines) else None for lines in (before, after))
+            if old != new:
+                self.refresh(Region(0, y, self.size.width, 1))
+
+    def _visible(self) -> list[Line]:
+        top = round(self.scroll_y)
+        return self._lines[top : top + max(0, self.size.height - len(self._fixed))]
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line of the screen, cut at the edges."""
+        if y < len(self._fixed):
+            line = self._fixed[y]
+        else:
+            place = y - len(self._fixed) + round(self.scroll_y)
+            line = self._lines[place] if place < len(self._lines) else Line(Text())
+        text = line.text
+        if line.id and line.id == self.chosen:
+            text = text.copy()
+            text.pad_right(max(0, round(self.scroll_x) + self.size.width - text.cell_len))
+            text.stylize("reverse")
+        left = round(self.scroll_x)
+        segments: list[Segment] = list(text.render(self._rich))
+        if not self._color:
+            segments = [Segment(part.text, part.style.without_color if part.style else None) for part in segments]
+        strip_ = Strip(segments)
+        return strip_.crop(left, left + self.size.width).adjust_cell_length(self.size.width)
+
+    def move(self, count: int) -> None:
+        """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
+        ids = [line.id for line in self._lines if line.id]
+        room = max(1, self.size.height - len(self._fixed))
+        if not ids:
+            self.scroll_relative(y=count, animate=False)
+            return
+        place = ids.index(self.chosen) if self.chosen in ids else 0
+        target = min(max(place + count, 0), len(ids) - 1)
+        if target == place and count:
+            self.scroll_relative(y=count, animate=False)  # what stands before the first or behind the last line
+        old, self.chosen = self.chosen, ids[target]
+        at = next(index for index, line in enumerate(self._lines) if line.id == self.chosen)
+        top = round(self.scroll_y)
+        if at < top or at >= top + room:
+            self.scroll_to(
+                y=max(0, at - room // 2 if abs(count) > 1 else at if at < top else at - room + 1), animate=False
+            )
+            self.refresh()
+        elif old != self.chosen:
+            for index, line in enumerate(self._lines):
+                if line.id in (old, self.chosen):
+                    self.refresh(Region(0, index - top + len(self._fixed), self.size.width, 1))
+
+    @property
+    def room(self) -> int:
+        """Number of lines that scroll."""
+        return max(1, self.size.height - len(self._fixed))
+
+
+class WatchApp(App[None]):
+    """Shows runs until the reader leaves.
+
+    Args:
+        sources: run directories, or addresses of other trainers' logs.
+        wait: wait for run directories that do not exist yet.
+
+    Raises as `views.run_view.open_view`.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { background: ansi_default; color: ansi_default; }
+    Input { dock: bottom; height: 1; border: none; padding: 0; background: ansi_default; color: ansi_default; display: none; }
+    Input.shown { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", priority=False),
+        Binding("down,j", "move(1)"),
+        Binding("pageup", "page(-1)"),
+        Binding("pagedown,space", "page(1)"),
+        Binding("home,g", "move(-1000000)"),
+        Binding("end,G", "move(1000000)"),
+        Binding("left", "sideways(-1)"),
+        Binding("right", "sideways(1)"),
+        Binding("enter", "open"),
+        Binding("escape,q", "back"),
+        Binding("t,tab", "next_table"),
+        Binding("slash", "filter"),
+        Binding("p", "pin"),
+        Binding("l", "log"),
+        Binding("c", "no_cursor"),
+        Binding("question_mark", "help"),
+        Binding("ctrl+c", "leave", priority=True),
+    ]
+
+    def __init__(self, sources: Sequence[str], *, wait: bool = False) -> None:
+        super().__init__(ansi_color=True)
+        self.theme = "ansi-dark"
+        self._color = not os.environ.get("NO_COLOR")
+        self._sources = list(sources)
+        self._views: list[RunView | None] = [None] * len(sources)
+        self._wait = wait
+        for index in range(len(self._sources)):
+            self._open_source(index, missing_ok=wait)
+        self._state = WatchState()
+        self._pages: list[tuple[str, str]] = [("overview", "")]
+        self._page = Page(self._color)
+        self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
+        self._drawn_at = 0.0
+        self._reading = True
+
+    def _open_source(self, index: int, *, missing_ok: bool) -> None:
+        source = self._sources[index]
+        try:
+            if ":" in source and not os.path.isdir(source):  # noqa: PTH112  # an address is no path
+                self._views[index] = open_view(source, max_points=POINTS)
+            else:
+                journal_path(source)
+                self._views[index] = RunView(run_info(source), source, max_points=POINTS)
+        except (FileNotFoundError, ValueError):
+            if not missing_ok:
+                raise
+
+    @property
+    def views(self) -> list[RunView]:
+        """Runs that exist by now."""
+        return [view for view in self._views if view is not None]
+
+    def compose(self) -> ComposeResult:
+        """Lay out the page above the input of the filter."""
+        yield self._page
+        yield self._input
+
+    def on_mount(self) -> None:
+        """Begin to read and to draw."""
+        self._page.focus()
+        self.set_interval(REFRESH_SECONDS, self.tick)
+        self.call_after_refresh(self.tick)
+
+    def on_resize(self, _: events.Resize) -> None:
+        """Draw for the new size."""
+        self.call_after_refresh(self.draw)
+
+    def tick(self) -> None:
+        """Read what was appended, for a bounded time; draw where something is new, or the age of the last record is."""
+        for index, view in enumerate(self._views):
+            if view is None:
+                self._open_source(index, missing_ok=True)
+        deadline, count = time.monotonic() + READ_SECONDS, 0
+        for view in self.views:
+            with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
+                while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
+                    count += read
+        now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
+        if now - self._drawn_at >= (pause if count else 1.0) or (self._reading and not count):
+            self._reading = count > 0
+            self.draw()
+
+    def draw(self) -> None:
+        """Show the present page."""
+        self._drawn_at = time.monotonic()
+        width, views = max(20, self.size.width), self.views
+        kind, argument = self._pages[-1]
+        top = [Line(strip(views)), *(header(views, width) if views else [])]
+        if kind != "overview" or self._state.pattern or self._state.cursor is not None:
+            top.append(Line(self._status(kind)))
+        if kind == "help":
+            self._page.show([Line(strip(views))], help_page())
+        elif not views:
+            lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
+            self._page.show(top, lines)
+        elif kind == "chart":
+            room = max(8, self.size.height - len(top))
+            self._page.show(top, chart_page(views, argument, self._state, width, room))
+        elif kind == "incident":
+            index, number = map(int, argument.split(":"))
+            self._page.show(top, incident_page(views[index], number, width))
+        elif kind == "table":
+            table = self._table(argument)
+            head, lines = table_page(table, self._state) if table else (Line(Text()), [])
+            self._page.show([*top, head], lines)
+        elif kind == "row":
+            name, row = argument.rsplit(":", 1)
+            self._page.show(top, self._row_page(name, int(row), width))
+        else:
+            self._page.show(top, overview(views, self._state, width))
+
+    def _status(self, kind: str) -> Text:
+        parts = ["Esc back"] if kind != "overview" else []
+        parts += [f"filter '{self._state.pattern}'"] if self._state.pattern else []
+        parts += ["log axis"] if self._state.log else []
+        if self._state.cursor is not None:
+            parts.append(f"values at {self._state.cursor:,} {self.views[0].x_label if self.views else ''} (c: latest)")
+        return Text("  ".join([*parts, "? help"]), "dim")
+
+    def _table(self, name: str) -> TableView | None:
+        tables = (table for view in self.views for table in view.tables())
+        return next((table for table in tables if table.name == name), None)
+
+    def _row_page(self, name: str, row: int, width: int) -> list[Line]:
+        """Return the lines of what a declaration shows of a row."""
+        declared = next((one for one in view_declarations().tables if one.name == name), None)
+        view = next((view for view in self.views if declared is not None and declared.table(view) is not None), None)
+        if view is None or declared is None or declared.detail is None:
+            return [Line(Text("There is nothing more about this row.", "dim"))]
+        return rendered(declared.detail(view, row), width)
+
+    def action_move(self, count: int) -> None:
+        """Move the cursor."""
+        self._page.move(count)
+
+    def action_page(self, count: int) -> None:
+        """Move the cursor by a screen."""
+        self._page.move(count * self._page.room)
+
+    def action_sideways(self, direction: int) -> None:
+        """Scroll a table sideways; elsewhere move the cursor over time."""
+        if self._pages[-1][0] == "table":
+            self._page.scroll_relative(x=direction * SCROLL_COLUMNS, animate=False)
+            self._page.refresh()
+            return
+        last = max((view.axes.env_step for view in self.views if view.axes), default=0)
+        at = last if self._state.cursor is None else self._state.cursor
+        at += direction * max(1, last // CURSOR_PARTS)
+        self._state.cursor = None if at >= last else max(0, at)
+        self.draw()
+
+    def action_no_cursor(self) -> None:
+        """Show the latest values again."""
+        self._state.cursor = None
+        self.draw()
+
+    def action_open(self) -> None:
+        """Open the line under the cursor."""
+        kind, _, argument = self._page.chosen.partition(":")
+        if kind == "row":
+            argument = f"{self._pages[-1][1]}:{argument}"
+        kind = {"key": "chart"}.get(kind, kind)
+        if kind:
+            self._go(kind, argument)
+
+    def action_back(self) -> None:
+        """Go back to the page before; take a filter away; leave from the overview."""
+        if len(self._pages) > 1:
+            self._pages.pop()
+            self._changed_page()
+        elif self._state.pattern:
+            self._state.pattern = ""
+            self.draw()
+        else:
+            self.exit()
+
+    def action_leave(self) -> None:
+        """Leave from anywhere."""
+        self.exit()
+
+    def action_next_table(self) -> None:
+        """Turn to the next table, and from the last one to the overview."""
+        names = list(dict.fromkeys(table.name for view in self.views for table in view.tables()))
+        kind, argument = self._pages[-1]
+        place = names.index(argument) + 1 if kind == "table" and argument in names else 0
+        self._pages = [("overview", "")]
+        if place < len(names):
+            self._pages.append(("table", names[place]))
+        elif not names:
+            self.notify("This run has no table of environments.")
+        self._state.pattern = ""
+        self._changed_page()
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        if self._pages[-1][0] != "help":
+            self._go("help", "")
+
+    def action_filter(self) -> None:
+        """Ask for a filter."""
+        self._input.value = self._state.pattern
+        self._input.add_class("shown")
+        self._input.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter while the reader types."""
+        if self._input.has_class("shown"):
+            self._state.pattern = event.value
+            self.draw()
+
+    def on_input_submitted(self, _: Input.Submitted) -> None:
+        """Keep the filter."""
+        self._close_input()
+
+    def on_key(self, event: events.Key) -> None:
+        """Take the filter away with Esc."""
+        if event.key == "escape" and self._input.has_class("shown"):
+            event.stop()
+            event.prevent_default()
+            self._state.pattern = ""
+            self._close_input()
+
+    def _close_input(self) -> None:
+        self._input.remove_class("shown")
+        self._page.focus()
+        self.draw()
+
+    def action_pin(self) -> None:
+        """Pin the metric under the cursor, or of the chart that is shown; unpin it where it is pinned."""
+        kind, argument = self._pages[-1]
+        key = argument if kind == "chart" else self._page.chosen.removeprefix("key:")
+        if kind in ("overview", "chart") and key and (kind == "chart" or self._page.chosen.startswith("key:")):
+            (self._state.pinned.remove if key in self._state.pinned else self._state.pinned.append)(key)
+            self.draw()
+
+    def action_log(self) -> None:
+        """Turn the logarithmic axis on or off."""
+        self._state.log = not self._state.log
+        self.draw()
+
+    def _go(self, kind: str, argument: str) -> None:
+        self._pages.append((kind, argument))
+        self._changed_page()
+
+    def _changed_page(self) -> None:
+        self._page.scroll_to(0, 0, animate=False)
+        self.draw()
+        self._page.refresh()
+
+
+def rendered(renderable: RenderableType, width: int) -> list[Line]:
+    """Return a Rich renderable as lines of that width."""
+    console = Console(width=width, color_system="standard", force_terminal=True)
+    rows = console.render_lines(renderable, console.options.update(width=width), pad=False)
+    return [Line(Text.assemble(*((part.text, part.style or "") for part in row))) for row in rows]
+
+
+def watch_runs(sources: Sequence[str], *, wait: bool = False, run: Callable[[WatchApp], Any] = WatchApp.run) -> None:
+    """Show runs in the terminal until the reader leaves; raises as `views.run_view.open_view` before anything is drawn."""
+    run(WatchApp(sources, wait=wait))
