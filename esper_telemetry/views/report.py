@@ -19,6 +19,9 @@ from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
 from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.values import flattened
+from esper_telemetry.views.compare import comparison
+from esper_telemetry.views.compared_runs import read_compared
+from esper_telemetry.views.comparison_page import comparison_section
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, step_of
@@ -74,6 +77,7 @@ def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[str]:
         yield f"<h1>{len(views)} runs</h1>"
         first = [charts.add_run() for _ in views]
         yield from _several(views, charts, first)
+        yield from _comparison(views)
         for number, view in enumerate(views, 1):
             yield f'<section class="run" id="run-{number}">'
             yield from _run(view, charts)
@@ -106,6 +110,18 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
     ]
     if references:
         yield f'<h2>Return over environment steps</h2><div class="card"><div class="plot tall" data-chart="{charts.overlay(references)}"></div></div>'
+
+
+def _comparison(views: Sequence[RunView]) -> Iterator[str]:
+    """Yield what differs between the runs that have a journal."""
+    places = [str(view.run_dir) for view in views if view.run_dir is not None]
+    if len(places) < 2:
+        return
+    try:
+        section = comparison_section(comparison([read_compared(place) for place in places]))
+    except ImportError as error:  # without SciPy
+        section = f'<p class="dim">{_text(str(error))}</p>'
+    yield f"<h2>Comparison</h2>{section}"
 
 
 def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
