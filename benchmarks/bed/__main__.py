@@ -65,7 +65,9 @@ def run(program: Program, seed: int) -> None:
     started = time.perf_counter()
     code = equations.forked(words, directory, TIME_LIMIT_SECONDS)
     facts = {"program": program.name, "seed": seed, "exit": code, "seconds": time.perf_counter() - started}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=BED, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=BED, capture_output=True, text=True, check=False
+    )
     facts["commit"] = commit.stdout.strip()
     (directory / "run.json").write_text(json.dumps(facts))
     truth = bed_truth.truth_of(RESULTS, program.name, seed)
@@ -77,7 +79,9 @@ def main() -> None:
     parser.add_argument("what", choices=["list", "run", "score"])
     parser.add_argument("--half", choices=["tuning", "test", "all"], default="all")
     parser.add_argument("--only", nargs="*", default=[], help="pieces of names")
-    parser.add_argument("--seeds", type=int, choices=[1, 2, 3], default=3, help="at most, of programs that are wrong and their twins")
+    parser.add_argument(
+        "--seeds", type=int, choices=[1, 2, 3], default=3, help="at most, of programs that are wrong and their twins"
+    )
     parser.add_argument("--json", type=Path, help="file for the score of every run")
     options = parser.parse_args()
     programs = chosen(options.half, options.only)

@@ -43,7 +43,9 @@ CLIFF = Task("CliffWalking-v1", 20_000, {"ent_coef": 0.01})
 LANDER = Task("LunarLander-v3", 45_000, {"num_envs": 8, "num_steps": 128, "gamma": 0.99, "update_epochs": 6})
 BOXING = Task("ALE/Boxing-v5", 24_000, {"num_envs": 8, "num_steps": 128, "gamma": 0.99, "update_epochs": 6})
 INVERTED = Task("InvertedPendulum-v5", 20_000, {"ent_coef": 0.0, "update_epochs": 6})
-HOPPER = Task("Hopper-v5", 24_000, {"ent_coef": 0.0, "num_envs": 4, "num_steps": 256, "gamma": 0.99, "update_epochs": 6})
+HOPPER = Task(
+    "Hopper-v5", 24_000, {"ent_coef": 0.0, "num_envs": 4, "num_steps": 256, "gamma": 0.99, "update_epochs": 6}
+)
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,15 @@ SCRIPT_EDITS: Final[tuple[Edit, ...]] = (
 )
 SUBCLASS_EDITS: Final[tuple[Edit, ...]] = (
     ("import gymnasium as gym\n", "import json\nimport bed_environment\n"),
-    ("args = parser.parse_args()\n", 'parser.add_argument("--settings", type=json.loads, default={})\nargs = parser.parse_args()\n'),
+    (
+        "args = parser.parse_args()\n",
+        'parser.add_argument("--settings", type=json.loads, default={})\nargs = parser.parse_args()\n',
+    ),
     ("gym.make(args.env_id)", "bed_environment.make(args.env_id)"),
-    ("make_vec_env(make_env, 6, seed=args.seed)", 'make_vec_env(make_env, args.settings.pop("n_envs", 6), seed=args.seed)'),
+    (
+        "make_vec_env(make_env, 6, seed=args.seed)",
+        'make_vec_env(make_env, args.settings.pop("n_envs", 6), seed=args.seed)',
+    ),
     ('        "device": "cpu",\n    }\n', '        "device": "cpu",\n    } | args.settings\n'),
 )
 SB3_NAMES: Final = {
@@ -261,14 +269,44 @@ def library(
 
 
 def _settings_and_wrappers() -> Iterator[Program]:
-    yield library("sb3", "constant_observation", "observation_constant", INVERTED, {"obs/constant"}, wrapper="constant_observation")
-    yield library("sb3", "frozen_statistics", "observation_scale", CARTPOLE, SCALED | {"obs/constant"}, wrapper="frozen_statistics")
+    yield library(
+        "sb3",
+        "constant_observation",
+        "observation_constant",
+        INVERTED,
+        {"obs/constant"},
+        wrapper="constant_observation",
+    )
+    yield library(
+        "sb3",
+        "frozen_statistics",
+        "observation_scale",
+        CARTPOLE,
+        SCALED | {"obs/constant"},
+        wrapper="frozen_statistics",
+    )
     yield library("bundled", "unscaled_feature", "observation_scale", LANDER, SCALED, wrapper="unscaled_feature")
-    yield library("sb3", "zero_reward", "reward_constant", FROZEN, {"reward/constant", "remark/no reward", "remark/equal rewards"}, wrapper="zero_reward")
+    yield library(
+        "sb3",
+        "zero_reward",
+        "reward_constant",
+        FROZEN,
+        {"reward/constant", "remark/no reward", "remark/equal rewards"},
+        wrapper="zero_reward",
+    )
     noisy = {"value/never_fits"}
     yield library("sb3", "noise_reward", "reward_noise", LANDER, noisy, wrapper="noise_reward")
-    yield library("bundled", "huge_reward", "reward_scale", LANDER, {"reward/unscaled", "grad/interference", "remark/dominant critic"}, wrapper="huge_reward")
-    yield library("sb3", "negative_reward", "reward_sign", CARTPOLE, {"policy/wrong_direction"}, wrapper="negative_reward")
+    yield library(
+        "bundled",
+        "huge_reward",
+        "reward_scale",
+        LANDER,
+        {"reward/unscaled", "grad/interference", "remark/dominant critic"},
+        wrapper="huge_reward",
+    )
+    yield library(
+        "sb3", "negative_reward", "reward_sign", CARTPOLE, {"policy/wrong_direction"}, wrapper="negative_reward"
+    )
     ignored = {"integrity/actions", "policy/action_mi"}
     yield library("sb3", "sampled_action", "action_ignored", CARTPOLE, ignored, wrapper="sampled_action")
     yield library("sb3", "large_action", "action_bounds", HOPPER, {"policy/actions_cut"}, wrapper="large_action")
@@ -283,7 +321,20 @@ def _settings_and_wrappers() -> Iterator[Program]:
     yield library("sb3", "sigma_large", "sigma", INVERTED, wide, policy_kwargs={"log_std_init": 4.0})
     saturated = {"repr/rank_collapse", "repr/dormant", "grad/vanish", "remark/low rank"}
     yield library("sb3", "saturated", "network", CARTPOLE, saturated, policy_kwargs={"activation": "saturated"})
-    yield library("bundled", "value_weight", "value_weight", CARTPOLE, {"remark/value_coef", "grad/actor_starved", "grad/interference", "grad/clip_saturated", "remark/dominant critic"}, value_coef=1e6)
+    yield library(
+        "bundled",
+        "value_weight",
+        "value_weight",
+        CARTPOLE,
+        {
+            "remark/value_coef",
+            "grad/actor_starved",
+            "grad/interference",
+            "grad/clip_saturated",
+            "remark/dominant critic",
+        },
+        value_coef=1e6,
+    )
 
 
 HUBER: tuple[Edit, ...] = (
@@ -293,7 +344,10 @@ HUBER: tuple[Edit, ...] = (
     ),
 )
 RELU: tuple[Edit, ...] = (
-    ("nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()", "nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()"),
+    (
+        "nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()",
+        "nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()",
+    ),
 )
 
 
@@ -321,44 +375,146 @@ def _published() -> Iterator[Program]:
         name = f"published-{label}-{env.split('/')[-1]}"
         return Program(name, name, "sb3", Task(env, steps), "published", settings=settings, source=source)
 
-    yield zoo("CartPole-v1", 24_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, learning_rate=1e-3, linear_rate=True)
+    yield zoo(
+        "CartPole-v1",
+        24_000,
+        n_envs=8,
+        n_steps=32,
+        batch_size=256,
+        gae_lambda=0.8,
+        gamma=0.98,
+        n_epochs=20,
+        learning_rate=1e-3,
+        linear_rate=True,
+    )
     yield zoo("Acrobot-v1", 40_000, normalize=True, n_envs=16, n_steps=256, gae_lambda=0.94, n_epochs=4)
     yield zoo("MountainCar-v0", 20_000, normalize=True, n_envs=16, n_steps=16, gae_lambda=0.98, n_epochs=4)
-    yield zoo("Pendulum-v1", 40_000, n_envs=4, n_steps=1024, gamma=0.9, learning_rate=1e-3, use_sde=True, sde_sample_freq=4)
-    yield zoo("LunarLander-v3", 50_000, n_envs=16, n_steps=1024, batch_size=64, gae_lambda=0.98, gamma=0.999, n_epochs=4, ent_coef=0.01)
-    yield zoo("BipedalWalker-v3", 25_000, normalize=True, n_envs=16, n_steps=512, batch_size=64, gamma=0.999, clip_range=0.18)
     yield zoo(
-        *("MountainCarContinuous-v0", 10_000), normalize=True, n_envs=1, n_steps=8, batch_size=256, gae_lambda=0.9, learning_rate=7.77e-5,
-        gamma=0.9999, ent_coef=0.00429, clip_range=0.1, max_grad_norm=5, vf_coef=0.19, use_sde=True,
+        "Pendulum-v1", 40_000, n_envs=4, n_steps=1024, gamma=0.9, learning_rate=1e-3, use_sde=True, sde_sample_freq=4
+    )
+    yield zoo(
+        "LunarLander-v3",
+        50_000,
+        n_envs=16,
+        n_steps=1024,
+        batch_size=64,
+        gae_lambda=0.98,
+        gamma=0.999,
+        n_epochs=4,
+        ent_coef=0.01,
+    )
+    yield zoo(
+        "BipedalWalker-v3", 25_000, normalize=True, n_envs=16, n_steps=512, batch_size=64, gamma=0.999, clip_range=0.18
+    )
+    yield zoo(
+        *("MountainCarContinuous-v0", 10_000),
+        normalize=True,
+        n_envs=1,
+        n_steps=8,
+        batch_size=256,
+        gae_lambda=0.9,
+        learning_rate=7.77e-5,
+        gamma=0.9999,
+        ent_coef=0.00429,
+        clip_range=0.1,
+        max_grad_norm=5,
+        vf_coef=0.19,
+        use_sde=True,
         policy_kwargs={"log_std_init": -3.29, "ortho_init": False},
     )
     yield zoo(
-        *("HalfCheetah-v5", 10_000), normalize=True, n_steps=512, gamma=0.98, learning_rate=2.0633e-5, ent_coef=0.000401762, clip_range=0.1,
-        n_epochs=20, gae_lambda=0.92, max_grad_norm=0.8, vf_coef=0.58096, policy_kwargs=RELU_256,
+        *("HalfCheetah-v5", 10_000),
+        normalize=True,
+        n_steps=512,
+        gamma=0.98,
+        learning_rate=2.0633e-5,
+        ent_coef=0.000401762,
+        clip_range=0.1,
+        n_epochs=20,
+        gae_lambda=0.92,
+        max_grad_norm=0.8,
+        vf_coef=0.58096,
+        policy_kwargs=RELU_256,
     )
     yield zoo(
-        *("Hopper-v5", 20_000), normalize=True, batch_size=32, n_steps=512, gamma=0.999, learning_rate=9.80828e-5, ent_coef=0.00229519,
-        n_epochs=5, gae_lambda=0.99, max_grad_norm=0.7, vf_coef=0.835671, policy_kwargs=RELU_256,
+        *("Hopper-v5", 20_000),
+        normalize=True,
+        batch_size=32,
+        n_steps=512,
+        gamma=0.999,
+        learning_rate=9.80828e-5,
+        ent_coef=0.00229519,
+        n_epochs=5,
+        gae_lambda=0.99,
+        max_grad_norm=0.7,
+        vf_coef=0.835671,
+        policy_kwargs=RELU_256,
     )
-    yield zoo("Swimmer-v5", 30_000, normalize=True, n_envs=4, n_steps=1024, batch_size=256, learning_rate=6e-4, gamma=0.9999, gae_lambda=0.98)
     yield zoo(
-        *("InvertedPendulum-v5", 15_000), normalize=True, n_steps=32, gamma=0.999, learning_rate=0.000222425, ent_coef=1.37976e-7,
-        clip_range=0.4, n_epochs=5, gae_lambda=0.9, max_grad_norm=0.3, vf_coef=0.19816,
+        "Swimmer-v5",
+        30_000,
+        normalize=True,
+        n_envs=4,
+        n_steps=1024,
+        batch_size=256,
+        learning_rate=6e-4,
+        gamma=0.9999,
+        gae_lambda=0.98,
     )
     yield zoo(
-        *("Reacher-v5", 20_000), normalize=True, batch_size=32, n_steps=512, gamma=0.9, learning_rate=0.000104019, ent_coef=7.52585e-8,
-        clip_range=0.3, n_epochs=5, gae_lambda=1.0, max_grad_norm=0.9, vf_coef=0.950368,
+        *("InvertedPendulum-v5", 15_000),
+        normalize=True,
+        n_steps=32,
+        gamma=0.999,
+        learning_rate=0.000222425,
+        ent_coef=1.37976e-7,
+        clip_range=0.4,
+        n_epochs=5,
+        gae_lambda=0.9,
+        max_grad_norm=0.3,
+        vf_coef=0.19816,
     )
     yield zoo(
-        *("ALE/Boxing-v5", 20_000), n_envs=8, n_steps=128, n_epochs=4, batch_size=256, learning_rate=2.5e-4, linear_rate=True,
-        clip_range=0.1, ent_coef=0.01,
+        *("Reacher-v5", 20_000),
+        normalize=True,
+        batch_size=32,
+        n_steps=512,
+        gamma=0.9,
+        learning_rate=0.000104019,
+        ent_coef=7.52585e-8,
+        clip_range=0.3,
+        n_epochs=5,
+        gae_lambda=1.0,
+        max_grad_norm=0.9,
+        vf_coef=0.950368,
     )
-    cleanrl = {"n_envs": 4, "n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "linear_rate": True}
+    yield zoo(
+        *("ALE/Boxing-v5", 20_000),
+        n_envs=8,
+        n_steps=128,
+        n_epochs=4,
+        batch_size=256,
+        learning_rate=2.5e-4,
+        linear_rate=True,
+        clip_range=0.1,
+        ent_coef=0.01,
+    )
+    cleanrl = {
+        "n_envs": 4,
+        "n_steps": 128,
+        "batch_size": 128,
+        "n_epochs": 4,
+        "learning_rate": 2.5e-4,
+        "linear_rate": True,
+    }
     cleanrl |= {"ent_coef": 0.01, "clip_range_vf": 0.2}
     yield zoo("CartPole-v1", 25_000, CLEANRL.format(""), "cleanrl", **cleanrl)
     yield zoo("Acrobot-v1", 30_000, CLEANRL.format(""), "cleanrl", **cleanrl)
     yield zoo(
-        *("Hopper-v5", 30_000, CLEANRL.format("_continuous_action"), "cleanrl"), normalize=True, learning_rate=3e-4, linear_rate=True
+        *("Hopper-v5", 30_000, CLEANRL.format("_continuous_action"), "cleanrl"),
+        normalize=True,
+        learning_rate=3e-4,
+        linear_rate=True,
     )
     yield zoo("CartPole-v1", 25_000, "https://github.com/DLR-RM/stable-baselines3", "sb3-default")
 
@@ -368,10 +524,25 @@ def _correct(programs: list[Program]) -> Iterator[Program]:
     twins: dict[str, Program] = {}
     for program in programs:
         settings = LIBRARY_BASES.get(program.trainer, {})
-        twins.setdefault(program.twin, replace(program, name=program.twin, kind="correct", causes=frozenset(), edits=(), settings=settings, wrappers=(), source=""))
+        twins.setdefault(
+            program.twin,
+            replace(
+                program,
+                name=program.twin,
+                kind="correct",
+                causes=frozenset(),
+                edits=(),
+                settings=settings,
+                wrappers=(),
+                source="",
+            ),
+        )
     yield from twins.values()
 
 
 BY_NAME: Final = {bug.name: bug for bug in equations.BUGS}
-WRONG: Final = [*(equation_program(BY_NAME[name], task) for name, task in EQUATION_TASKS.items()), *_settings_and_wrappers()]
+WRONG: Final = [
+    *(equation_program(BY_NAME[name], task) for name, task in EQUATION_TASKS.items()),
+    *_settings_and_wrappers(),
+]
 PROGRAMS_OF_BED: Final = (*WRONG, *_variants(), *_published(), *_correct(WRONG))

@@ -23,12 +23,7 @@ from typing import Annotated, Any, Final, Literal
 # Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
 
-try:
-    import rich  # noqa: F401  # here, so that a missing package ends in the sentence below
-    import tyro
-except ModuleNotFoundError as missing:
-    sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
-    raise SystemExit(2) from None
+import tyro
 
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help
@@ -215,6 +210,21 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
+
+    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
+
+    Example: esper-telemetry watch runs/a
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
+    wait: bool = False
+    """Wait for run directories that do not exist yet."""
+
+
+@dataclass(frozen=True)
 class Compare:
     """Compare runs: groups of seeds by permutation tests, and runs of one seed record by record.
 
@@ -230,21 +240,6 @@ class Compare:
     """As JSON, with every metric that differs."""
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
-
-    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
-
-    Example: esper-telemetry watch runs/a
-    """
-
-    runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
-    wait: bool = False
-    """Wait for run directories that do not exist yet."""
-
-
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
@@ -253,8 +248,8 @@ COMMANDS: Final[dict[str, type]] = {
     "doctor": Doctor,
     "compress": Compress,
     "diagnose": Diagnose,
-    "compare": Compare,
     "watch": Watch,
+    "compare": Compare,
     "workspace": Workspace,
     "metrics": Metrics,
 }

@@ -18,7 +18,7 @@ def watch(options: Watch) -> int:
     try:
         from esper_telemetry.views.watch.app import WatchApp
     except ModuleNotFoundError as missing:
-        raise WrongUse(f"watch needs {missing.name}: pip install 'esper-telemetry[watch]'") from None
+        raise WrongUse(f"watch needs {missing.name}: pip install 'esper-telemetry[views]'") from None
     with wrong_use(), without_warnings():
         app = WatchApp(options.runs, wait=options.wait)
         # Textual draws on stderr
