@@ -339,6 +339,20 @@ class CollectionReplay(NamedTuple):
     has_modes: bool = False
 
 
+class FirstMinibatch(NamedTuple):
+    """The first minibatch of an update, evaluated by the trainer at the weights that collected its rollout, whose ratios are to be 1.
+
+    Attributes:
+        stored, trained: [N], log-probabilities at collection, and those of the trainer now.
+        passes: (name of a hypothesis of `metrics.integrity.rollouts.collection`) -> [N], log-probabilities that this mistake in training
+            would give; None where it does not apply. Valid during the event only.
+    """
+
+    stored: Tensor
+    trained: Tensor
+    passes: Callable[[str], Tensor | None]
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
     """The moment before the first minibatch; the weights are those that collected the rollout. `collection` shows the policy what it

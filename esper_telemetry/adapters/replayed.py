@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.equations.equation import Equation
-from esper_telemetry.events import CollectionReplay, MinibatchesEnd, Outputs
+from esper_telemetry.events import CollectionReplay, FirstMinibatch, MinibatchesEnd, Outputs
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.rollouts.collection import (
     REPLAYED_LOG_PROBS,
@@ -56,6 +56,20 @@ class CollectionProbe:
             if self._stored is not None and (collection.has_modes or self._looks_for_modes):
                 training = collection.outputs("training")
                 self._training = None if training is None else grid(_log_probs(training, collection)).numbers
+
+    def first_minibatch(self, event: FirstMinibatch, precision: str | None) -> Iterator[Measurement]:
+        """Yield the check of a minibatch in which a known mistake of training alone explains a ratio that is not 1.
+
+        What acting and training have in common cancels out, and where the rollout differs from its own replay, that says why.
+        """
+        stored, trained = event.stored.detach().double(), event.trained.detach().double()
+        if self._stored is None or not FIRST_RATIO < float((trained - stored).abs().max()) < torch.inf:
+            return
+        alternatives = {one.name: partial(event.passes, one.name) for one in REPLAYED_LOG_PROBS.hypotheses}
+        check = check_replayed_log_probs(trained, stored, alternatives=alternatives, precision=precision)
+        if check.explanations:
+            self._training = None
+            yield lambda: check
 
     def after_minibatches(self, minibatches: MinibatchesEnd, precision: str | None) -> Iterator[Measurement]:
         """Yield the check of the first minibatch, whose log-probabilities training has computed in its own mode."""

@@ -23,6 +23,7 @@ from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
     BeforeUpdate,
+    FirstMinibatch,
     Hooks,
     MinibatchesEnd,
     MinibatchStart,
@@ -275,6 +276,7 @@ class ReplayProbe:
         """Sample the update that begins now."""
         self.stop()
         self._listener.on(BeforeUpdate, self._before_update)
+        self._listener.once(FirstMinibatch, self._first_minibatch)
         self._listener.on(MinibatchesEnd, self._after_minibatches)
         self._listener.on(AfterUpdate, self._after_update)
 
@@ -299,6 +301,9 @@ class ReplayProbe:
             if copy.parameters:
                 measure([partial(capacity_loss, copy.network, copy.parameters, copy.observations)])
         self.samples += 1
+
+    def _first_minibatch(self, event: FirstMinibatch) -> None:
+        self._telemetry.measure(self._collection.first_minibatch(event, self._telemetry.precision))
 
     def _after_minibatches(self, event: MinibatchesEnd) -> None:
         self._telemetry.measure(self._collection.after_minibatches(event, self._telemetry.precision))

@@ -22,9 +22,7 @@ from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
-from esper_telemetry.metrics.integrity.steps.gradient_terms import TermGradients
-from esper_telemetry.metrics.integrity.steps.gradients import compare_gradient, same_gradient
-from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients, flat64
+from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients, TermGradients, flat64
 from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     OPTIMIZER_STEP,
     ParameterStep,

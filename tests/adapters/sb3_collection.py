@@ -9,6 +9,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -204,6 +206,27 @@ class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no type
         self.policy.forward = carried
 
 
+class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
+    """Begins every sequence of a minibatch with an empty memory."""
+
+    def evaluate_actions(self, obs: Any, actions: Any, states: Any, starts: Any) -> Any:
+        empty = type(states)(*(tuple(torch.zeros_like(part) for part in pair) for pair in states))
+        return super().evaluate_actions(obs, actions, empty, starts)
+
+
+class UnmaskedInTraining(MaskableActorCriticPolicy):  # type: ignore[misc]
+    def evaluate_actions(self, obs: Any, actions: Any, action_masks: Any = None) -> Any:
+        return super().evaluate_actions(obs, actions)
+
+
+def with_strong_memory(model: Any) -> Any:
+    """Scale the LSTM and the head so that memory decides actions from the start."""
+    with torch.no_grad():
+        for name, weights in model.policy.named_parameters():
+            weights.mul_(4 if "lstm" in name else 50 if "action_net.weight" in name else 1)
+    return model
+
+
 def recurrent(kind: Any = RecurrentPPO, *, seed: int = 1) -> Any:
     return kind("MlpLstmPolicy", vec_env(seed=seed), **SETTINGS, seed=seed)
 
@@ -258,6 +281,16 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "statistics that change between collecting and training": (
         lambda seed: LastNormalised("MlpPolicy", VecNormalize(vec_env(seed=seed)), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
+    ),
+    "a memory that begins empty in training": (
+        lambda seed: with_strong_memory(
+            RecurrentPPO(EmptyInTraining, vec_env(seed=seed), **{**SETTINGS, "batch_size": 48}, seed=seed)
+        ),
+        frozenset({"replayed_log_probs_memory_zero"}),
+    ),
+    "masks that training leaves out": (
+        lambda seed: MaskablePPO(UnmaskedInTraining, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
+        frozenset({"replayed_log_probs_mask_missing"}),
     ),
     "a memory that is never reset in acting": (
         lambda seed: recurrent(NeverReset, seed=seed),

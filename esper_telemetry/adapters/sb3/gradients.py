@@ -31,9 +31,12 @@ from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatc
 from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
-from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
+from esper_telemetry.events import FirstMinibatch, Hooks, Remover, Shard, TrunkBackward
 
 CLIP_FUNCTION = "clip_grad_norm_"
+
+LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
+"""Beginnings of the modules whose policies evaluate actions as they should."""
 
 MAX_PADDING = 1e-8
 """Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
@@ -267,6 +270,38 @@ def loss_rows(model: Any, samples: Any) -> Iterator[LossRows]:
             clip_value=clip_of(model, "clip_range_vf"),
             clip_maximum=False,  # Stable-Baselines3 takes the squared error of the clipped value alone
         )
+
+
+def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMinibatch:
+    """Return the event of an update's first minibatch, for which the trainer has computed the log-probabilities `trained` [N]."""
+    valid = _valid_rows(samples)
+    kinds = (kind for kind in type(model.policy).__mro__ if kind.__module__.startswith(LIBRARIES))
+    evaluate = next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
+
+    def counted(column: Tensor) -> Tensor:
+        return column if valid is None else column[valid]
+
+    def passes(name: str) -> Tensor | None:
+        changed = _mistaken(samples, name)
+        if changed is None or evaluate is None:
+            return None
+        with torch.no_grad(), without_trace(model.policy):
+            return counted(_evaluate(model, changed, partial(evaluate, model.policy))[1])
+
+    return FirstMinibatch(counted(samples.old_log_prob), counted(trained), passes)
+
+
+def _mistaken(samples: Any, name: str) -> Any:
+    """Return a minibatch as a training that makes this mistake reads it; None where it does not apply."""
+    if name == "mask_missing" and "action_masks" in samples._fields:
+        return samples._replace(action_masks=None)
+    if "lstm_states" not in samples._fields:
+        return None
+    starts, states = samples.episode_starts, samples.lstm_states
+    if name == "memory_zero":
+        return samples._replace(lstm_states=type(states)(*(tuple(map(torch.zeros_like, pair)) for pair in states)))
+    flags = {"memory_not_reset": torch.zeros_like(starts), "memory_empty": torch.ones_like(starts)}
+    return samples._replace(episode_starts=flags[name]) if name in flags else None
 
 
 def objective_event(

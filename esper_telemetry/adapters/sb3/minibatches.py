@@ -22,10 +22,25 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, join_columns, loss_columns
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.gradients import MAX_PADDING, HeadNorms, clip_of, objective_event, shard_gradients
+from esper_telemetry.adapters.sb3.gradients import (
+    MAX_PADDING,
+    HeadNorms,
+    clip_of,
+    first_minibatch_event,
+    objective_event,
+    shard_gradients,
+)
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import MinibatchObjective
-from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
+from esper_telemetry.events import (
+    BackwardEnd,
+    FirstMinibatch,
+    Hooks,
+    MinibatchesEnd,
+    MinibatchStart,
+    OptimizerStep,
+    RolloutEnd,
+)
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
     "old_log_prob", "advantages", "old_values", "returns", "actions"
@@ -209,6 +224,8 @@ class MinibatchListener:
             None if entropy is None else entropy.detach(),
             self._capture(self._policy),
         )
+        if self.step == 0 and self.epoch == 0 and self._hooks.wants(FirstMinibatch):
+            self._hooks.emit(first_minibatch_event(self._model, samples, log_probs.detach()))
 
     def place(self) -> tuple[int, int, Tensor | None]:
         """Epoch and step, and the mask of padding of the open minibatch."""

@@ -347,6 +347,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],
     "v_trace": [v_trace],
     "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: of_stored(c, stored_rewards(c), 0.9)],
+    "time_limit_gamma": [lambda c: cleanrl_style(c, c.done, c.rewards + 0.8 * c.final * c.truncated)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
 }

@@ -14,7 +14,7 @@ from gae_programs import PROGRAMS, Array, Columns, cleanrl_style, random_rollout
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, check_gae
 
-SHAPES = ((40, 4), (128, 1), (16, 16), (64, 2))
+SHAPES = ((40, 4), (96, 1))
 SEVERAL_ENVIRONMENTS = {
     *(
         "ends_shared",
@@ -46,8 +46,16 @@ def names(result: EquationCheck) -> set[str]:
     return {one.hypothesis.name for one in result.explanations}
 
 
-@pytest.mark.parametrize("settings", [(0.97, 0.9), (1.0, 1.0), (0.9, 0.0), (0.0, 0.95), (1.0, 0.95), (0.99, 1.0)])
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (2, 3), (2048, 1)])
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((40, 4), (0.97, 0.9)),
+        ((1, 1), (1.0, 1.0)),
+        ((2, 3), (0.9, 0.0)),
+        ((16, 16), (0.0, 0.95)),
+        ((2048, 1), (1.0, 0.95)),
+    ],
+)
 @pytest.mark.parametrize("loop", [right, lambda c: cleanrl_style(c, c.done)])
 def test_a_right_loop_matches(
     settings: tuple[float, float], shape: tuple[int, int], loop: Callable[..., Array]
@@ -69,8 +77,8 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
         pytest.skip("it needs several environments")
     for program in PROGRAMS[name]:
         named = 0
-        for seed in range(6):
-            c = random_rollout(seed, *shape)
+        for seed in range(3):
+            c = random_rollout(seed, *shape, ends=0.24 if name == "time_limit_gamma" else 0.12)
             result = check(c, program(c))
             if not result.matches and (name != "other_last_value" or not c.done[-2:].any(0).all()):
                 named += 1
@@ -83,7 +91,7 @@ def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, "both_lambda", "raw_rewards", "stale"}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
     c = random_rollout(seed)
     noise = np.random.default_rng(seed + 100).normal(size=c.values.shape)
@@ -105,7 +113,7 @@ def test_one_wrong_row_has_no_explanation_that_changes_others(place: tuple[int, 
     assert names(check(c, advantages)) <= {"other_last_value"}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> None:
     """Every end is a time limit here: to bootstrap ends and to bootstrap time limits with the next episode's value are the same."""
     c = random_rollout(seed, ends=0.15, time_limits=1.0)

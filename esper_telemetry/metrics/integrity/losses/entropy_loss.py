@@ -120,7 +120,7 @@ ENTROPY_LOSS = Equation(
     rank=56,
     quantity="the entropy losses",
     equation="L = -mean Σ_heads H(π)",
-    source="1602.01783, 4.3",
+    source="1602.01783, section 4",
     inputs="entropy losses, and logits or standard deviations of the minibatches",
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,

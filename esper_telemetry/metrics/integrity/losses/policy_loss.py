@@ -281,7 +281,7 @@ POLICY_LOSS = Equation(
             says="the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]",
             equation="L = -mean_ij min(r_i A_j, clip(r_i) A_j)",
             compute=surrogate_of_all_pairs,
-            source="https://github.com/DLR-RM/stable-baselines3/issues/130",
+            source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33",
             advice="Flatten log-probabilities and advantages to [N] both.",
         ),
         Hypothesis(
@@ -353,7 +353,7 @@ POLICY_LOSS = Equation(
             equation="L = -Σ_h mean min(r_h A, clip(r_h) A)",
             compute=per_head,
             variant=True,
-            source="1912.06680 (OpenAI Five)",
+            source="1903.01344 (H-PPO)",
         ),
         Hypothesis(
             name="dual_clip",
@@ -361,7 +361,7 @@ POLICY_LOSS = Equation(
             equation="L = -mean max(min(r A, clip(r) A), 3 A) where A < 0",
             compute=dual_clipped,
             variant=True,
-            source="1912.09729, eq. 5",
+            source="1912.09729 (dual-clip PPO)",
         ),
         Hypothesis(
             name="truncated",
@@ -419,7 +419,7 @@ POLICY_LOSS = Equation(
             fit=other_dual_clip,
             parameter="c",
             variant=True,
-            source="1912.09729, eq. 5",
+            source="1912.09729 (dual-clip PPO)",
         ),
         Hypothesis(
             name="kl_penalty",

@@ -214,7 +214,7 @@ VALUE_LOSS = Equation(
             equation="L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R",
             compute=_huber,
             variant=True,
-            source="2006.05990 (Andrychowicz et al.), 3.1",
+            source="2006.05990 (Andrychowicz et al.), 3.4",
         ),
         Hypothesis(
             name="sign",
@@ -278,7 +278,7 @@ VALUE_LOSS = Equation(
             equation="L = ½ mean (V - R)²",
             compute=lambda x: None if x.clip is None else x.nearest(clipped_at(x, None)),
             variant=True,
-            source="2006.05990 (Andrychowicz et al.), 3.1: no clipping of values is better",
+            source="2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
         ),
         Hypothesis(
             name="no_maximum",
@@ -301,7 +301,7 @@ VALUE_LOSS = Equation(
             says="the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]",
             equation="L = ½ mean_ij (V_i - R_j)²",
             compute=_of_all_pairs,
-            source="https://github.com/DLR-RM/stable-baselines3/issues/130",
+            source="RLinf/RLinf#1568",
             advice="Flatten values and returns to [N] both.",
         ),
         Hypothesis(

@@ -116,7 +116,7 @@ ACTIONS = CalibrationEquation(
             "a_t = tanh u, u ~ π(· | s_t)",
             calibration.squashed,
             variant=True,
-            source="1812.05905, appendix C",
+            source="1801.01290, appendix C",
         ),
         _test(
             "same_noise",

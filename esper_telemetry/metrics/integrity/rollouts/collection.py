@@ -99,7 +99,7 @@ INPUT_HYPOTHESES = (
         "those of observations that were normalised with other statistics than the stored ones",
         "f((o - m') / s'), stored (o - m) / s",
         "Normalise an observation once, before it is acted on, and store it so.",
-        "https://github.com/DLR-RM/stable-baselines3/issues/130",
+        "https://github.com/leggedrobotics/rsl_rl/pull/225",
     ),
     Hypothesis(
         name="observation_before",
@@ -128,7 +128,7 @@ INPUT_HYPOTHESES = (
         says="those of a policy whose passes differ from one another, because dropout is active",
         equation="f(o, ε), ε drawn anew in every pass",
         compute=_random_passes,
-        source="1506.02142",
+        source="https://github.com/huggingface/trl/issues/4",
         advice="Switch dropout off: the ratio is to compare two policies, not two draws.",
     ),
     _alternative(
@@ -142,19 +142,21 @@ INPUT_HYPOTHESES = (
         "those of a memory that is not reset where an episode begins",
         "h_t carried over the ends of episodes",
         "Set the hidden state to zero where an episode begins, both when acting and in training.",
-        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/pull/53",
+        "https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206",
     ),
     _alternative(
         "memory_reset_late",
         "those of a memory that is reset one step late",
         "h_t = 0 in the second step of an episode",
         "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
+        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
     ),
     _alternative(
         "memory_reset_early",
         "those of a memory that is reset one step early",
         "h_t = 0 in the last step of an episode",
         "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
+        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
     ),
     _alternative(
         "memory_empty",

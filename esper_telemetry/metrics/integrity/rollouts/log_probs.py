@@ -105,7 +105,7 @@ def _gaussian(inputs: LogProbInputs, head: str) -> Tensor:
 
 
 def log_slope(draws: Tensor) -> Tensor:
-    """Return log(1 - tanh² u), in the form that does not underflow (Haarnoja et al. 2018, 1812.05905, appendix C)."""
+    """Return log(1 - tanh² u), in the form that does not underflow (1801.01290, appendix C; openai/spinningup, sac/core.py)."""
     return 2.0 * (math.log(2.0) - draws - torch.nn.functional.softplus(-2.0 * draws))
 
 
@@ -239,7 +239,7 @@ LOG_PROBS = Equation(
     rank=15,
     quantity="the log-probabilities at collection",
     equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), of the stored action under the distribution acted on",
-    source="1707.06347, eq. 6; 1812.05905, appendix C, for a tanh",
+    source="1707.06347, eq. 6; 1801.01290, appendix C, for a tanh",
     inputs="actions, their log-probabilities, and the distributions that were acted on",
     compute=log_prob,
     tolerance=LOG_PROB_TOLERANCE,
@@ -250,7 +250,7 @@ LOG_PROBS = Equation(
             says="those of what was drawn, while the actions stored were cut at their bounds",
             equation="log π(u), a = clip(u, low, high)",
             compute=_clipped_actions,
-            source="https://github.com/openai/baselines/issues/121",
+            source="https://github.com/thu-ml/tianshou/issues/312",
             advice="Store the action as it was drawn, and cut only what the environment gets.",
         ),
         Hypothesis(
@@ -265,7 +265,7 @@ LOG_PROBS = Equation(
             says="those of the Gaussian before its tanh",
             equation="log N(u; μ, σ), a = tanh u",
             compute=_without_log_det,
-            source="1812.05905, eq. 21",
+            source="1801.01290, appendix C, eq. 21",
             advice="Subtract Σ log(1 - tanh² u).",
         ),
         Hypothesis(
@@ -274,7 +274,7 @@ LOG_PROBS = Equation(
             equation="log N(u; μ, σ) - Σ log(1 - tanh² u), stored u",
             compute=_with_log_det,
             variant=True,
-            source="1812.05905, eq. 21",
+            source="1801.01290, appendix C, eq. 21",
         ),
         Hypothesis(
             name="squashed_actions",
@@ -282,14 +282,14 @@ LOG_PROBS = Equation(
             equation="log N(u; μ, σ) - Σ log(1 - a²), u = atanh a",
             compute=partial(_of_atanh, slope=True),
             variant=True,
-            source="1812.05905, eq. 21",
+            source="1801.01290, appendix C, eq. 21",
         ),
         Hypothesis(
             name="squashed_before_storing",
             says="those of what was drawn before its tanh, while the actions stored are those after it",
             equation="log N(u; μ, σ), a = tanh u",
             compute=partial(_of_atanh, slope=False),
-            source="1812.05905, eq. 21",
+            source="1801.01290, appendix C, eq. 21",
             advice="Store the action before the tanh, or subtract Σ log(1 - a²).",
         ),
         Hypothesis(

@@ -112,7 +112,7 @@ TRANSITIONS = Equation(
             says="the last ones of the episodes that ended, where the first ones of the next belong",
             equation="o_{t+1} = last observation of the episode that ended with a_t",
             compute=_final_observations,
-            source="https://gymnasium.farama.org/introduction/gym_compatibility/",
+            source="https://gymnasium.farama.org/main/api/vector/autoreset/",
             advice="After an end act on what `reset` returns; keep the last observation for the bootstrap only.",
         ),
         Hypothesis(

@@ -269,7 +269,7 @@ GRADIENT = Equation(
             "the gradient of a dual-clipped surrogate with c = 3",
             "L_policy = -mean max(min(A r, A clip(r)), 3 A) where A < 0",
             variant=True,
-            source="1912.09729, eq. 5",
+            source="1912.09729 (dual-clip PPO)",
         ),
         _alternative(
             "target_advantages",
@@ -293,7 +293,7 @@ GRADIENT = Equation(
             "values_broadcast",
             "the gradient of a value loss that compares each value with each return",
             "L_value = ½ mean_ij (V_i - R_j)²",
-            source="stable-baselines3 #185",
+            source="RLinf/RLinf#1568",
             advice="Values [N, 1] and returns [N] broadcast to [N, N]: flatten the values",
         ),
         _alternative(

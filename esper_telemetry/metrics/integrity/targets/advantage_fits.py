@@ -86,6 +86,20 @@ def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | N
     return solution[0], gae(replace(inputs, gamma=solution[0]))
 
 
+def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount of the values after time limits, beside the one that is set everywhere else."""
+    limits = inputs.truncated if inputs.valid is None else inputs.truncated & inputs.valid
+    local, after = LocalEquation(inputs, claimed), inputs.next_values * inputs.truncated
+    rest = inputs.gamma * (inputs.next_values * ~inputs.truncated + inputs.gae_lambda * local.ahead)
+    values, left = after[limits][::2], (local.left - rest)[limits][::2]
+    if int(limits.sum()) < MIN_TERMINATIONS or not inputs.gamma or not bool(values.any()):
+        return None
+    gamma = float(values @ left / (values @ values))
+    if not 0 <= gamma <= MAX_PARAMETER:
+        return None
+    return gamma, gae(inputs, next_values=inputs.next_values + (gamma / inputs.gamma - 1) * after)
+
+
 def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the lambda with which GAE gives the claimed advantages."""
     local = LocalEquation(inputs, claimed)
@@ -212,6 +226,14 @@ FITTED = (
         advice="Compare the lambda that the advantages use with the setting.",
     ),
     Hypothesis(
+        "time_limit_gamma",
+        "GAE with another discount of the values after time limits,",
+        "δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits",
+        fit=fitted_limit_gamma,
+        parameter="gamma",
+        advice="Use one discount for time limits and for all other steps.",
+    ),
+    Hypothesis(
         "both_gamma",
         "GAE with another discount and another lambda,",
         "A_t with other γ and λ",
@@ -267,7 +289,7 @@ FITTED = (
         fit=fitted_reward_scale,
         parameter="factor",
         variant=True,
-        source="reward scaling, 2006.05990",
+        source="2005.12729, section 3, reward scaling",
     ),
 )
 """Explanations with a parameter."""

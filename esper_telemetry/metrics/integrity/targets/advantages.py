@@ -32,7 +32,7 @@ MISTAKES = (
         "GAE with the ends of episodes one step late",
         "A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}",
         estimates.ends_late,
-        source="vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode",
+        source="automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode",
         advice="Take the flag that the step itself returned: where `dones[t]` is the flag before step t, use `dones[t + 1]`.",
     ),
     Hypothesis(
@@ -92,7 +92,7 @@ MISTAKES = (
         "GAE that bootstraps time limits with the first value of the next episode",
         "δ_t = r_t + γ V_{t+1} - V_t at time limits",
         estimates.time_limit_next_episode,
-        source="Pardo et al. 2018, 1712.00378",
+        source="Unity-Technologies/ml-agents#574",
         advice="Use the value of the episode's last observation (`final_observation`), not of the one after the reset.",
     ),
     Hypothesis(
@@ -253,6 +253,13 @@ MISTAKES = (
         advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
     ),
     Hypothesis(
+        "rewards_swapped",
+        "GAE of rewards with steps and environments exchanged when they were reshaped",
+        "δ[t, b] = r.reshape(B, T)[b, t] + γ V_{t+1} - V_t",
+        estimates.rewards_swapped,
+        advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+    ),
+    Hypothesis(
         "along_environments",
         "the recursion of GAE over environments in place of steps",
         "A_tb = δ_tb + γλ A_t,b+1",
@@ -278,7 +285,7 @@ MISTAKES = (
         "differences of returns and values in which one of both is a mean over all rows",
         "A_i = mean_j (R_j - V_i)",
         estimates.broadcast_mean,
-        source="[N] against [N, 1] gives [N, N]",
+        source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
         advice="Print the shapes of returns and values: [N] less [N, 1] is [N, N].",
     ),
     Hypothesis(
@@ -286,7 +293,7 @@ MISTAKES = (
         "GAE normalised over each environment or each step",
         "A = (GAE - mean_b) / std_b",
         estimates.normalized_in_parts,
-        source="1907.00456, Engstrom et al. 2020 normalise over the minibatch",
+        source="Huang et al. 2022, detail 7, normalises over the minibatch",
         advice="Normalise over all rows of the batch or of the minibatch.",
     ),
     Hypothesis(
@@ -338,7 +345,7 @@ VARIANTS = (
         "A = (GAE - mean) / std",
         estimates.normalized,
         variant=True,
-        source="openai/spinningup, openai/baselines ppo2",
+        source="openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
     ),
 )
 """Published alternatives."""

@@ -202,7 +202,7 @@ NORMALIZED_ADVANTAGES = Equation(
             "advantages normalised with the rows of padding",
             "mean and std over all N rows",
             _over_padding,
-            source="Stable-Baselines-Team/stable-baselines3-contrib, RecurrentPPO: `advantages[mask]`",
+            source="NovaSky-AI/SkyRL#1305",
             advice="Take mean and standard deviation over the rows of the mask.",
         ),
         Hypothesis(
@@ -277,7 +277,6 @@ NORMALIZED_ADVANTAGES = Equation(
             "A / sqrt(mean A²)",
             _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
             variant=True,
-            source="scaling without a shift keeps the signs of advantages, 2006.05990",
         ),
         Hypothesis(
             "clipped",
@@ -286,7 +285,6 @@ NORMALIZED_ADVANTAGES = Equation(
             fit=_clipped,
             parameter="c",
             variant=True,
-            source="clipped advantages, 2006.05990",
         ),
     ),
 )

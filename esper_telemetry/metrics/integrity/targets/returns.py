@@ -19,6 +19,12 @@ from esper_telemetry.metrics.statistics import same_shape
 MIN_ROWS = 8
 """Rows from which on mean and standard deviation of a batch are no explanation by themselves."""
 
+MIN_MOVED = 1e-3
+"""Difference of a target, as a share of the largest one, from which on it has moved."""
+
+MIN_CORRELATION = 0.9
+"""Correlation from which on targets moved with the values of the minibatches: those of unrelated differences have 0."""
+
 RETURNS_TOLERANCE = 1.0
 """Factor of `TOLERANCES` for returns. Sums in float32 come to 1e-7 relative error."""
 
@@ -119,6 +125,20 @@ def _next_value_added(inputs: ReturnInputs) -> Tensor | None:
     return None if inputs.next_values is None else inputs.advantages + inputs.next_values
 
 
+def _new_values(inputs: ReturnInputs) -> Tensor | None:
+    """Advantages plus new values; the claimed returns where what differs from the old ones goes with the values of a later step."""
+    if inputs.new_values is None:
+        return None
+    exact = inputs.advantages + inputs.new_values
+    moved, later = inputs.counted(inputs.claimed - inputs.advantages - inputs.values), inputs.counted(exact)
+    later = later - inputs.counted(inputs.advantages + inputs.values)
+    differs = moved.abs() > MIN_MOVED * moved.abs().max()
+    if int(differs.sum()) < MIN_ROWS:
+        return exact
+    together = torch.corrcoef(torch.stack([moved[differs], later[differs]]))[0, 1]
+    return inputs.claimed if bool(together > MIN_CORRELATION) else exact
+
+
 def _swapped(inputs: ReturnInputs) -> Tensor | None:
     values = inputs.values
     if values.dim() != 2 or 1 in values.shape:
@@ -202,7 +222,7 @@ RETURNS = Equation(
             "new_values",
             "advantages plus values of after the update began",
             "R = A + V_new",
-            lambda inputs: None if inputs.new_values is None else inputs.advantages + inputs.new_values,
+            _new_values,
             advice="Add the values that were stored at collection, once, before the first epoch.",
         ),
         Hypothesis(
@@ -231,7 +251,7 @@ RETURNS = Equation(
             "advantages plus the mean value of all rows",
             "R_i = A_i + mean_j V_j",
             _mean_value,
-            source="[N] against [N, 1] gives [N, N]",
+            source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
             advice="Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].",
         ),
         Hypothesis(
@@ -247,7 +267,7 @@ RETURNS = Equation(
             "A = (R - V - mean) / std",
             _normalized_after,
             variant=True,
-            source="openai/spinningup, openai/baselines ppo2",
+            source="openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
         ),
         Hypothesis(
             "normalized_returns",
@@ -255,7 +275,7 @@ RETURNS = Equation(
             "R = (A + V - mean) / std",
             _normalized_sum,
             variant=True,
-            source="value normalisation, 2006.05990",
+            source="2006.05990, section 3.3, value function normalisation",
         ),
         Hypothesis(
             "monte_carlo",
