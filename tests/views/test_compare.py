@@ -226,7 +226,8 @@ def test_the_first_difference_of_two_equal_runs_is_exact(tmp_path: Path, key: st
 
     def values(time: float) -> Values:
         own = {"policy/kl": 0.5, "loss/value": 0.0, "opt/share": 0.25, "grad/gns/g2": 1.0}
-        return lambda update: {"perf/update_ms": time * update, "my/frames": time, **own}
+        machine = {"my/frames": time, "sb3/time/fps": time, "charts/sps": time}
+        return lambda update: {"perf/update_ms": time * update, **machine, **own}
 
     first, second = (write_run(tmp_path / name, 3, values(time), updates=12) for name, time in (("a", 1.0), ("b", 2.0)))
     path = Path(second) / "journal.jsonl"
