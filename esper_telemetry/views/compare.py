@@ -376,7 +376,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield sentences on runs that count less than others, or not at all."""
     if len(groups) == 1:
-        yield "All runs have one configuration: they differ by their seeds alone, and there is no other group to compare them with."
+        yield "All runs have one configuration: there is no other group to compare them with."
     if axis.reach < (1 - FINAL_SHARE) * max(run.last_step for run in runs):
         yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
     for run in runs:
