@@ -19,7 +19,8 @@ from esper_telemetry.journal import Journal, compress, encode_end, encode_record
 from esper_telemetry.views.compare import Comparison, comparison
 from esper_telemetry.views.compared_runs import find_runs, first_difference, read_compared
 from esper_telemetry.views.comparison_page import comparison_page
-from esper_telemetry.views.group_tests import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_pfrom esper_telemetry.views.report import report_html
+from esper_telemetry.views.group_tests import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_p
+from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import open_view
 
 METRICS = {
