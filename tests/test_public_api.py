@@ -80,11 +80,11 @@ def parameters(function: Any) -> list[str]:
         signature = inspect.signature(function)
     except ValueError:
         return []
-    names = []
+    names, kinds = [], inspect.Parameter
+    marks: dict[object, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**", kinds.KEYWORD_ONLY: "*, "}
     for parameter in signature.parameters.values():
-        mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        alone = "*, " if parameter.kind is parameter.KEYWORD_ONLY else ""
-        names.append(f"{alone}{mark}{parameter.name}{'' if parameter.default is parameter.empty else '='}")
+        default = "" if parameter.default is parameter.empty else "="
+        names.append(f"{marks.get(parameter.kind, '')}{parameter.name}{default}")
     return names
 
 
