@@ -24,12 +24,7 @@ from typing import Annotated, Any, Final, Literal
 # Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
 
-try:
-    import rich  # noqa: F401  # here, so that a missing package ends in the sentence below
-    import tyro
-except ModuleNotFoundError as missing:
-    sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
-    raise SystemExit(2) from None
+import tyro
 
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help

@@ -20,11 +20,11 @@ from esper_telemetry.views.compared_runs import FINAL_SHARE, Array, ComparedRun,
 from esper_telemetry.views.group_tests import (
     METRICS_LEVEL,
     RETURN_LEVEL,
-    Axis,
+    BootstrapInterval,
     Divergence,
-    Interval,
     MetricDifference,
-    MetricTable,
+    MetricMeans,
+    StepAxis,
     final_return_test,
     improvement,
     improvement_interval,
@@ -54,7 +54,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnCourse:
+class GroupCourse:
     """Interquartile mean return of a group along the environment steps, with its interval; None where no episode ended."""
 
     env_steps: tuple[float, ...]
@@ -84,11 +84,11 @@ class GroupSummary:
     outcomes: Mapping[str, int]
     alarms: Mapping[str, int]
     level: float | None
-    interval: Interval | None
+    interval: BootstrapInterval | None
     deviation: float | None
     low: float | None
     high: float | None
-    course: ReturnCourse
+    course: GroupCourse
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class GroupComparison:
     verdict: str
     text: str
     improvement: float | None
-    improvement_interval: Interval | None
+    improvement_interval: BootstrapInterval | None
     return_p: float | None
     return_divergence: Divergence | None
     metrics: tuple[MetricDifference, ...]
@@ -165,7 +165,7 @@ def comparison(runs: Sequence[ComparedRun]) -> Comparison:
     groups = list(grouped.values())
     labels = _labels(groups)
     return_key = next((key for key in (RETURN, RECENT_RETURN, EVALUATION) if any(key in run.keys for run in runs)), "")
-    axis = Axis.of(runs)
+    axis = StepAxis.of(runs)
     repeats = [difference for group in groups for difference in _repeats(group)]
     independent = [_one_per_seed(group) for group in groups]
     return Comparison(
@@ -237,7 +237,7 @@ def _one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _summary(
-    label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: Axis
+    label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: StepAxis
 ) -> GroupSummary:
     finals = _finals(independent, return_key, axis)
     finals = finals[np.isfinite(finals)]
@@ -269,7 +269,7 @@ def _summary(
         float(np.std(finals, ddof=1)) if len(finals) > 1 else None,
         float(finals.min()) if has_returns else None,
         float(finals.max()) if has_returns else None,
-        ReturnCourse(
+        GroupCourse(
             tuple(((axis.edges[:-1] + axis.edges[1:]) / 2).tolist()),
             tuple(float(iqm(column)) if len(column) else None for column in columns),
             tuple(None if one is None else one.low for one in intervals),
@@ -278,7 +278,7 @@ def _summary(
     )
 
 
-def _finals(runs: Iterable[ComparedRun], return_key: str, axis: Axis) -> Array:
+def _finals(runs: Iterable[ComparedRun], return_key: str, axis: StepAxis) -> Array:
     return np.array([run.final_level(return_key, axis.reach) for run in runs])
 
 
@@ -290,14 +290,14 @@ def _compare(
     labels: tuple[str, str],
     groups: tuple[Sequence[ComparedRun], Sequence[ComparedRun]],
     return_key: str,
-    axis: Axis,
+    axis: StepAxis,
 ) -> GroupComparison:
     """Compare two groups of runs, one per seed."""
     finals = [_finals(group, return_key, axis) for group in groups]
     present = [values[np.isfinite(values)] for values in finals]
     has_returns = all(len(values) for values in present)
     return_p, return_divergence = final_return_test(groups, finals, return_key, axis)
-    table = MetricTable.of(groups, axis)
+    table = MetricMeans.of(groups, axis)
     metrics = table.differences()
     if return_p is None and not table.is_testable:
         verdict = "cannot tell"
@@ -372,11 +372,11 @@ def _notes(
     groups: Sequence[Sequence[ComparedRun]],
     independent: Sequence[Sequence[ComparedRun]],
     return_key: str,
-    axis: Axis,
+    axis: StepAxis,
 ) -> Iterator[str]:
     """Yield sentences on runs that count less than others, or not at all."""
     if len(groups) == 1:
-        yield "All runs have one configuration: they differ by their seeds alone, and there is no other group to compare them with."
+        yield "All runs have one configuration: there is no other group to compare them with."
     if axis.reach < (1 - FINAL_SHARE) * max(run.last_step for run in runs):
         yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
     for run in runs:

@@ -37,6 +37,10 @@ OUTPUT_SETTING: Final = re.compile(
 """Settings of where a run writes and what it reports, which do not change its training."""
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
+TIME_NAME: Final = re.compile(
+    r"(.*[/_])?(time|elapsed|duration|seconds|secs|ms|fps|sps|it_s|throughput|steps_per_sec(ond)?|memory|cpu|gpu)([/_].*)?"
+)
+"""Keys of time and memory among those that nothing declares, such as those of other loggers: `sb3/time/fps`, `charts/sps`."""
 SAMPLED_COSTS: Final = ("sampled", "debug")
 """Costs of metrics that are measured in some updates only, chosen by the time that they take."""
 FINAL_SHARE: Final = 0.1
@@ -191,8 +195,10 @@ def _is_reproducible_family(family: str) -> bool:
 
 
 def is_reproducible(key: str, info: MetricInfo | None) -> bool:
-    """Return False for keys of time, memory and cost, and of telemetry itself, by their declaration."""
-    return _is_reproducible_family(family_name(key)) and (info is None or info.unit not in TIME_UNITS)
+    """Return False for keys of time, memory and cost, and of telemetry itself: by their declaration, else by their name."""
+    if info is None:
+        return _is_reproducible_family(family_name(key)) and not TIME_NAME.fullmatch(key)
+    return _is_reproducible_family(family_name(key)) and info.unit not in TIME_UNITS
 
 
 def base_key(key: str) -> str:

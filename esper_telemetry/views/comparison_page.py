@@ -18,6 +18,7 @@ from esper_telemetry.views.comparison_text import (
     pair_lines,
     repeat_text,
 )
+from esper_telemetry.views.report_charts import ReportCharts, html_page
 
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
@@ -25,47 +26,31 @@ BAND_OPACITY: Final = "33"
 MAX_OPEN_METRICS: Final = 20
 """Metrics of a table that is unfolded at first."""
 
-STYLE: Final = """
-:root { color-scheme: light dark; font-family: system-ui, sans-serif; line-height: 1.45; }
-body { max-width: 70rem; margin: 0 auto; padding: 1rem; }
-"""
-COMPARISON_STYLE: Final = """
-.comparison .scroll { overflow-x: auto; }
-.comparison table { border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; }
-.comparison th, .comparison td { padding: .25rem .6rem; border-bottom: 1px solid #8886; text-align: left; }
-.comparison .verdict { border-left: .3rem solid #888; padding-left: .6rem; }
-.comparison .differs { border-color: #d55e00; } .comparison .same { border-color: #009e73; }
-"""
+VERDICT_STYLES: Final = {"differs": "warn", "same": "good", "cannot tell": ""}
 
 
 def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
-    """Return a whole page with plotly.js in it; raises ImportError without plotly."""
-    figure = _figure(comparison)
-    script = ""
-    if figure is not None:
-        from plotly.offline import get_plotlyjs
-
-        script = f"<script>{get_plotlyjs()}</script>"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}{COMPARISON_STYLE}</style>{script}</head><body><h1>{escape(title)}</h1>"
-        f"{comparison_section(comparison)}</body></html>\n"
-    )
+    """Return a page like that of a report; raises ModuleNotFoundError without plotly."""
+    return html_page(title, f"<h1>{escape(title)}</h1>{comparison_section(comparison)}", ReportCharts())
 
 
 def comparison_section(comparison: Comparison) -> str:
-    """Return the comparison as a `<section>`, for a page that has `COMPARISON_STYLE` and plotly.js; raises ImportError without plotly."""
+    """Return the comparison as a `<section>`, for a page with the style of a report and plotly.js; raises ImportError without plotly."""
     parts = [f"<p>{escape(headline(comparison))}</p>", _table(group_columns(), group_rows(comparison))]
     figure = _figure(comparison)
     if figure is not None:
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
+        parts.append(
+            figure.to_html(
+                full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+            )
+        )
     labels = tuple(group.label for group in comparison.groups)
     for name, values in (("setting", comparison.settings), ("version", comparison.versions)):
         if values and len(labels) > 1:
             parts.append(_table((name, *labels), mapping_rows(values)))
     for pair in comparison.comparisons:
-        kind = pair.verdict.replace(" ", "-")
-        parts.append(f'<p class="verdict {kind}"><strong>{escape(pair.text)}</strong></p>')
+        style = VERDICT_STYLES[pair.verdict]
+        parts.append(f'<div class="card banner {style}"><p class="outcome {style}">{escape(pair.text)}</p></div>')
         parts += [f"<p>{escape(line)}</p>" for line in pair_lines(pair)]
         if pair.metrics:
             unfolded = " open" if len(pair.metrics) <= MAX_OPEN_METRICS else ""
@@ -74,7 +59,7 @@ def comparison_section(comparison: Comparison) -> str:
                 f"<details{unfolded}><summary>{len(pair.metrics)} metrics that differ</summary>{table}</details>"
             )
     parts += [f"<p><strong>{escape(repeat_text(repeat))}</strong></p>" for repeat in comparison.repeats]
-    parts += [f"<p><small>{escape(note)}</small></p>" for note in comparison.notes]
+    parts += [f'<p class="dim">{escape(note)}</p>' for note in comparison.notes]
     return f'<section class="comparison">{"".join(parts)}</section>'
 
 

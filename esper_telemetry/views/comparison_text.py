@@ -14,9 +14,8 @@ from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
 from esper_telemetry.views.compared_runs import FirstDifference
 from esper_telemetry.views.group_tests import CONFIDENCE, Divergence
+from esper_telemetry.views.outcome import PIPED_WIDTH
 
-PIPED_WIDTH: Final = 120
-"""Columns of the tables in a pipe or a file, unless COLUMNS says how many."""
 MAX_METRICS: Final = 15
 """Metrics in the table of those that differ; `--json` has all."""
 MAX_ALARMS: Final = 3

@@ -50,7 +50,7 @@ TIE: Final = 1e-9
 """Relative difference up to which two statistics are equal: the mirrored split is computed in another order."""
 
 
-class Interval(NamedTuple):
+class BootstrapInterval(NamedTuple):
     """Bootstrap interval of `CONFIDENCE`."""
 
     low: float
@@ -63,7 +63,7 @@ def iqm(values: Array, axis: int = -1) -> Array:
     return trimmed
 
 
-def iqm_interval(values: Array) -> Interval | None:
+def iqm_interval(values: Array) -> BootstrapInterval | None:
     """Return the interval of the interquartile mean of a group [runs]; None for fewer than `MIN_INTERVAL_RUNS`."""
     return _interval((values,), iqm)
 
@@ -75,12 +75,12 @@ def improvement(first: Array, second: Array) -> float:
     return (above + 0.5 * equal).mean(axis=(-2, -1))  # type: ignore[no-any-return]  # an array in the bootstrap
 
 
-def improvement_interval(first: Array, second: Array) -> Interval | None:
+def improvement_interval(first: Array, second: Array) -> BootstrapInterval | None:
     """Return the interval of `improvement`, with each group resampled within itself; None where one has too few runs."""
     return _interval((first, second), lambda a, b, axis=-1: improvement(a, b))
 
 
-def _interval(samples: tuple[Array, ...], statistic: Callable[..., Any]) -> Interval | None:
+def _interval(samples: tuple[Array, ...], statistic: Callable[..., Any]) -> BootstrapInterval | None:
     if min(len(sample) for sample in samples) < MIN_INTERVAL_RUNS:
         return None
     result = _scipy_stats().bootstrap(
@@ -92,7 +92,7 @@ def _interval(samples: tuple[Array, ...], statistic: Callable[..., Any]) -> Inte
         method="percentile",  # the others are undefined where all runs of a small group are equal
         random_state=np.random.default_rng(0),
     )
-    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
+    return BootstrapInterval(float(result.confidence_interval.low), float(result.confidence_interval.high))
 
 
 def _scipy_stats() -> Any:
@@ -213,14 +213,14 @@ class MetricDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class StepAxis:
     """Environment steps up to `reach`, in `bins` equal parts."""
 
     reach: float
     bins: int
 
     @classmethod
-    def of(cls, runs: Sequence[ComparedRun]) -> Axis:
+    def of(cls, runs: Sequence[ComparedRun]) -> StepAxis:
         """Return the axis that the runs have in common."""
         longest = max(run.last_step for run in runs)
         reach = min((run.last_step for run in runs if run.last_step >= MIN_REACH_SHARE * longest), default=0.0)
@@ -251,7 +251,7 @@ def _mean(rows: Array) -> Array:
 
 
 def final_return_test(
-    groups: Sequence[Sequence[ComparedRun]], finals: Sequence[Array], return_key: str, axis: Axis
+    groups: Sequence[Sequence[ComparedRun]], finals: Sequence[Array], return_key: str, axis: StepAxis
 ) -> tuple[float | None, Divergence | None]:
     """Return the p-value of the final return, and the first divergence of its course where that differs.
 
@@ -276,7 +276,7 @@ def final_return_test(
     return p, _divergence(permutation_p(courses, counts[0]) <= RETURN_LEVEL, axis)
 
 
-def _divergence(differs: npt.NDArray[np.bool_], axis: Axis) -> Divergence | None:
+def _divergence(differs: npt.NDArray[np.bool_], axis: StepAxis) -> Divergence | None:
     """Return the first divergence that lasts for `SUSTAINED_BINS` parts of the axis, and its end where it is over for as many."""
     count = len(differs)
     begin = next((at for at in range(count) if differs[at : at + SUSTAINED_BINS].sum() == SUSTAINED_BINS), None)
@@ -287,7 +287,7 @@ def _divergence(differs: npt.NDArray[np.bool_], axis: Axis) -> Divergence | None
 
 
 @dataclass(frozen=True, slots=True)
-class MetricTable:
+class MetricMeans:
     """Means of metrics in two groups, of the runs that go as far as the axis.
 
     Attributes:
@@ -302,10 +302,10 @@ class MetricTable:
     runs: Sequence[ComparedRun]
     keys: tuple[str, ...]
     courses: Array
-    axis: Axis
+    axis: StepAxis
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[ComparedRun]], axis: Axis) -> MetricTable:
+    def of(cls, groups: Sequence[Sequence[ComparedRun]], axis: StepAxis) -> MetricMeans:
         """Return the table of two groups, one run per seed."""
         kept = [[run for run in group if run.last_step >= axis.reach] for group in groups]
         runs = [*kept[0], *kept[1]]

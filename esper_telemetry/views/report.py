@@ -6,14 +6,10 @@ import json
 import logging
 import os
 import time
-import zlib
-from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
@@ -24,10 +20,10 @@ from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.sinks.values import flattened
 from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import COMPARISON_STYLE, comparison_section
+from esper_telemetry.views.comparison_page import comparison_section
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
-from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts
+from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text, open_view
 
 MAX_INCIDENTS: Final = 20
@@ -50,23 +46,10 @@ JUDGEMENT_WORDS: Final[Mapping[str, str]] = {
 
 def report_html(views: Sequence[RunView]) -> str:
     """Return the page of one run or of several; raises ModuleNotFoundError without plotly."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        message = "reports need plotly: pip install 'esper-telemetry[views]'; --format markdown works without"
-        raise ModuleNotFoundError(message) from None
     charts = ReportCharts()
     body = "\n".join(_page(views, charts))
     title = ", ".join(view.name for view in views)
-    template = Template(files("esper_telemetry.views").joinpath("report_template.html").read_text(encoding="utf-8"))
-    plotly, deflate = get_plotlyjs().encode(), zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
-    return template.substitute(
-        title=escape(f"{title} · esper_telemetry"),
-        plotly=b64encode(deflate.compress(plotly) + deflate.flush()).decode(),
-        plotly_bytes=len(plotly),
-        body=body,
-        charts=charts.to_json(),
-    )
+    return html_page(f"{title} · esper_telemetry", body, charts)
 
 
 def write_report(path: Path, text: str) -> None:
@@ -95,6 +78,7 @@ def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[str]:
         yield f"<h1>{len(views)} runs</h1>"
         first = [charts.add_run() for _ in views]
         yield from _several(views, charts, first)
+        yield from _comparison(views)
         for number, view in enumerate(views, 1):
             yield f'<section class="run" id="run-{number}">'
             yield from _run(view, charts)
@@ -128,10 +112,18 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
     if references:
         plot = f'<div class="plot tall" data-chart="{charts.overlay(references)}"></div>'
         yield f'<h2>Return over environment steps</h2><div class="card">{plot}</div>'
-    run_dirs = [view.run_dir for view in views if view.run_dir is not None and view.updates]
-    if len(run_dirs) > 1:
-        compared = comparison_section(comparison([read_compared(str(run_dir)) for run_dir in run_dirs]))
-        yield f'<h2>Comparison</h2><style>{COMPARISON_STYLE}</style><div class="card">{compared}</div>'
+
+
+def _comparison(views: Sequence[RunView]) -> Iterator[str]:
+    """Yield what differs between the runs that have a journal."""
+    places = [str(view.run_dir) for view in views if view.run_dir is not None and view.updates]
+    if len(places) < 2:
+        return
+    try:
+        section = comparison_section(comparison([read_compared(place) for place in places]))
+    except ImportError as error:  # without SciPy
+        section = f'<p class="dim">{_text(str(error))}</p>'
+    yield f"<h2>Comparison</h2>{section}"
 
 
 def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:

@@ -1,11 +1,16 @@
-"""The charts of a report as plain data, small enough for a page of its own: each key's values once, and charts that refer to them."""
+"""A page of a report, and its charts as plain data: each key's values once, and charts that refer to them."""
 
 from __future__ import annotations
 
 import json
 import math
+import zlib
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any, Final
 
 from esper_telemetry.views.run_view import ChartView, IncidentView, RunView
@@ -147,3 +152,21 @@ def band(healthy: HealthyRange, low: float, high: float, *, log: bool) -> list[f
     bottom, top = (10.0**low, 10.0**high) if log else (low, high)
     ends = bottom if healthy.low is None else healthy.low, top if healthy.high is None else healthy.high
     return [_short(min(max(end, bottom), top)) for end in ends]
+
+
+def html_page(title: str, body: str, charts: ReportCharts) -> str:
+    """Return a page that needs no network: style, script and plotly.js are in it; raises ModuleNotFoundError without plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        message = "reports need plotly: pip install 'esper-telemetry[views]'; --format markdown works without"
+        raise ModuleNotFoundError(message) from None
+    template = Template(files("esper_telemetry.views").joinpath("report_template.html").read_text(encoding="utf-8"))
+    plotly, deflate = get_plotlyjs().encode(), zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return template.substitute(
+        title=escape(title),
+        plotly=b64encode(deflate.compress(plotly) + deflate.flush()).decode(),
+        plotly_bytes=len(plotly),
+        body=body,
+        charts=charts.to_json(),
+    )

@@ -11,12 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-try:
-    import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
-    import tyro
-except ModuleNotFoundError as missing:
-    sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
-    raise SystemExit(2) from None
+import tyro
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
