@@ -29,20 +29,8 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.series import Series
 from esper_telemetry.views.watch.app import WatchApp
-from esper_telemetry.views.watch.pages import (
-    Line,
-    WatchState,
-    bars,
-    chart_page,
-    compact,
-    duration,
-    header,
-    overview,
-    range_text,
-    strip,
-    table_page,
-    value_at,
-)
+from esper_telemetry.views.watch.charts import Line, WatchState, bars, chart_page, compact, range_text, value_at
+from esper_telemetry.views.watch.pages import duration, header, overview, strip, table_page
 
 UPDATE_SECONDS = 10.0
 SPIKE_TEXT = "Since update 4, the policy has moved 0.4 nats. Try: Lower the learning rate."

@@ -27,7 +27,8 @@ from esper_telemetry.views.panels import (
     TableView,
 )
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.watch.pages import STALENESS, bars
+from esper_telemetry.views.watch.charts import bars
+from esper_telemetry.views.watch.pages import STALENESS
 
 EVENT: Final = "growth"
 STAGES: Final = {

@@ -24,10 +24,8 @@ from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import TableView, view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.watch.charts import Line, WatchState, chart_page
 from esper_telemetry.views.watch.pages import (
-    Line,
-    WatchState,
-    chart_page,
     header,
     help_page,
     incident_page,

@@ -1,4 +1,4 @@
-"""The pages of the terminal dashboard as lines of styled text: strip, header, overview, chart, incident, table.
+"""The pages of the terminal dashboard as lines of styled text: strip, header, overview, incident, table.
 
 Colours are the 16 of every terminal, and nothing is said by colour alone. A line that can be chosen has an id, by which the app finds it
 after a refresh.
@@ -6,12 +6,9 @@ after a refresh.
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from rich.text import Text
 
@@ -19,19 +16,23 @@ from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableView
 from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
-from esper_telemetry.views.series import Series
-
-BARS: Final = "▁▂▃▄▅▆▇█"
-RUN_MARKS: Final = (
-    ("●", "bright_blue"),
-    ("▲", "yellow"),
-    ("■", "magenta"),
-    ("◆", "cyan"),
-    ("+", "green"),
-    ("×", "red"),
+from esper_telemetry.views.watch.charts import (
+    LEVEL_STYLES,
+    RUN_MARKS,
+    Line,
+    WatchState,
+    compact,
+    cut,
+    justified,
+    metric_name,
+    range_text,
+    run_mark,
+    run_names,
+    sparkline,
+    value_at,
+    wrapped,
 )
-"""Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
-LEVEL_STYLES: Final = {"": "", "outside": "yellow", "warn": "yellow", "critical": "bold red"}
+
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
 ALARM_STYLES: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 STALENESS: Final = {
@@ -44,42 +45,6 @@ MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
 NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 50, 10, 16
 
 
-class Line(NamedTuple):
-    """One line of a page.
-
-    Attributes:
-        text: as shown.
-        id: by which it is chosen, such as `key:policy/kl`; empty for lines that cannot be.
-    """
-
-    text: Text
-    id: str = ""
-
-
-@dataclass(slots=True)
-class WatchState:
-    """Choices of the reader that pages depend on.
-
-    Attributes:
-        pattern: metrics are shown whose key or name contains it, as a regular expression; empty for the panels.
-        pinned: keys that stand first.
-        log: charts are logarithmic where all values are positive.
-        cursor: environment steps at which values are shown; None for the latest.
-    """
-
-    pattern: str = ""
-    pinned: list[str] = field(default_factory=list)
-    log: bool = False
-    cursor: int | None = None
-
-    def matches(self, text: str) -> bool:
-        """Return whether the filter lets a text through; a pattern that is no regular expression is taken literally."""
-        try:
-            return re.search(self.pattern, text, re.IGNORECASE) is not None
-        except re.error:
-            return self.pattern.lower() in text.lower()
-
-
 def strip(views: Sequence[RunView]) -> Text:
     """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes."""
     if not any(view.axes for view in views):
@@ -88,7 +53,7 @@ def strip(views: Sequence[RunView]) -> Text:
     text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
     for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
-            text.append("   " if index else "").append_text(_mark(index))
+            text.append("   " if index else "").append_text(run_mark(index))
         if view.axes is None:
             text.append("Waiting for data...", "dim")
         elif not items:
@@ -100,28 +65,16 @@ def strip(views: Sequence[RunView]) -> Text:
     return text
 
 
-def _mark(index: int) -> Text:
-    """Return the mark by which a run is known among several, and a blank."""
-    mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-    return Text(f"{mark} ", colour)
-
-
-def _names_of(views: Sequence[RunView]) -> list[str]:
-    """Return the names of runs; where two are equal, what they were opened by."""
-    names = [view.name for view in views]
-    return [view.source if names.count(view.name) > 1 else view.name for view in views]
-
-
 def header(views: Sequence[RunView], width: int, now: float | None = None) -> list[Line]:
     """Return who runs, how far and how fast: two lines for one run, one line for each of several."""
     if len(views) == 1:
         return [*_single_header(views[0], width, now)]
     lines = []
-    for index, (view, name) in enumerate(zip(views, _names_of(views), strict=True)):
+    for index, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
         progress = view.progress(now)
-        left = Text.assemble(_mark(index), (name, "bold"), f"  update {progress.update:,}")
+        left = Text.assemble(run_mark(index), (name, "bold"), f"  update {progress.update:,}")
         left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
-        lines.append(Line(_justified(left, _state(view, now), width)))
+        lines.append(Line(justified(left, _state(view, now), width)))
     return lines
 
 
@@ -129,7 +82,7 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
     progress = view.progress(now)
     facts = [str(view.info.facts.get("env") or ""), view.trainer]
     left = Text.assemble((view.name, "bold"), ("  " + " · ".join(filter(None, facts)), "dim"))
-    yield Line(_justified(left, _state(view, now), width))
+    yield Line(justified(left, _state(view, now), width))
     steps = f"update {progress.update:,}  step {progress.env_step:,}"
     steps += f" of {progress.total_steps:,}" if progress.total_steps else ""
     second = Text(steps)
@@ -145,7 +98,7 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
         shares = " ".join(f"{name[:3]} {share:.0%}" for name, share in progress.time_split.items())
         if len(second) + len(rate) + len(shares) + 5 <= width:
             rate.append(f"  {shares}", "dim")
-    yield Line(_justified(second, rate, width))
+    yield Line(justified(second, rate, width))
 
 
 def _state(view: RunView, now: float | None) -> Text:
@@ -157,15 +110,6 @@ def _state(view: RunView, now: float | None) -> Text:
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
     return Text.assemble((mark, style), (age, "dim"))
-
-
-def _justified(left: Text, right: Text, width: int) -> Text:
-    left = left.copy()
-    space = width - left.cell_len - right.cell_len
-    if space < 1:
-        left.truncate(max(1, width - right.cell_len - 1), overflow="ellipsis")
-        space = width - left.cell_len - right.cell_len
-    return left.append(" " * max(1, space)).append_text(right)
 
 
 def _percent(fraction: float | None) -> str:
@@ -191,7 +135,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     first = views[0]
     if first.axes is None and not first.incidents:
         waiting = Text("There is no record yet.", "dim")
-        return [Line(waiting), *(Line(part) for part in _wrapped(first.source, width, "dim"))]
+        return [Line(waiting), *(Line(part) for part in wrapped(first.source, width, "dim"))]
     lines: list[Line] = []
     if not state.pattern:
         for index, view in enumerate(views):
@@ -199,7 +143,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     lines += _section("Pinned", (line for key in state.pinned for line in _chart_lines(views, key, state, width)))
     if state.pattern:
         keys = list(dict.fromkeys(key for view in views for key in view.keys))
-        matching = [key for key in keys if state.matches(key) or state.matches(_name(views, key))]
+        matching = [key for key in keys if state.matches(key) or state.matches(metric_name(views, key))]
         shown = [line for key in matching[:MAX_MATCHES] for line in _chart_lines(views, key, state, width, by_key=True)]
         more = f", the first {MAX_MATCHES} of which are shown" if len(matching) > MAX_MATCHES else ""
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
@@ -222,21 +166,10 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     outcome = view.outcome
     style = "bold red" if outcome.kind in BAD else "green" if outcome.kind in GOOD else ""
     text = outcome.text[:1].upper() + outcome.text[1:]
-    for part in _wrapped(text, width - 2, style):
+    for part in wrapped(text, width - 2, style):
         if index is not None:
-            part = _mark(index).append_text(part)
+            part = run_mark(index).append_text(part)
         yield Line(part)
-
-
-def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
-    """Return a sentence in lines of that width."""
-    lines: list[str] = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > max(20, width):
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return [Text(line, style) for line in lines]
 
 
 def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
@@ -248,11 +181,6 @@ def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     return [(question, list(keys)) for question, keys in questions.items()]
 
 
-def _name(views: Sequence[RunView], key: str) -> str:
-    info = next((info for view in views if (info := view.info.describe(key))), None)
-    return info.name if info and info.name else key
-
-
 def _chart_lines(
     views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False
 ) -> Iterator[Line]:
@@ -260,9 +188,9 @@ def _chart_lines(
     charts = [view.chart(key) if key in view.last else None for view in views]
     if not any(charts):
         return
-    name = key if by_key else _name(views, key)
+    name = key if by_key else metric_name(views, key)
     name_width = min(NAME_COLUMNS, max(18, width * 2 // 5)) if len(views) == 1 else max(18, width // 4)
-    label = Text(_cut(name, name_width - 1).ljust(name_width))
+    label = Text(cut(name, name_width - 1).ljust(name_width))
     if len(views) == 1 and charts[0] is not None:
         yield Line(_single(charts[0].lines[0], label, state, width), f"key:{key}")
         return
@@ -272,7 +200,7 @@ def _chart_lines(
         value = None if chart is None else value_at(view.series(key), state.cursor)
         text = "─" if value is None else compact(value)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        label.append_text(_mark(index))
+        label.append_text(run_mark(index))
         label.append(text.rjust(8), judged or ("dim" if value is None else ""))
         columns = room - 12
         bars = "" if chart is None else sparkline(view.series(key), columns, log=state.log)
@@ -293,62 +221,6 @@ def _single(line: LineView, label: Text, state: WatchState, width: int) -> Text:
     return label.append(f" {healthy}", "dim")
 
 
-def range_text(low: float | None, high: float | None) -> str:
-    """Return `0.002 to 0.02`, `> 0.3` or `< 0.2`."""
-    if low is None or high is None:
-        return f"< {compact(high)}" if high is not None else f"> {compact(low)}" if low is not None else ""
-    return f"{compact(low)} to {compact(high)}"
-
-
-def compact(value: float) -> str:
-    """Return a number in at most eight characters."""
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def value_at(series: Series, env_step: int | None) -> float | None:
-    """Return the value at that many environment steps or the last one before; the latest for None."""
-    place = len(series.values) if env_step is None else bisect_right(series.env_steps, env_step)
-    return series.values[place - 1] if place else None
-
-
-def resampled(series: Series, columns: int, ends: tuple[int, int] | None = None) -> list[float | None]:
-    """Return the mean of the values in each of equally wide parts of the run; None where there is none."""
-    if not series.values or columns < 1:
-        return []
-    first, last = ends or (series.env_steps[0], series.env_steps[-1])
-    parts: list[list[float]] = [[] for _ in range(columns)]
-    for step, value in zip(series.env_steps, series.values, strict=True):
-        if first <= step <= last:
-            parts[min(columns - 1, int((step - first) / max(1, last - first) * columns))].append(value)
-    return [sum(part) / len(part) if part else None for part in parts]
-
-
-def sparkline(series: Series, columns: int, *, log: bool = False) -> str:
-    """Return the course of the values in one line; of a run with few updates one column for each."""
-    values = resampled(series, min(columns, len(series.values)))
-    values = [value for value in values if value is not None]
-    return bars(values, log=log)
-
-
-def bars(values: Sequence[float | None], *, log: bool = False) -> str:
-    """Return one bar per value, a blank where there is none; the middle one where all are equal."""
-    present = [value for value in values if value is not None]
-    scale = math.log10 if log and present and min(present) > 0 else float
-    heights = [None if value is None else scale(value) for value in values]
-    low, high = (pick(map(scale, present), default=0.0) for pick in (min, max))
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        return "".join(" " if height is None else BARS[3] for height in heights)
-    return "".join(
-        " " if height is None else BARS[min(7, int((height - low) / (high - low) * 8))] for height in heights
-    )
-
-
 def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
     lines: list[Line] = []
     for index, view in enumerate(views):
@@ -364,15 +236,15 @@ def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
 def _incident(incident: IncidentView, width: int, index: int, *, marked: bool) -> Iterator[Line]:
     style = ALARM_STYLES[incident.level] if incident.until is None else "dim"
     state = "still on" if incident.until is None else f"over at {incident.until:,}"
-    head = _mark(index) if marked else Text()
+    head = run_mark(index) if marked else Text()
     head.append(f"{incident.cause}", style)
     head.append(f"  since update {incident.since:,}, {state}", "dim")
     yield Line(head, f"incident:{index}:{incident.number}")
     if incident.until is None and not marked:
-        yield from (Line(Text("  ").append_text(part)) for part in _wrapped(incident.text, width - 2))
+        yield from (Line(Text("  ").append_text(part)) for part in wrapped(incident.text, width - 2))
         if incident.advice:
             yield from (
-                Line(Text("  ").append_text(part)) for part in _wrapped(f"Try: {incident.advice}", width - 2, "green")
+                Line(Text("  ").append_text(part)) for part in wrapped(f"Try: {incident.advice}", width - 2, "green")
             )
 
 
@@ -405,25 +277,25 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     if incident is None:
         return [Line(Text("This incident is no longer there.", "dim"))]
     lines = [Line(Text(f"Incident {number}: {incident.cause}", ALARM_STYLES[incident.level])), Line(Text())]
-    lines += [Line(part) for part in _wrapped(incident.text, width)]
+    lines += [Line(part) for part in wrapped(incident.text, width)]
     if incident.advice:
-        lines += [Line(Text()), *(Line(part) for part in _wrapped(f"Try: {incident.advice}", width, "green"))]
+        lines += [Line(Text()), *(Line(part) for part in wrapped(f"Try: {incident.advice}", width, "green"))]
     ends = [f"{kind} ({'still on' if end is None else f'over at {end:,}'})" for kind, end in incident.ends.items()]
     lines += [
         Line(Text()),
-        *(Line(part) for part in _wrapped("Alarms: " + ", ".join(ends), width, "dim")),
+        *(Line(part) for part in wrapped("Alarms: " + ", ".join(ends), width, "dim")),
         Line(Text()),
     ]
     rows = []
     for row in incident.evidence:
-        text = Text(_cut(row.key, 40).ljust(41))
-        text.append(_cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
+        text = Text(cut(row.key, 40).ljust(41))
+        text.append(cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
         text.append(f"  usually {row.usual}" if row.usual else "", "dim")
         rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
     for name, items in incident.report.main.evidence.items():
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
             rows += [Line(Text()), Line(Text(name, "bold"))]
-            rows += [Line(part) for item in items[:MAX_EVENTS] for part in _wrapped(_plain_words(item), width)]
+            rows += [Line(part) for item in items[:MAX_EVENTS] for part in wrapped(_plain_words(item), width)]
     return [*lines, *_section("Evidence", rows)]
 
 
@@ -431,96 +303,6 @@ def _plain_words(item: Mapping[str, object]) -> str:
     """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
     plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
     return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
-
-
-class Canvas:
-    """Characters by row and column, with a style each.
-
-    Args:
-        columns, rows: its size.
-    """
-
-    def __init__(self, columns: int, rows: int) -> None:
-        self._cells = [[(" ", "")] * columns for _ in range(rows)]
-
-    def put(self, column: int, row: int, character: str, style: str) -> None:
-        """Draw one character; what lies outside is left out."""
-        if 0 <= row < len(self._cells) and 0 <= column < len(self._cells[row]):
-            self._cells[row][column] = (character, style)
-
-    def lines(self) -> list[Text]:
-        """Return the rows from top to bottom."""
-        return [Text.assemble(*row) for row in self._cells]
-
-
-def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int, height: int) -> list[Line]:
-    """Return a chart of one metric over environment steps, all runs on the same axes, with its description and healthy range."""
-    charts = [(index, view, chart) for index, view in enumerate(views) if (chart := view.chart(key)) is not None]
-    if not charts:
-        return [Line(Text(f"No run has {key}.", "dim"))]
-    chart = charts[0][2]
-    line, info = chart.lines[0], chart.info
-    title = Text.assemble(
-        (_name(views, key), "bold"), (f"  {key}" + (f"  [{chart.unit}]" if chart.unit else ""), "dim")
-    )
-    lines = [Line(title)]
-    if info and info.question:
-        lines += [Line(part) for part in _wrapped(info.question, width, "dim")]
-    for index, view, _ in charts:
-        value = value_at(view.series(key), state.cursor)
-        words = f"{_names_of(views)[index]}  {'─' if value is None else number_text(value)}"
-        lines.append(Line(_mark(index).append(words)))
-    where = "latest value" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
-    healthy = (
-        ""
-        if line.healthy is None
-        else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
-    )
-    lines += [Line(part) for part in _wrapped(f"{where}{healthy}", width, "dim")]
-    if info and info.action and line.judgement:
-        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
-    lines += plot(
-        [(index, view.series(key)) for index, view, _ in charts], state, line, width, max(4, height - len(lines) - 3)
-    )
-    return lines
-
-
-def plot(series: Sequence[tuple[int, Series]], state: WatchState, line: LineView, width: int, rows: int) -> list[Line]:
-    """Return the values of some runs as rows of marks, with the axis on the left, the healthy range as dots, and the cursor."""
-    values = [value for _, one in series for value in one.values]
-    steps = [step for _, one in series for step in one.env_steps]
-    if not values:
-        return []
-    log = state.log and min(values) > 0
-    scale = math.log10 if log else float
-    low, high = scale(min(values)), scale(max(values))
-    low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
-    columns, ends = max(8, width - 11), (min(steps), max(steps))
-    canvas = Canvas(columns, rows)
-
-    def row_of(value: float) -> int:
-        return rows - 1 - round((scale(value) - low) / (high - low) * (rows - 1))
-
-    for limit in () if line.healthy is None else (line.healthy.low, line.healthy.high):
-        if limit is not None and (not log or limit > 0) and low <= scale(limit) <= high:
-            for column in range(columns):
-                canvas.put(column, row_of(limit), "·", "green")
-    if state.cursor is not None:
-        at = int((state.cursor - ends[0]) / max(1, ends[1] - ends[0]) * (columns - 1))
-        for row in range(rows):
-            canvas.put(at, row, "│", "dim")
-    for index, one in series:
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-        for column, value in enumerate(resampled(one, columns, ends)):
-            if value is not None:
-                canvas.put(column, row_of(value), mark, colour)
-    lines = []
-    for row, text in enumerate(canvas.lines()):
-        height = high - (high - low) * row / max(1, rows - 1)
-        tick = compact(10**height if log else height) if row in (0, rows // 2, rows - 1) else ""
-        lines.append(Line(Text.assemble((tick.rjust(9), "dim"), ("┤" if tick else "│", "dim"), text)))
-    axis = _justified(Text(f"{'log' if log else '':>9} {ends[0]:,}", "dim"), Text(f"{ends[1]:,}", "dim"), width)
-    return [*lines, Line(axis)]
 
 
 def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
