@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -35,9 +36,11 @@ from esper_telemetry.views.watch.pages import (
 )
 
 REFRESH_SECONDS: Final = 0.25
-READ_SECONDS, CATCH_UP_SECONDS = 0.1, 0.5
-"""Time of a refresh that is spent on reading, and until the end of a long journal is reached: it is shown as it is read."""
+READ_SECONDS: Final = 0.1
+"""Time of a refresh that may be spent on reading."""
 READ_LINES: Final = 50
+SAMPLE_RECORDS: Final = 60
+"""Records over the run, and at its end, with which a long journal is shown until all of it is read."""
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
 SCROLL_COLUMNS: Final = 8
@@ -194,7 +197,9 @@ class WatchApp(App[None]):
         self._color = not os.environ.get("NO_COLOR")
         self._sources = list(sources)
         self._views: list[RunView | None] = [None] * len(sources)
-        self._wait = wait
+        self._files: dict[int, FileState] = {}  # as they were when they were read to their ends
+        self._whole: dict[int, RunView] = {}  # views of all records, by a thread for those that show a sample
+        self._one_thread = threading.Lock()
         for index in range(len(self._sources)):
             self._open_source(index, missing_ok=wait)
         self._state = WatchState()
@@ -202,20 +207,26 @@ class WatchApp(App[None]):
         self._page = Page(self._color)
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
         self._drawn_at = 0.0
-        self._files: dict[str, tuple[int, int]] = {}  # as they were when they were read to their ends
-        self._reading = True
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
         try:
-            is_address = ":" in source and not Path(source).is_dir()
-            if is_address or journal_path(source).suffix == PACKED_SUFFIX:  # to go on reading would unpack it again
+            if ":" in source and not Path(source).is_dir():
                 self._views[index] = open_view(source, max_points=POINTS)
-            else:
-                self._views[index] = RunView(run_info(source), source, max_points=POINTS)
+                return
+            view = self._views[index] = RunView(run_info(source), source, max_points=POINTS)
+            view.read_sample(SAMPLE_RECORDS)
         except (FileNotFoundError, ValueError):
             if not missing_ok:
                 raise
+        else:
+            if view.sampled:
+                threading.Thread(target=self._read_whole, args=(index,), daemon=True).start()
+
+    def _read_whole(self, index: int) -> None:
+        """Read all records of a run, beside the screen."""
+        with self._one_thread, suppress(OSError, ValueError):
+            self._whole[index] = open_view(self._sources[index], max_points=POINTS)
 
     @property
     def views(self) -> list[RunView]:
@@ -239,24 +250,37 @@ class WatchApp(App[None]):
 
     def tick(self) -> None:
         """Read what was appended, for a bounded time; draw where something is new, or the age of the last record is."""
-        for index, view in enumerate(self._views):
+        deadline, count = time.monotonic() + READ_SECONDS, 0
+        for index in range(len(self._sources)):
+            if index in self._whole:
+                self._views[index] = self._whole.pop(index)
+                self._files.pop(index, None)
+                count += 1
+            view = self._views[index]
             if view is None:
                 self._open_source(index, missing_ok=True)
-        deadline, count = time.monotonic() + (CATCH_UP_SECONDS if self._reading else READ_SECONDS), 0
-        for view in self.views:
-            with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
-                state = _file_state(view)
-                if state is None or self._files.get(view.source) == state:
-                    continue
-                while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
-                    count += read
-                if time.monotonic() < deadline:
-                    self._files[view.source] = state
+            else:
+                count += self._read_on(index, view, deadline)
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        caught_up = self._reading and now < deadline
-        if now - self._drawn_at >= (pause if count else 1.0) or caught_up:
+        if now - self._drawn_at >= (pause if count else 1.0):
             self.draw()
-        self._reading = self._reading and not caught_up
+
+    def _read_on(self, index: int, view: RunView, deadline: float) -> int:
+        """Return the number of entries that were read; a journal that another run has replaced is read from its start."""
+        count, before = 0, self._files.get(index)
+        with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
+            state = _file_state(view)
+            if state is None or state == before:
+                return 0
+            if before is not None and (state.inode != before.inode or state.size < before.size):
+                self._files.pop(index)
+                self._open_source(index, missing_ok=True)
+                return 1
+            while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
+                count += read
+            if time.monotonic() < deadline:
+                self._files[index] = state
+        return count
 
     def draw(self) -> None:
         """Show the present page."""
@@ -427,13 +451,21 @@ class WatchApp(App[None]):
         self._page.refresh()
 
 
-def _file_state(view: RunView) -> tuple[int, int] | None:
-    """Return size and time of a run's journal; None where there is nothing to read on."""
+class FileState(NamedTuple):
+    """A journal's file: another inode is another run."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+def _file_state(view: RunView) -> FileState | None:
+    """Return the state of a run's journal; None where there is nothing to read on: to read on a compressed one would unpack it again."""
     path = None if view.run_dir is None else journal_path(view.run_dir)
     if path is None or path.suffix == PACKED_SUFFIX:
         return None
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def rendered(renderable: RenderableType, width: int) -> list[Line]:

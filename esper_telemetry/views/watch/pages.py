@@ -103,13 +103,14 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
 
 def _state(view: RunView, now: float | None) -> Text:
     """Return how the run ended, or the age of its last record."""
+    reading = ("reading all updates  " if view.sampled else "", "dim")
     if view.ended:
         status = str(view.status or "imported")
-        return Text(status, "green" if status in ("finished", "imported") else "bold red")
+        return Text.assemble(reading, (status, "green" if status in ("finished", "imported") else "bold red"))
     progress = view.progress(now)
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
-    return Text.assemble((mark, style), (age, "dim"))
+    return Text.assemble(reading, (mark, style), (age, "dim"))
 
 
 def _percent(fraction: float | None) -> str:
