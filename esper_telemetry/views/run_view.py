@@ -17,11 +17,12 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
 from esper_telemetry.alarms.metric_entries import metric_entries
@@ -49,8 +50,18 @@ from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.sinks.values import flattened
 from esper_telemetry.views.equations import EquationRow, equation_rows
-from esper_telemetry.views.panels import ChartDeclaration, StripItem, TableView, view_declarations
+from esper_telemetry.views.panels import (
+    ChartDeclaration,
+    PanelDeclaration,
+    StripItem,
+    TableView,
+    ViewDeclaration,
+    view_declarations,
+)
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 CHUNK_LINES: Final = 50
 """Decoded at a time: 500 took 26 MB more at 12,400 updates of 428 keys."""
@@ -76,6 +87,7 @@ TIME_PARTS: Final = {
     "update": "perf/update_ms",
 }
 Staleness = Literal["ok", "warn", "bad", "ended"]
+T = TypeVar("T")
 
 
 class LineView(NamedTuple):
@@ -304,6 +316,7 @@ class RunView:
         self._judge = RunJudge(info.facts, thresholds) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
+        self._problems: dict[ViewDeclaration, str] = {}
         self._offset = 0
 
     @property
@@ -549,19 +562,26 @@ class RunView:
         buffer = self._buffers.get(key)
         return buffer.series if buffer else Series()
 
+    @property
+    def first_step(self) -> int:
+        """Environment steps at the first record; 0 before it."""
+        return next(iter(self._positions.series.env_steps), 0)
+
     def step_of(self, update: int) -> int:
         """Return the environment steps at an update, or at the next one whose position is kept; 0 before the first record."""
         updates, steps, _ = self._positions.series
         return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)] if updates else 0
 
     def panels(self) -> list[PanelView]:
-        """Return the panels of all installed declarations that have a value, by place."""
-        panels = []
-        for declared in view_declarations().panels:
-            charts = tuple(filter(None, map(self._chart, declared.charts)))
-            if charts:
-                panels.append(PanelView(declared.name, declared.question, charts))
-        return panels
+        """Return the panels of all installed declarations that have a value, by place; one that raises is among `problems`."""
+        panels = [
+            self._of_plugin(declared, partial(RunView._panel, declared=declared))
+            for declared in view_declarations().panels
+        ]
+        return [panel for panel in panels if panel is not None and panel.charts]
+
+    def _panel(self, declared: PanelDeclaration) -> PanelView:
+        return PanelView(declared.name, declared.question, tuple(filter(None, map(self._chart, declared.charts))))
 
     def chart(self, *keys: str, log: bool = False) -> ChartView | None:
         """Return a chart of keys or templates; None where none of them has a value."""
@@ -613,12 +633,38 @@ class RunView:
         return LineView(key, label, series, value, judgement, healthy, since)
 
     def tables(self) -> list[TableView]:
-        """Return the tables of all installed declarations that the run has, by place."""
-        return [table for declared in view_declarations().tables if (table := declared.table(self)) is not None]
+        """Return the tables of all installed declarations that the run has, by place; one that raises is among `problems`."""
+        tables = [self._of_plugin(declared, declared.checked_table) for declared in view_declarations().tables]
+        return [table for table in tables if table is not None]
 
     def strip(self) -> list[StripItem]:
-        """Return the parts of the anomaly strip; none where nothing is wrong."""
-        return [item for declared in view_declarations().strip if (item := declared.item(self)) is not None]
+        """Return the parts of the anomaly strip; none where nothing is wrong; one that raises is among `problems`."""
+        items = [self._of_plugin(declared, declared.checked_item) for declared in view_declarations().strip]
+        return [item for item in items if item is not None]
+
+    def detail(self, table: str, row: int) -> RenderableType:
+        """Return what a table shows of one of its rows: a sentence where that is nothing."""
+        declared = next((one for one in view_declarations().tables if one.name == table), None)
+        show = declared.detail if declared else None
+        if declared is None or show is None:
+            return "There is nothing more about this row."
+        detail = self._of_plugin(declared, lambda view: show(view, row))
+        return self._problems.get(declared, "") if detail is None else detail
+
+    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
+        """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""
+        self._problems.pop(declared, None)
+        try:
+            return make(self)
+        except Exception as error:  # a plugin's own code
+            kind = type(declared).__name__.removesuffix("Declaration").lower()
+            self._problems[declared] = f"The {kind} {declared.name!r} cannot be shown: {type(error).__name__}: {error}"
+            return None
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences on plugins whose views cannot be used, and on parts that raised when they were last made."""
+        return [*view_declarations().problems, *self._problems.values()]
 
     def progress(self, now: float | None = None) -> RunProgress:
         """Return position and speed; `now` is in seconds since the epoch, by default the present."""

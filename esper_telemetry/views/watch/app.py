@@ -19,14 +19,14 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.views.panels import TableView, view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
-from esper_telemetry.views.watch.charts import Line, WatchState, chart_page
+from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
 from esper_telemetry.views.watch.pages import (
+    footer,
     header,
     help_page,
     incident_page,
@@ -168,7 +168,8 @@ class WatchApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
-    Input { dock: bottom; height: 1; border: none; padding: 0; background: ansi_default; color: ansi_default; display: none; }
+    #footer { height: 1; background: ansi_default; color: ansi_default; }
+    Input { height: 1; border: none; padding: 0; background: ansi_default; color: ansi_default; display: none; }
     Input.shown { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -205,6 +206,7 @@ class WatchApp(App[None]):
         self._state = WatchState()
         self._pages: list[tuple[str, str]] = [("overview", "")]
         self._page = Page(self._color)
+        self._footer, self._keys = Static(id="footer"), Text()
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
         self._drawn_at = 0.0
 
@@ -234,8 +236,9 @@ class WatchApp(App[None]):
         return [view for view in self._views if view is not None]
 
     def compose(self) -> ComposeResult:
-        """Lay out the page above the input of the filter."""
+        """Lay out the page above its keys and the input of the filter."""
         yield self._page
+        yield self._footer
         yield self._input
 
     def on_mount(self) -> None:
@@ -287,50 +290,52 @@ class WatchApp(App[None]):
         self._drawn_at = time.monotonic()
         width, views = max(20, self.size.width), self.views
         kind, argument = self._pages[-1]
-        top = [Line(strip(views)), *(header(views, width) if views else [])]
-        if kind != "overview" or self._state.pattern or self._state.cursor is not None:
-            top.append(Line(self._status(kind)))
+        top = [Line(strip(views, width)), *(header(views, width) if views else [])]
+        keys = footer(kind, width)
+        if self._keys != keys:
+            self._keys = keys
+            self._footer.update(keys)
+        if status := self._status(kind):
+            top.append(Line(Text(status, "dim")))
         if kind == "help":
-            self._page.show([Line(strip(views))], help_page())
+            self._page.show(top[:1], help_page(width))
         elif not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
             self._page.show(top, lines)
         elif kind == "chart":
-            room = max(8, self.size.height - len(top))
+            room = max(8, self._page.size.height - len(top))
             self._page.show(top, chart_page(views, argument, self._state, width, room))
         elif kind == "incident":
             index, number = map(int, argument.split(":"))
             self._page.show(top, incident_page(views[index], number, width))
         elif kind == "table":
-            table = self._table(argument)
+            index, name = argument.split(":", 1)
+            table = next((table for table in views[int(index)].tables() if table.name == name), None)
             head, lines = table_page(table, self._state) if table else (Line(Text()), [])
+            title = f"{run_names(views)[int(index)]}: " if len(views) > 1 else ""
+            top.append(Line(Text(f"{title}{table.title if table else name}", "bold underline")))
             self._page.frozen = head.text.plain.find(table.columns[1]) if table and len(table.columns) > 1 else 0
             self._page.show([*top, head], lines)
         elif kind == "row":
-            name, row = argument.rsplit(":", 1)
-            self._page.show(top, self._row_page(name, int(row), width))
+            index, rest = argument.split(":", 1)
+            name, row = rest.rsplit(":", 1)
+            detail = views[int(index)].detail(name, int(row))
+            try:
+                lines = rendered(detail, width)
+            except Exception as error:  # a plugin's own code
+                lines = [Line(part) for part in wrapped(f"This row cannot be shown: {error}", width, "yellow")]
+            self._page.show(top, lines)
         else:
             self._page.show(top, overview(views, self._state, width))
 
-    def _status(self, kind: str) -> Text:
-        parts = ["Esc back"] if kind != "overview" else []
-        parts += [f"filter '{self._state.pattern}'"] if self._state.pattern else []
-        parts += ["log axis"] if self._state.log else []
-        if self._state.cursor is not None:
+    def _status(self, kind: str) -> str:
+        """Return the choices of the reader that the page depends on."""
+        parts = [f"filter '{self._state.pattern}'"] if self._state.pattern and kind in ("overview", "table") else []
+        if kind in ("overview", "chart"):
+            parts += ["log axis"] if self._state.log else []
+        if kind in ("overview", "chart") and self._state.cursor is not None:
             parts.append(f"values at {self._state.cursor:,} {self.views[0].x_label if self.views else ''} (c: latest)")
-        return Text("  ".join([*parts, "? help"]), "dim")
-
-    def _table(self, name: str) -> TableView | None:
-        tables = (table for view in self.views for table in view.tables())
-        return next((table for table in tables if table.name == name), None)
-
-    def _row_page(self, name: str, row: int, width: int) -> list[Line]:
-        """Return the lines of what a declaration shows of a row."""
-        declared = next((one for one in view_declarations().tables if one.name == name), None)
-        view = next((view for view in self.views if declared is not None and declared.table(view) is not None), None)
-        if view is None or declared is None or declared.detail is None:
-            return [Line(Text("There is nothing more about this row.", "dim"))]
-        return rendered(declared.detail(view, row), width)
+        return "  ".join(parts)
 
     def action_move(self, count: int) -> None:
         """Move the cursor."""
@@ -383,14 +388,14 @@ class WatchApp(App[None]):
 
     def action_next_table(self) -> None:
         """Turn to the next table, and from the last one to the overview."""
-        names = list(dict.fromkeys(table.name for view in self.views for table in view.tables()))
+        names = [f"{index}:{table.name}" for index, view in enumerate(self.views) for table in view.tables()]
         kind, argument = self._pages[-1]
         place = names.index(argument) + 1 if kind == "table" and argument in names else 0
         self._pages = [("overview", "")]
         if place < len(names):
             self._pages.append(("table", names[place]))
         elif not names:
-            self.notify("This run has no table of environments.")
+            self.notify("The run has no table of environments.")
         self._state.pattern = ""
         self._changed_page()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from rich.text import Text
 
-from esper_telemetry.views.run_view import LineView, RunView, number_text
+from esper_telemetry.core.record import template_of
+from esper_telemetry.views.panels import view_declarations
+from esper_telemetry.views.run_view import LineView, RunView
 from esper_telemetry.views.series import Series
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -24,6 +26,8 @@ RUN_MARKS: Final = (
     ("×", "red"),
 )
 """Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
+SHORT_UNITS: Final = frozenset({"nats", "steps", "ms", "s", "MiB", "σ", "σ_R", "cores"})
+"""Units that stand behind a number; the page of the metric names all."""
 LEVEL_STYLES: Final = {"": "", "outside": "yellow", "warn": "yellow", "critical": "bold red"}
 
 
@@ -75,10 +79,31 @@ def run_names(views: Sequence[RunView]) -> list[str]:
     return [view.source if names.count(view.name) > 1 else view.name for view in views]
 
 
-def metric_name(views: Sequence[RunView], key: str) -> str:
-    """Return the name of a metric as its description has it; the key where no run describes it."""
-    info = next((info for view in views if (info := view.info.describe(key))), None)
-    return info.name if info and info.name else key
+def metric_name(views: Sequence[RunView], key: str, *, short: bool = False) -> str:
+    """Return the name of a metric as its description has it; the key where no run describes it.
+
+    A key of a template says which one it is: `mean of a gate (forget)`.
+
+    Args:
+        views: runs that may describe it.
+        key: of the metric.
+        short: take the declared label of the chart that the key leads, where there is one.
+    """
+    info, template = next(
+        ((one, template_of(key, view.info.metrics)) for view in views if (one := view.info.describe(key))), (None, key)
+    )
+    charts = (chart for panel in view_declarations().panels for chart in panel.charts) if short else ()
+    label = next((chart.label for chart in charts if chart.label and chart.keys[0] in (key, template)), "")
+    name = label or (info.name if info and info.name else key)
+    places = (
+        own for declared, own in zip(template.split("/"), key.split("/"), strict=False) if declared.startswith("{")
+    )
+    return " ".join([name, *(f"({place})" for place in places)]) if name != key else key
+
+
+def with_unit(value: float | None, unit: str) -> str:
+    """Return a number in eight characters or fewer, with its unit where that is short; a dash for None."""
+    return "─" if value is None else f"{compact(value)} {unit}" if unit in SHORT_UNITS else compact(value)
 
 
 def justified(left: Text, right: Text, width: int) -> Text:
@@ -103,8 +128,9 @@ def wrapped(text: str, width: int, style: str = "") -> list[Text]:
 
 
 def cut(text: str, width: int) -> str:
-    """Return the text in at most that many characters, with an ellipsis where some are left out."""
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """Return the text in at most that many characters, cut between words where it has some, with an ellipsis."""
+    head = text[: max(0, width - 1)]
+    return text if len(text) <= width else (head.rpartition(" ")[0] or head) + "…"
 
 
 def range_text(low: float | None, high: float | None) -> str:
@@ -127,29 +153,28 @@ def value_at(series: Series, env_step: int | None) -> float | None:
     return series.values[place - 1] if place else None
 
 
-def resampled(series: Series, columns: int, ends: tuple[int, int] | None = None) -> list[float | None]:
-    """Return the mean of the values in each of equally wide parts of the run; None where there is none."""
-    if not series.values or columns < 1:
-        return []
-    first, last = ends or (series.env_steps[0], series.env_steps[-1])
+def in_columns(series: Series, columns: int, ends: tuple[int, int]) -> list[list[float]]:
+    """Return the values in each of equally wide parts between two numbers of environment steps."""
+    first, last = ends
     parts: list[list[float]] = [[] for _ in range(columns)]
     for step, value in zip(series.env_steps, series.values, strict=True):
         if first <= step <= last:
             parts[min(columns - 1, int((step - first) / max(1, last - first) * columns))].append(value)
-    return [sum(part) / len(part) if part else None for part in parts]
+    return parts
 
 
-def sparkline(series: Series, columns: int, *, log: bool = False) -> str:
-    """Return the course of the values in one line; of a run with few updates one column for each."""
-    values = resampled(series, min(columns, len(series.values)))
-    values = [value for value in values if value is not None]
-    return bars(values, log=log)
+def sparkline(series: Series, columns: int, ends: tuple[int, int], *, log: bool = False) -> str:
+    """Return the course of the values in one line, from the first to the last step of the run; between two values the earlier one holds."""
+    held: list[float | None] = []
+    for part in in_columns(series, columns, ends):
+        held.append(sum(part) / len(part) if part else held[-1] if held else None)
+    return bars(held, log=log)
 
 
 def bars(values: Sequence[float | None], *, log: bool = False) -> str:
     """Return one bar per value, a blank where there is none; the middle one where all are equal."""
     present = [value for value in values if value is not None]
-    scale = math.log10 if log and present and min(present) > 0 else float
+    scale = scaling(present, log=log)
     heights = [None if value is None else scale(value) for value in values]
     low, high = (pick(map(scale, present), default=0.0) for pick in (min, max))
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
@@ -157,6 +182,14 @@ def bars(values: Sequence[float | None], *, log: bool = False) -> str:
     return "".join(
         " " if height is None else BARS[min(7, int((height - low) / (high - low) * 8))] for height in heights
     )
+
+
+def scaling(values: Sequence[float], *, log: bool) -> Callable[[float], float]:
+    """Return the scale of an axis: the logarithm where no value is negative, with zeros at the smallest positive one, else the value."""
+    positive = min((value for value in values if value > 0), default=0.0)
+    if not (log and positive and min(values) >= 0):
+        return float
+    return lambda value: math.log10(max(value, positive))
 
 
 class Canvas:
@@ -186,46 +219,51 @@ def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int
         return [Line(Text(f"No run has {key}.", "dim"))]
     chart = charts[0][2]
     line, info = chart.lines[0], chart.info
-    title = Text.assemble(
-        (metric_name(views, key), "bold"), (f"  {key}" + (f"  [{chart.unit}]" if chart.unit else ""), "dim")
-    )
-    lines = [Line(title)]
+    title = f"{metric_name(views, key)}  {key}" + (f"  [{chart.unit}]" if chart.unit else "")
+    lines = [Line(part) for part in wrapped(title, width, "bold")]
     if info and info.question:
         lines += [Line(part) for part in wrapped(info.question, width, "dim")]
+    when = "latest" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
     for index, view, _ in charts:
-        value = value_at(view.series(key), state.cursor)
-        words = f"{run_names(views)[index]}  {'─' if value is None else number_text(value)}"
-        lines.append(Line(run_mark(index).append(words)))
-    where = "latest value" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
-    healthy = (
-        ""
-        if line.healthy is None
-        else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
-    )
-    lines += [Line(part) for part in wrapped(f"{where}{healthy}", width, "dim")]
-    if info and info.action and line.judgement:
+        value = Text(f"  {with_unit(value_at(view.series(key), state.cursor), chart.unit)}  {when}")
+        name = cut(run_names(views)[index], max(1, width - value.cell_len - 2))
+        lines.append(Line(run_mark(index).append(name).append_text(value)))
+    if line.healthy is not None:
+        healthy = f"Healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
+        lines += [Line(part) for part in wrapped(healthy, width, "green")]
+    if info and info.action and line.judgement in ("warn", "critical"):
         lines += [Line(part) for part in wrapped(f"Try: {info.action}", width, "green")]
     lines += plot(
-        [(index, view.series(key)) for index, view, _ in charts], state, line, width, max(4, height - len(lines) - 3)
+        [(index, view.series(key)) for index, view, _ in charts],
+        state,
+        line,
+        views[0].x_label,
+        width,
+        max(4, height - len(lines) - 1),
     )
     return lines
 
 
-def plot(series: Sequence[tuple[int, Series]], state: WatchState, line: LineView, width: int, rows: int) -> list[Line]:
-    """Return the values of some runs as rows of marks, with the axis on the left, the healthy range as dots, and the cursor."""
+def plot(
+    series: Sequence[tuple[int, Series]], state: WatchState, line: LineView, x_label: str, width: int, rows: int
+) -> list[Line]:
+    """Return the values of some runs as rows of marks, with both axes, the healthy range as dots, and the cursor.
+
+    A column that stands for several updates shows their mean, smallest and largest value.
+    """
     values = [value for _, one in series for value in one.values]
     steps = [step for _, one in series for step in one.env_steps]
     if not values:
         return []
-    log = state.log and min(values) > 0
-    scale = math.log10 if log else float
+    scale = scaling(values, log=state.log)
+    log = scale is not float
     low, high = scale(min(values)), scale(max(values))
     low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
     columns, ends = max(8, width - 11), (min(steps), max(steps))
-    canvas = Canvas(columns, rows)
+    canvas = Canvas(columns, rows - 1)
 
     def row_of(value: float) -> int:
-        return rows - 1 - round((scale(value) - low) / (high - low) * (rows - 1))
+        return rows - 2 - round((scale(value) - low) / (high - low) * (rows - 2))
 
     for limit in () if line.healthy is None else (line.healthy.low, line.healthy.high):
         if limit is not None and (not log or limit > 0) and low <= scale(limit) <= high:
@@ -237,13 +275,14 @@ def plot(series: Sequence[tuple[int, Series]], state: WatchState, line: LineView
             canvas.put(at, row, "│", "dim")
     for index, one in series:
         mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-        for column, value in enumerate(resampled(one, columns, ends)):
-            if value is not None:
+        for column, part in enumerate(in_columns(one, columns, ends)):
+            for value in (min(part), max(part), sum(part) / len(part)) if part else ():
                 canvas.put(column, row_of(value), mark, colour)
     lines = []
     for row, text in enumerate(canvas.lines()):
-        height = high - (high - low) * row / max(1, rows - 1)
-        tick = compact(10**height if log else height) if row in (0, rows // 2, rows - 1) else ""
+        height = high - (high - low) * row / max(1, rows - 2)
+        tick = compact(10**height if log else height) if row in (0, (rows - 1) // 2, rows - 2) else ""
         lines.append(Line(Text.assemble((tick.rjust(9), "dim"), ("┤" if tick else "│", "dim"), text)))
-    axis = justified(Text(f"{'log' if log else '':>9} {ends[0]:,}", "dim"), Text(f"{ends[1]:,}", "dim"), width)
-    return [*lines, Line(axis)]
+    first, last = f"{'log' if log else '':>9} {ends[0]:,}", f" {ends[1]:,}"
+    axis = first + x_label.center(max(0, width - len(first) - len(last))) + last
+    return [*lines, Line(Text(axis, "dim"))]

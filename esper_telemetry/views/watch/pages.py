@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from rich.console import Console
 from rich.text import Text
 
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
@@ -19,9 +20,9 @@ from esper_telemetry.views.run_view import IncidentView, LineView, RunView, numb
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
     RUN_MARKS,
+    SHORT_UNITS,
     Line,
     WatchState,
-    compact,
     cut,
     justified,
     metric_name,
@@ -30,6 +31,7 @@ from esper_telemetry.views.watch.charts import (
     run_names,
     sparkline,
     value_at,
+    with_unit,
     wrapped,
 )
 
@@ -42,14 +44,30 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 50, 10, 16
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 16, 17, 10
+WIDE_COLUMNS: Final = 100
+"""Width from which on metrics have their whole names."""
 
 
-def strip(views: Sequence[RunView]) -> Text:
-    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes."""
+def strip(views: Sequence[RunView], width: int | None = None) -> Text:
+    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes.
+
+    Where it is wider than the screen, causes are left out first, then all but the first part of each run.
+    """
     if not any(view.axes for view in views):
         return Text("Waiting for data...", "dim")
-    parts = [view.strip() for view in views]
+    parts = [[(item.text, item.level) for item in view.strip()] for view in views]
+    brief = [[(words.partition(": ")[0], level) for words, level in items] for items in parts]
+    first = [[*items[:1], *([(f"{len(items) - 1} more", "warn")] if len(items) > 1 else [])] for items in brief]
+    versions: list[list[list[tuple[str, str]]]] = [parts, brief, first] if len(views) == 1 else [brief, first]
+    texts = [_strip_text(views, version) for version in versions]
+    text = next((text for text in texts if width is None or text.cell_len <= width), texts[-1])
+    if width is not None:
+        text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, str]]]) -> Text:
     text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
     for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
@@ -58,10 +76,8 @@ def strip(views: Sequence[RunView]) -> Text:
             text.append("Waiting for data...", "dim")
         elif not items:
             text.append("ALL CLEAR ✓", "bold green")
-        for place, item in enumerate(items):
-            text.append(" | " if place else "", "dim")
-            words = item.text if len(views) == 1 else item.text.partition(": ")[0]
-            text.append(words, "bold red" if item.level == "critical" else "yellow")
+        for place, (words, level) in enumerate(items):
+            text.append(" | " if place else "", "dim").append(words, "bold red" if level == "critical" else "yellow")
     return text
 
 
@@ -82,7 +98,19 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
     progress = view.progress(now)
     facts = [str(view.info.facts.get("env") or ""), view.trainer]
     left = Text.assemble((view.name, "bold"), ("  " + " · ".join(filter(None, facts)), "dim"))
-    yield Line(justified(left, _state(view, now), width))
+    state, split = _state(view, now), progress.time_split.items()
+    shares = [
+        "  ".join(f"{name} {share:.0%}" for name, share in split),
+        " ".join(f"{name[:3]} {share:.0%}" for name, share in split),
+    ]
+    room = width - left.cell_len - state.cell_len - 4
+    yield Line(
+        justified(
+            left,
+            Text(next((one for one in shares if len(one) <= room), ""), "dim").append("  ").append_text(state),
+            width,
+        )
+    )
     steps = f"update {progress.update:,}  step {progress.env_step:,}"
     steps += f" of {progress.total_steps:,}" if progress.total_steps else ""
     second = Text(steps)
@@ -94,10 +122,6 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
     if progress.eta_seconds is not None:
         second.append(f"  ETA {duration(progress.eta_seconds)}")
     rate = Text(f"{progress.steps_per_second:,.0f} steps/s" if progress.steps_per_second else "", "bold")
-    if progress.time_split:
-        shares = " ".join(f"{name[:3]} {share:.0%}" for name, share in progress.time_split.items())
-        if len(second) + len(rate) + len(shares) + 5 <= width:
-            rate.append(f"  {shares}", "dim")
     yield Line(justified(second, rate, width))
 
 
@@ -153,6 +177,8 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     for panel in _panels(views):
         charts = (line for key in panel[1] for line in _chart_lines(views, key, state, width))
         lines += _section(panel[0], charts)
+    problems = dict.fromkeys(problem for view in views for problem in view.problems)
+    lines += _section("Plugins", (Line(part) for problem in problems for part in wrapped(problem, width, "yellow")))
     lines += _section("Last events", _events(views, width))
     return lines
 
@@ -189,37 +215,46 @@ def _chart_lines(
     charts = [view.chart(key) if key in view.last else None for view in views]
     if not any(charts):
         return
-    name = key if by_key else metric_name(views, key)
-    name_width = min(NAME_COLUMNS, max(18, width * 2 // 5)) if len(views) == 1 else max(18, width // 4)
-    label = Text(cut(name, name_width - 1).ljust(name_width))
+    name = key if by_key else metric_name(views, key, short=width < WIDE_COLUMNS)
+    steps = [step for view in views if view.axes for step in (view.first_step, view.axes.env_step)]
+    ends = (min(steps), max(steps))
     if len(views) == 1 and charts[0] is not None:
-        yield Line(_single(charts[0].lines[0], label, state, width), f"key:{key}")
+        name_width = max(18, min(NAME_COLUMNS, width - VALUE_COLUMNS - RANGE_COLUMNS - MIN_BARS))
+        label = Text(cut(name, name_width - 1).ljust(name_width))
+        yield Line(
+            _single(charts[0].lines[0], charts[0].unit, label, state, width, ends, views[0].updates), f"key:{key}"
+        )
         return
-    room = max(12, (width - name_width) // len(views))
+    name_width = max(18, width // 4)
+    if len(name) >= name_width:  # on a line of its own
+        yield Line(Text(cut(name, width)))
+        name, name_width = "", 2
+    label, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
-        colour = RUN_MARKS[index % len(RUN_MARKS)][1]
         value = None if chart is None else value_at(view.series(key), state.cursor)
-        text = "─" if value is None else compact(value)
+        words = with_unit(value, "" if chart is None else chart.unit)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        label.append_text(run_mark(index))
-        label.append(text.rjust(8), judged or ("dim" if value is None else ""))
-        columns = room - 12
-        bars = "" if chart is None else sparkline(view.series(key), columns, log=state.log)
-        label.append(" " + bars.ljust(max(0, columns)) + " ", colour)
+        columns = max(0, room - max(8, len(words)) - 4)
+        bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log)
+        label.append_text(run_mark(index)).append(words.rjust(8), judged or ("dim" if value is None else ""))
+        label.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
     yield Line(label, f"key:{key}")
 
 
-def _single(line: LineView, label: Text, state: WatchState, width: int) -> Text:
+def _single(
+    line: LineView, unit: str, label: Text, state: WatchState, width: int, ends: tuple[int, int], updates: int
+) -> Text:
     value = line.value if state.cursor is None else value_at(line.series, state.cursor)
-    style = LEVEL_STYLES[line.judgement]
-    label.append("─" if value is None else compact(value).rjust(VALUE_COLUMNS), style)
-    label.append(f" {LEVEL_MARKS[line.judgement]} ", style)
+    style, number = LEVEL_STYLES[line.judgement], with_unit(value, unit)
+    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<5}", style)
+    label.append(f"{LEVEL_MARKS[line.judgement]} ", style)
     healthy = "" if line.healthy is None else range_text(line.healthy.low, line.healthy.high)
-    columns = width - label.cell_len - RANGE_COLUMNS - 1
-    if columns < 8:
-        columns, healthy = width - label.cell_len - 1, ""
-    label.append(sparkline(line.series, columns, log=state.log).ljust(columns), style or "cyan")
-    return label.append(f" {healthy}", "dim")
+    healthy += " *" if line.healthy is not None and line.healthy.condition else ""
+    columns = width - label.cell_len - RANGE_COLUMNS
+    if columns < MIN_BARS:
+        columns, healthy = max(0, width - label.cell_len), ""
+    bars = sparkline(line.series, min(columns, updates), ends, log=state.log)
+    return label.append(bars.ljust(columns), style or "cyan").append(f" {healthy}" if healthy else "", "dim")
 
 
 def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
@@ -289,8 +324,12 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     ]
     rows = []
     for row in incident.evidence:
+        if row.value.startswith(("[", "{")):
+            continue  # below, or in the report
+        info = view.info.describe(row.key)
+        unit = info.unit if info and info.unit in SHORT_UNITS else ""
         text = Text(cut(row.key, 40).ljust(41))
-        text.append(cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
+        text.append(f"{cut(row.value, 24):>12} {unit}", LEVEL_STYLES[row.judgement])
         text.append(f"  usually {row.usual}" if row.usual else "", "dim")
         rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
     for name, items in incident.report.main.evidence.items():
@@ -368,25 +407,45 @@ HELP: Final[Mapping[str, str]] = {
 }
 
 
-def help_page() -> list[Line]:
+def help_page(width: int) -> list[Line]:
     """Return the keys and the marks."""
     lines = [Line(Text("Keys", "bold underline"))]
-    lines += [Line(Text.assemble((keys.ljust(26), "cyan"), meaning)) for keys, meaning in HELP.items()]
+    for keys, meaning in HELP.items():
+        first, *others = wrapped(meaning, width - 26)
+        lines += [
+            Line(Text.assemble((keys.ljust(26), "cyan"), first)),
+            *(Line(Text(" " * 26).append_text(part)) for part in others),
+        ]
     lines += [Line(Text()), Line(Text("Marks", "bold underline"))]
-    lines.append(
-        Line(Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"))
+    marks = (
+        Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"),
+        Text("* healthy under a condition that the metric's page (Enter) names, with the unit of the number"),
+        Text.assemble(
+            "Last record: ",
+            ("●OK", "green"),
+            " up to 2 update times ago  ",
+            ("◐WARN", "yellow"),
+            " up to 10  ",
+            ("○BAD", "bold red"),
+            " longer",
+        ),
+        Text("Time of an update: env environments, inf inference, upd learning, oth the rest"),
+        Text("Only files are read: the run does not notice.", "dim"),
     )
-    lines.append(
-        Line(
-            Text.assemble(
-                ("●OK", "green"),
-                " up to 2 update times old  ",
-                ("◐WARN", "yellow"),
-                " up to 10  ",
-                ("○BAD", "bold red"),
-                " older",
-            )
-        )
-    )
-    lines.append(Line(Text("Only files are read: the run does not notice.", "dim")))
-    return lines
+    console = Console(width=width)
+    return [*lines, *(Line(part) for mark in marks for part in mark.wrap(console, width))]
+
+
+FOOTERS: Final[Mapping[str, str]] = {
+    "overview": "↑↓ choose  Enter open  / filter  p pin  l log  ←→ time  t tables  ? help  q quit",
+    "chart": "Esc back  ←→ time  c latest  l log axis  p pin  ? help",
+    "table": "Esc back  ↑↓ choose  Enter detail  ←→ columns  / filter  t next table  ? help",
+}
+
+
+def footer(kind: str, width: int) -> Text:
+    """Return the keys of a page, as many as there is room for."""
+    keys = FOOTERS.get(kind, "Esc back  ↑↓ scroll  ? help")
+    while len(keys) > width:
+        keys = keys.rpartition("  ")[0]
+    return Text(keys, "dim")
