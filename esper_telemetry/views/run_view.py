@@ -201,7 +201,7 @@ class RunProgress:
         update, env_step: of the last record.
         total_steps: environment steps that were asked for.
         fraction: of them, that are done.
-        eta_seconds: time that remains at the present speed; None for a run that has ended.
+        eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
         update_seconds: time of an update, the median of the latest ones.
         time_split: shares of the last update's time by part: environment, inference, update and other.
@@ -672,9 +672,11 @@ class RunView:
         total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total > 0 else None
         steps = axes.env_step if axes else 0
         seconds, speed = self._speed()
-        remaining = None if total is None or not speed or self.ended else max(0.0, (total - steps) / speed)
         since = axes.wall_time if axes else self.info.started
         age = max(0.0, (time.time() if now is None else now) - since) if since > 0 else None
+        staleness = self._staleness(age, seconds)
+        goes_on = staleness in ("ok", "warn")
+        remaining = max(0.0, (total - steps) / speed) if total is not None and speed and goes_on else None
         return RunProgress(
             update=axes.update if axes else 0,
             env_step=steps,
@@ -685,7 +687,7 @@ class RunView:
             update_seconds=seconds,
             time_split=self._time_split(seconds),
             age_seconds=age,
-            staleness=self._staleness(age, seconds),
+            staleness=staleness,
         )
 
     def _speed(self) -> tuple[float | None, float | None]:

@@ -141,10 +141,13 @@ def range_text(low: float | None, high: float | None) -> str:
 
 
 def compact(value: float) -> str:
-    """Return a number in at most eight characters."""
+    """Return a number in at most eight characters, with up to four digits."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    texts = (f"{value:.{digits}g}" for digits in (4, 3))
+    return next((text for text in texts if len(text) <= 8), f"{value:.2g}")
 
 
 def value_at(series: Series, env_step: int | None) -> float | None:

@@ -193,10 +193,12 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     outcome = view.outcome
     style = "bold red" if outcome.kind in BAD else "green" if outcome.kind in GOOD else ""
     text = outcome.text[:1].upper() + outcome.text[1:]
-    for part in wrapped(text, width - 2, style):
-        if index is not None:
-            part = run_mark(index).append_text(part)
-        yield Line(part)
+    parts = wrapped(text, width - 2, style)
+    if view.damaged:
+        lines = "1 line" if view.damaged == 1 else f"{view.damaged:,} lines"
+        parts += wrapped(f"{lines} of the journal could not be read: left out", width - 2, "yellow")
+    for part in parts:
+        yield Line(part if index is None else run_mark(index).append_text(part))
 
 
 def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
@@ -230,13 +232,15 @@ def _chart_lines(
         yield Line(Text(cut(name, width)))
         name, name_width = "", 2
     label, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
+    unit = next(chart.unit for chart in charts if chart)
+    number_width = 8 + (len(unit) + 1 if unit in SHORT_UNITS else 0)
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
         value = None if chart is None else value_at(view.series(key), state.cursor)
-        words = with_unit(value, "" if chart is None else chart.unit)
+        words = with_unit(value, unit)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        columns = max(0, room - max(8, len(words)) - 4)
+        columns = max(0, room - number_width - 4)
         bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log)
-        label.append_text(run_mark(index)).append(words.rjust(8), judged or ("dim" if value is None else ""))
+        label.append_text(run_mark(index)).append(words.rjust(number_width), judged or ("dim" if value is None else ""))
         label.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
     yield Line(label, f"key:{key}")
 
@@ -400,7 +404,7 @@ HELP: Final[Mapping[str, str]] = {
     "t  Tab": "next table (environments), and back to the overview",
     "/": "filter metrics by a regular expression; in a table digits match the id, text any part of a row",
     "p": "pin or unpin the metric",
-    "l": "logarithmic axis where all values are positive",
+    "l": "logarithmic axis where no value is negative",
     "← →": "move the cursor over time, in all charts at once; in a table scroll sideways",
     "c": "take the cursor away: the latest values",
     "?": "this help",
