@@ -9,17 +9,19 @@ import gzip
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Final, Self
 
-from esper_telemetry.core.record import Alarm, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
     EVENT_HEAD,
@@ -43,6 +45,9 @@ CHUNK_BYTES: Final = 1 << 20
 MAX_TAIL_BYTES: Final = 4 << 20
 """Distance from its end up to which a journal is searched for its last line."""
 MAX_NAMED_LINES: Final = 10
+EVENT_TYPE: Final = re.compile(rb'\{"kind": ?"event".*?"type": ?"([^"]+)"')
+EVENT_HEAD_BYTES: Final = 400
+"""Length within which a line of an event says its type."""
 
 LOST: Final = "lost"
 """Type of the event that says how many lines are missing at its position, because the disk was full for too long."""
@@ -231,6 +236,35 @@ class JournalReader:
             entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines)))
         return entries
 
+    def read_sample(self, records: int, *, is_rare: Callable[[str], bool]) -> tuple[list[Entry], bool]:
+        """Return what is needed of a long journal to show a run at once, in order; and whether all its records are among it.
+
+        Args:
+            records: of the records so many at even distances in the file, and as many at its end.
+            is_rare: true for types of events of which the last one of each is enough.
+        """
+        step, due = max(1, (self.size - self.offset) // records), self.offset
+        sample: dict[int, bytes] = {}
+        latest: deque[tuple[int, bytes]] = deque(maxlen=records)
+        events: dict[str, tuple[int, bytes]] = {}
+        count = 0
+        while lines := self._lines(None):
+            begin = self.offset - sum(map(len, lines)) - len(lines)
+            for line in lines:
+                if line.startswith(RECORD_HEAD):
+                    count += 1
+                    latest.append((begin, line))
+                    if begin >= due:
+                        sample[begin], due = line, begin + step
+                elif (kind := EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])) and is_rare(kind[1].decode()):
+                    events[kind[1].decode()] = (begin, line)
+                else:
+                    sample[begin] = line
+                begin += len(line) + 1
+        sample.update([*latest, *events.values()])
+        entries = [entry for begin in sorted(sample) for entry in self._decoded([sample[begin]], begin)]
+        return entries, sum(isinstance(entry, Record) for entry in entries) == count
+
     def damaged_lines(self) -> tuple[int, ...]:
         """Return the numbers of the lines that `read` left out, from 1 for the first of the file."""
         numbers, number, position = [], 1, 0
@@ -247,7 +281,7 @@ class JournalReader:
         info: RunInfo | None = None
         before = JournalReader(self.path)
         while before.offset < self.offset and (lines := before._lines(None)):
-            info = merge_head(info, before._decoded(line for line in lines if not line.startswith(RECORD_HEAD)))
+            info = merge_head(info, before._decoded(line for line in lines if _is_head(line)))
         before.damage.clear()  # a reader of all lines reports it
         before.close()
         return info
@@ -317,6 +351,12 @@ class JournalReader:
                     entries.append(entry)
             begin += len(line) + 1
         return entries
+
+
+def _is_head(line: bytes) -> bool:
+    """Return False for a line that cannot describe the run or its keys."""
+    kind = EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])
+    return kind[1] == b"metrics" if kind else not line.startswith(RECORD_HEAD)
 
 
 def damage_sentence(path: Path, numbers: Sequence[int]) -> str:

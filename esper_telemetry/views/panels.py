@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -43,12 +43,14 @@ class ChartDeclaration:
         title: heading; the name of the first metric by default.
         log: True for a logarithmic axis where all values are positive.
         stacked: True for parts of a whole, which are drawn on top of each other.
+        label: short name of the first key, for a terminal of 80 columns; its metric's name by default.
     """
 
     keys: tuple[str, ...]
     title: str = ""
     log: bool = False
     stacked: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,18 @@ class TableDeclaration:
     events: tuple[str, ...] = ()
     detail: Callable[[RunView, int], RenderableType] | None = None
 
+    def checked_table(self, view: RunView) -> TableView | None:
+        """Return the table; raises TypeError where a view could not show it."""
+        table = self.table(view)
+        if table is not None and not isinstance(table, TableView):
+            raise TypeError(f"a table is a TableView, got {table!r}")
+        cells = [cell for row in (*table.rows, table.footer) for cell in row] if table else []
+        if wrong := next(
+            (cell for cell in cells if not isinstance(cell, TableCell) or not isinstance(cell.text, str | Text)), None
+        ):
+            raise TypeError(f"a cell of a table is a TableCell with a text, got {wrong!r}")
+        return table
+
 
 class StripItem(NamedTuple):
     """A part of the anomaly strip: its text, and `critical` (red) or `warn` (yellow)."""
@@ -141,6 +155,13 @@ class StripDeclaration:
     name: str
     item: Callable[[RunView], StripItem | None]
     place: int = 100
+
+    def checked_item(self, view: RunView) -> StripItem | None:
+        """Return the part; raises TypeError where it is not a `StripItem`."""
+        item = self.item(view)
+        if item is not None and not isinstance(item, StripItem):
+            raise TypeError(f"a part of the strip is a StripItem, got {item!r}")
+        return item
 
 
 ViewDeclaration = PanelDeclaration | TableDeclaration | StripDeclaration
@@ -164,7 +185,11 @@ PANELS: Final = (
         (
             ChartDeclaration(("policy/kl", "policy/kl_max"), log=True),
             ChartDeclaration(("policy/clip_frac",)),
-            ChartDeclaration(("policy/ess_frac_min", "policy/ess_frac"), "Effective sample size of the update"),
+            ChartDeclaration(
+                ("policy/ess_frac_min", "policy/ess_frac"),
+                "Effective sample size of the update",
+                label="worst effective sample size",
+            ),
             ChartDeclaration(("policy/ratio/max", "policy/ratio/min"), "Largest and smallest ratio", log=True),
         ),
         20,
@@ -176,7 +201,7 @@ PANELS: Final = (
             ChartDeclaration(("policy/entropy_norm", "policy/entropy_marginal_norm"), "Entropy of the policy"),
             ChartDeclaration(("policy/entropy",)),
             ChartDeclaration(("policy/std/mean", "policy/head/{head}/std"), log=True),
-            ChartDeclaration(("policy/head/{head}/entropy_norm",), "Entropy of each head"),
+            ChartDeclaration(("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy"),
         ),
         30,
     ),
@@ -185,8 +210,8 @@ PANELS: Final = (
         "Does the critic explain the returns?",
         (
             ChartDeclaration(("value/explained_variance", "value/r2")),
-            ChartDeclaration(("value/bias_over_std",)),
-            ChartDeclaration(("value/loss_norm",), log=True),
+            ChartDeclaration(("value/bias_over_std",), label="bias of the critic"),
+            ChartDeclaration(("value/loss_norm",), label="value loss over return variance", log=True),
             ChartDeclaration(("adv/raw/std", "ret/std"), "Spread of advantages and returns", log=True),
         ),
         40,
@@ -195,7 +220,11 @@ PANELS: Final = (
         "gradients",
         "Are gradients and steps healthy?",
         (
-            ChartDeclaration(("grad/global/norm_preclip", "grad/{group}/norm_preclip"), log=True),
+            ChartDeclaration(
+                ("grad/global/norm_preclip", "grad/{group}/norm_preclip"),
+                label="gradient norm before clipping",
+                log=True,
+            ),
             ChartDeclaration(("grad/clip/coef", "grad/clip/coef_min"), log=True),
             ChartDeclaration(("grad/interference/critic_share",)),
             ChartDeclaration(("opt/update_to_weight",), log=True),
@@ -208,12 +237,12 @@ PANELS: Final = (
         "memory",
         "Does memory work?",
         (
-            ChartDeclaration(("lstm/{part}/rms",), log=True),
+            ChartDeclaration(("lstm/{part}/rms",), label="size of the recurrent state", log=True),
             ChartDeclaration(("lstm/gate/{gate}/mean",)),
             ChartDeclaration(("lstm/timescale/median", "lstm/timescale/p90"), log=True),
             ChartDeclaration(("lstm/staleness", "lstm/staleness_first"), log=True),
             ChartDeclaration(("lstm/ablate_kl",), log=True),
-            ChartDeclaration(("lstm/bptt/h0_grad_norm",), log=True),
+            ChartDeclaration(("lstm/bptt/h0_grad_norm",), label="gradient at the first state", log=True),
             ChartDeclaration(("lstm/reset_rate",)),
         ),
         60,
@@ -243,11 +272,17 @@ PANELS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ViewDeclarations:
-    """All declarations that are installed, each kind by place."""
+    """All declarations that are installed, each kind by place.
+
+    Attributes:
+        panels, tables, strip: the declarations.
+        problems: a sentence for each plugin whose declarations cannot be used.
+    """
 
     panels: tuple[PanelDeclaration, ...]
     tables: tuple[TableDeclaration, ...]
     strip: tuple[StripDeclaration, ...]
+    problems: tuple[str, ...] = ()
 
     @property
     def table_events(self) -> frozenset[str]:
@@ -280,13 +315,15 @@ def view_declarations() -> ViewDeclarations:
     from esper_telemetry.views.tables import TABLES
 
     declarations: list[ViewDeclaration] = [*PANELS, *STRIP, *TABLES]
+    problems: list[str] = []
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             value = entry.load()
             added = [value] if isinstance(value, ViewDeclaration) else list(value)
             ViewDeclarations.of([*declarations, *added])
         except Exception as error:  # a plugin's own code
-            _logger.warning("the views of the plugin %r (%s) cannot be used: %s", entry.name, entry.value, error)
+            problems.append(f"The views of the plugin {entry.name!r} ({entry.value}) cannot be used: {error}")
+            _logger.warning("esper-telemetry: %s", problems[-1])
         else:
             declarations += added
-    return ViewDeclarations.of(declarations)
+    return replace(ViewDeclarations.of(declarations), problems=tuple(problems))

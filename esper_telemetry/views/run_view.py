@@ -17,11 +17,12 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
 from esper_telemetry.alarms.metric_entries import metric_entries
@@ -49,10 +50,21 @@ from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.sinks.values import flattened
 from esper_telemetry.views.equations import EquationRow, equation_rows
-from esper_telemetry.views.panels import ChartDeclaration, StripItem, TableView, view_declarations
+from esper_telemetry.views.panels import (
+    ChartDeclaration,
+    PanelDeclaration,
+    StripItem,
+    TableView,
+    ViewDeclaration,
+    view_declarations,
+)
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
 
-CHUNK_LINES: Final = 500
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+CHUNK_LINES: Final = 50
+"""Decoded at a time: 500 took 26 MB more at 12,400 updates of 428 keys."""
 MAX_EVENTS: Final = 200
 """Latest events that are kept."""
 MAX_LINES: Final = 8
@@ -75,6 +87,7 @@ TIME_PARTS: Final = {
     "update": "perf/update_ms",
 }
 Staleness = Literal["ok", "warn", "bad", "ended"]
+T = TypeVar("T")
 
 
 class LineView(NamedTuple):
@@ -188,7 +201,7 @@ class RunProgress:
         update, env_step: of the last record.
         total_steps: environment steps that were asked for.
         fraction: of them, that are done.
-        eta_seconds: time that remains at the present speed; None for a run that has ended.
+        eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
         steps_per_second: environment steps per second of wall time, the median of the latest updates.
         update_seconds: time of an update, the median of the latest ones.
         time_split: shares of the last update's time by part: environment, inference, update and other.
@@ -266,6 +279,7 @@ class RunView:
         x_label: unit of `Series.env_steps`.
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
         damaged: number of lines that could not be understood.
+        sampled: True where records of the journal were left out, see `read_sample`.
     """
 
     def __init__(
@@ -290,7 +304,7 @@ class RunView:
         self.x_label = "environment steps"
         self.used: Mapping[str, str] = {}
         self.unused: Sequence[str] = ()
-        self.damaged = 0
+        self.damaged, self.sampled = 0, False
         self._max_points = max_points
         self._buffers: dict[str, SeriesBuffer] = {}
         self._positions = SeriesBuffer(max_points)
@@ -302,6 +316,7 @@ class RunView:
         self._judge = RunJudge(info.facts, thresholds) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
+        self._problems: dict[ViewDeclaration, str] = {}
         self._offset = 0
 
     @property
@@ -349,6 +364,20 @@ class RunView:
             self.damaged += reader.skipped
             reader.close()
         return count
+
+    def read_sample(self, records: int) -> None:
+        """Read a journal of any length at once: all alarms, and of the records so many over the run and at its end.
+
+        `sampled` is True then where records were left out. Raises FileNotFoundError where the journal is gone.
+        """
+        if self.run_dir is None:
+            return
+        with closing(JournalReader(journal_path(self.run_dir))) as reader:
+            entries, complete = reader.read_sample(records, is_rare=is_rare_event)
+            self.damaged, self.sampled, self._offset = reader.skipped, not complete, reader.offset
+            if not complete:
+                reader.damage.clear()  # `refresh` of a view of all records reports it
+        self._add(entries)
 
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
@@ -410,7 +439,7 @@ class RunView:
             self.info.metrics.update(event.data)
             return
         self.latest[event.type] = event
-        if event.type.startswith("evidence/") or event.type in view_declarations().table_events:
+        if is_rare_event(event.type):
             return
         self.events.append(event)
         if is_course(event.type, event.data):
@@ -533,19 +562,26 @@ class RunView:
         buffer = self._buffers.get(key)
         return buffer.series if buffer else Series()
 
+    @property
+    def first_step(self) -> int:
+        """Environment steps at the first record; 0 before it."""
+        return next(iter(self._positions.series.env_steps), 0)
+
     def step_of(self, update: int) -> int:
         """Return the environment steps at an update, or at the next one whose position is kept; 0 before the first record."""
         updates, steps, _ = self._positions.series
         return steps[min(bisect.bisect_left(updates, update), len(updates) - 1)] if updates else 0
 
     def panels(self) -> list[PanelView]:
-        """Return the panels of all installed declarations that have a value, by place."""
-        panels = []
-        for declared in view_declarations().panels:
-            charts = tuple(filter(None, map(self._chart, declared.charts)))
-            if charts:
-                panels.append(PanelView(declared.name, declared.question, charts))
-        return panels
+        """Return the panels of all installed declarations that have a value, by place; one that raises is among `problems`."""
+        panels = [
+            self._of_plugin(declared, partial(RunView._panel, declared=declared))
+            for declared in view_declarations().panels
+        ]
+        return [panel for panel in panels if panel is not None and panel.charts]
+
+    def _panel(self, declared: PanelDeclaration) -> PanelView:
+        return PanelView(declared.name, declared.question, tuple(filter(None, map(self._chart, declared.charts))))
 
     def chart(self, *keys: str, log: bool = False) -> ChartView | None:
         """Return a chart of keys or templates; None where none of them has a value."""
@@ -597,12 +633,38 @@ class RunView:
         return LineView(key, label, series, value, judgement, healthy, since)
 
     def tables(self) -> list[TableView]:
-        """Return the tables of all installed declarations that the run has, by place."""
-        return [table for declared in view_declarations().tables if (table := declared.table(self)) is not None]
+        """Return the tables of all installed declarations that the run has, by place; one that raises is among `problems`."""
+        tables = [self._of_plugin(declared, declared.checked_table) for declared in view_declarations().tables]
+        return [table for table in tables if table is not None]
 
     def strip(self) -> list[StripItem]:
-        """Return the parts of the anomaly strip; none where nothing is wrong."""
-        return [item for declared in view_declarations().strip if (item := declared.item(self)) is not None]
+        """Return the parts of the anomaly strip; none where nothing is wrong; one that raises is among `problems`."""
+        items = [self._of_plugin(declared, declared.checked_item) for declared in view_declarations().strip]
+        return [item for item in items if item is not None]
+
+    def detail(self, table: str, row: int) -> RenderableType:
+        """Return what a table shows of one of its rows: a sentence where that is nothing."""
+        declared = next((one for one in view_declarations().tables if one.name == table), None)
+        show = declared.detail if declared else None
+        if declared is None or show is None:
+            return "There is nothing more about this row."
+        detail = self._of_plugin(declared, lambda view: show(view, row))
+        return self._problems.get(declared, "") if detail is None else detail
+
+    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
+        """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""
+        self._problems.pop(declared, None)
+        try:
+            return make(self)
+        except Exception as error:  # a plugin's own code
+            kind = type(declared).__name__.removesuffix("Declaration").lower()
+            self._problems[declared] = f"The {kind} {declared.name!r} cannot be shown: {type(error).__name__}: {error}"
+            return None
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences on plugins whose views cannot be used, and on parts that raised when they were last made."""
+        return [*view_declarations().problems, *self._problems.values()]
 
     def progress(self, now: float | None = None) -> RunProgress:
         """Return position and speed; `now` is in seconds since the epoch, by default the present."""
@@ -610,9 +672,11 @@ class RunView:
         total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total > 0 else None
         steps = axes.env_step if axes else 0
         seconds, speed = self._speed()
-        remaining = None if total is None or not speed or self.ended else max(0.0, (total - steps) / speed)
         since = axes.wall_time if axes else self.info.started
         age = max(0.0, (time.time() if now is None else now) - since) if since > 0 else None
+        staleness = self._staleness(age, seconds)
+        goes_on = staleness in ("ok", "warn")
+        remaining = max(0.0, (total - steps) / speed) if total is not None and speed and goes_on else None
         return RunProgress(
             update=axes.update if axes else 0,
             env_step=steps,
@@ -623,7 +687,7 @@ class RunView:
             update_seconds=seconds,
             time_split=self._time_split(seconds),
             age_seconds=age,
-            staleness=self._staleness(age, seconds),
+            staleness=staleness,
         )
 
     def _speed(self) -> tuple[float | None, float | None]:
@@ -672,6 +736,11 @@ class RunView:
     def outside_settings(self) -> list[OutsideSetting]:
         """Return the settings that no published configuration has."""
         return list(outside_settings(self.info.facts))
+
+
+def is_rare_event(kind: str) -> bool:
+    """Return True for a type of events of which a view needs the last one only: evidence, and what tables are made of."""
+    return kind.startswith("evidence/") or kind in view_declarations().table_events
 
 
 def number_text(value: object) -> str:

@@ -26,7 +26,8 @@ def strip_of_alarms(view: RunView) -> StripItem | None:
     first = min(active, key=lambda alarm: (alarm.incident, alarm.since))
     count = f"{len(active)} alarm{'' if len(active) == 1 else 's'}"
     is_critical = any(alarm.severity >= CRITICAL_FROM for alarm in active)
-    return StripItem(f"{count}: {first.cause or first.type}", "critical" if is_critical else "warn")
+    cause = next((one.cause for one in view.diagnosis.incidents if one.number == first.incident), first.cause)
+    return StripItem(f"{count}: {cause or first.type}", "critical" if is_critical else "warn")
 
 
 def current(view: RunView, key: str) -> float | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.core import memory
-from esper_telemetry.core.memory import MIB, MemorySampler, MemoryUsage, children_bytes, memory_limit
+from esper_telemetry.core.memory import MIB, MemorySampler, MemoryUsage, memory_limit
 from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.performance import process_memory
 
@@ -48,6 +50,49 @@ def test_memory_of_children_counts_and_is_sampled_once_per_second() -> None:
     assert after.children - before.children >= 64 * MIB
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
+def test_what_forked_processes_share_with_the_trainer_counts_once() -> None:
+    """Four processes have the trainer's 64 MiB in common with it, and write 8 MiB each."""
+    ballast = bytearray(b"x" * (64 << 20))
+    before = MemorySampler().sample().children
+    written, ready = os.pipe()
+    released, release = os.pipe()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            own = bytearray(b"y" * (8 << 20))
+            os.write(ready, own[:1])
+            os.close(release)
+            os.read(released, 1)
+            os._exit(0)
+        children.append(child)
+    for _ in children:
+        os.read(written, 1)
+
+    after = MemorySampler().sample().children
+
+    for end in (release, released, written, ready):
+        os.close(end)
+    for child in children:
+        os.waitpid(child, 0)
+    assert before is not None and after is not None and len(ballast) == 64 << 20
+    assert 4 * 8 * MIB <= after - before < 4 * 32 * MIB
+
+
+def test_memory_of_devices_is_what_this_process_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 bytes on the second of two devices, a quarter of which is free; nobody asks a device that it does not use."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        memory_reserved=lambda device: 300 * device,
+        mem_get_info=lambda device: {1: (250, 1000)}[device],
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+
+    assert MemorySampler().sample()[3:] == (300, 0.75)
+
+
 @pytest.mark.parametrize(
     ("group", "files", "expected"),
     [
@@ -75,7 +120,7 @@ def test_the_smallest_limit_of_the_control_groups_counts(
 def test_a_process_that_is_gone_has_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "PROC", tmp_path)
 
-    assert MemorySampler(1).sample()[:2] == (None, None) and children_bytes(1) is None
+    assert MemorySampler(1).sample()[:2] == (None, None)
 
 
 @pytest.mark.parametrize("offload", [False, True])

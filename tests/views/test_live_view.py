@@ -29,20 +29,8 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.series import Series
 from esper_telemetry.views.watch.app import WatchApp
-from esper_telemetry.views.watch.pages import (
-    Line,
-    WatchState,
-    bars,
-    chart_page,
-    compact,
-    duration,
-    header,
-    overview,
-    range_text,
-    strip,
-    table_page,
-    value_at,
-)
+from esper_telemetry.views.watch.charts import Line, WatchState, bars, chart_page, compact, range_text, value_at
+from esper_telemetry.views.watch.pages import duration, header, overview, strip, table_page
 
 UPDATE_SECONDS = 10.0
 SPIKE_TEXT = "Since update 4, the policy has moved 0.4 nats. Try: Lower the learning rate."
@@ -148,7 +136,7 @@ def test_the_header_shows_progress_speed_and_age(run: WrittenRun) -> None:
     text = text_of(header([view], 120, now=65.0))
 
     assert "step 4,000 of 20,000" in text and "20%" in text and "ETA 2 m 40 s" in text and "100 steps/s" in text
-    assert "◐WARN 25 s" in text and "upd 60%" in text and "oth 40%" in text
+    assert "◐WARN 25 s" in text and "update 60%  other 40%" in text
     assert "●OK" in text_of(header([view], 80, now=55.0)) and "○BAD" in text_of(header([view], 80, now=400.0))
     run.end(RunStatus.FAILED)
     view.refresh()
@@ -178,7 +166,7 @@ def test_the_overview_shows_value_range_mark_incident_and_advice(run: WrittenRun
     assert "policy/kl_spike  since update 4, still on" in text
     assert "Since update 4, the policy has moved 0.4 nats." in text and "Try: Lower the learning rate." in text
     (kl,) = [line for line in text.splitlines() if line.startswith("KL divergence of the update")]
-    assert kl.split()[5:] == ["0.4", "‼", "▁▁▁█", "0.002", "to", "0.02"]
+    assert kl.split()[5:] == ["0.4", "nats", "‼", "▁▁▁█", "0.002", "to", "0.02"]
     assert "How far does the policy move?" in text and "raise  policy/kl_spike (critical)" in text
 
 
@@ -220,10 +208,10 @@ def test_runs_are_laid_over_each_other(run: WrittenRun, tmp_path: Path) -> None:
     text = text_of(chart_page(views, "policy/kl", WatchState(), 80, 24))
     rows = text.splitlines()
 
-    assert "● a  0.4" in text and "▲ other  0.2" in text
+    assert "● a  0.4 nats" in text and "▲ other  0.2 nats" in text
     plotted = [row for row in rows if "┤" in row or row.startswith(" " * 9 + "│")]
     assert sum(row.count("●") for row in plotted) == 4 and sum(row.count("▲") for row in plotted) == 8
-    assert rows[-1].split() == ["1,000", "8,000"]
+    assert rows[-1].split() == ["1,000", "environment", "steps", "8,000"]
     assert strip(views).plain == "ANOMALIES: ● PPO ⚠   ▲ PPO ⚠"
 
 

@@ -27,7 +27,8 @@ from esper_telemetry.views.panels import (
     TableView,
 )
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.watch.pages import STALENESS, bars
+from esper_telemetry.views.watch.charts import bars
+from esper_telemetry.views.watch.pages import STALENESS
 
 EVENT: Final = "growth"
 STAGES: Final = {
@@ -257,16 +258,16 @@ def environment_detail(view: RunView, env: int) -> RenderableType:
         number_text(host["accuracy"], ".1%")
     )
     head.append("  momentum ").append_text(momentum(host["stale"], status))
-    head.append(f"  epoch {data['epoch']} of {data['horizon']}  rewards {data['mode']}", "dim")
+    head.append(f"  epoch {data['epoch']} of {data['horizon']}", "dim")
     parameters = sum(count or 0 for count in data["seeds"]["parameters"][env])
     sizes = Text(f"host {host['host_parameters']:,} parameters, seeds {parameters:,}, growth ")
-    sizes.append_text(number_text(host["growth"], ".2f")).append("x")
+    sizes.append_text(number_text(host["growth"], ".2f")).append(f"x, rewards {data['mode']}")
     return Group(
         head,
         sizes,
         Columns([_card(data, env, slot) for slot in slots], padding=(0, 1)),
-        Text.assemble("accuracy ", (bars(data["trend"]["accuracy"][env]), "cyan")),
-        Text.assemble("reward   ", (bars(data["trend"]["reward"][env]), "cyan")),
+        Text.assemble("accuracy ", (bars(data["trend"]["accuracy"][env]).lstrip(), "cyan")),
+        Text.assemble("reward   ", (bars(data["trend"]["reward"][env]).lstrip(), "cyan")),
         _counts(data, env),
         _rewards(data, env),
         _attribution(data, env),
@@ -288,7 +289,7 @@ def _card(data: Data, env: int, slot: int) -> Panel:
         Text.assemble("alpha ", ("█" * filled, style), ("░" * (10 - filled), "dim"), f" {alpha:.2f} {way}"),
         Text("accuracy since ").append_text(signed(_percent(seed["progress"]), "+.1f")).append(" pp"),
         _gradient(data, seed),
-        Text(f"epoch {seed['age']} of the stage, {seed['life']} of the seed", "dim"),
+        Text(f"epoch {seed['age']} of stage, {seed['life']} of seed", "dim"),
     ]
     return Panel(Group(*lines), title=f"slot {slot}: {name}", border_style=style, width=36)
 
@@ -337,7 +338,7 @@ def _rewards(data: Data, env: int) -> Text:
 def _attribution(data: Data, env: int) -> Text:
     """Return what each seed adds alone, all together, and by Shapley values, in percentage points of accuracy."""
     seeds = data["seeds"]
-    text = Text("worth    ")
+    text = Text("worth    in percentage points: ")
     for slot, (alone, shapley) in enumerate(zip(seeds["contribution"][env], seeds["shapley"][env], strict=True)):
         if alone is not None:
             text.append(f"slot {slot} alone ", "dim").append_text(signed(_percent(alone), "+.1f"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -18,16 +19,14 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.views.panels import TableView, view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
 from esper_telemetry.views.watch.pages import (
-    Line,
-    WatchState,
-    chart_page,
+    footer,
     header,
     help_page,
     incident_page,
@@ -37,9 +36,11 @@ from esper_telemetry.views.watch.pages import (
 )
 
 REFRESH_SECONDS: Final = 0.25
-READ_SECONDS, CATCH_UP_SECONDS = 0.1, 0.5
-"""Time of a refresh that is spent on reading, and until the end of a long journal is reached: it is shown as it is read."""
+READ_SECONDS: Final = 0.1
+"""Time of a refresh that may be spent on reading."""
 READ_LINES: Final = 50
+SAMPLE_RECORDS: Final = 60
+"""Records over the run, and at its end, with which a long journal is shown until all of it is read."""
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
 SCROLL_COLUMNS: Final = 8
@@ -167,7 +168,8 @@ class WatchApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
-    Input { dock: bottom; height: 1; border: none; padding: 0; background: ansi_default; color: ansi_default; display: none; }
+    #footer { height: 1; background: ansi_default; color: ansi_default; }
+    Input { height: 1; border: none; padding: 0; background: ansi_default; color: ansi_default; display: none; }
     Input.shown { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -196,28 +198,37 @@ class WatchApp(App[None]):
         self._color = not os.environ.get("NO_COLOR")
         self._sources = list(sources)
         self._views: list[RunView | None] = [None] * len(sources)
-        self._wait = wait
+        self._files: dict[int, FileState] = {}  # as they were when they were read to their ends
+        self._whole: dict[int, RunView] = {}  # views of all records, by a thread for those that show a sample
+        self._one_thread = threading.Lock()
         for index in range(len(self._sources)):
             self._open_source(index, missing_ok=wait)
         self._state = WatchState()
         self._pages: list[tuple[str, str]] = [("overview", "")]
         self._page = Page(self._color)
+        self._footer, self._keys = Static(id="footer"), Text()
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
         self._drawn_at = 0.0
-        self._files: dict[str, tuple[int, int]] = {}  # as they were when they were read to their ends
-        self._reading = True
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
         try:
-            is_address = ":" in source and not Path(source).is_dir()
-            if is_address or journal_path(source).suffix == PACKED_SUFFIX:  # to go on reading would unpack it again
+            if ":" in source and not Path(source).is_dir():
                 self._views[index] = open_view(source, max_points=POINTS)
-            else:
-                self._views[index] = RunView(run_info(source), source, max_points=POINTS)
+                return
+            view = self._views[index] = RunView(run_info(source), source, max_points=POINTS)
+            view.read_sample(SAMPLE_RECORDS)
         except (FileNotFoundError, ValueError):
             if not missing_ok:
                 raise
+        else:
+            if view.sampled:
+                threading.Thread(target=self._read_whole, args=(index,), daemon=True).start()
+
+    def _read_whole(self, index: int) -> None:
+        """Read all records of a run, beside the screen."""
+        with self._one_thread, suppress(OSError, ValueError):
+            self._whole[index] = open_view(self._sources[index], max_points=POINTS)
 
     @property
     def views(self) -> list[RunView]:
@@ -225,8 +236,9 @@ class WatchApp(App[None]):
         return [view for view in self._views if view is not None]
 
     def compose(self) -> ComposeResult:
-        """Lay out the page above the input of the filter."""
+        """Lay out the page above its keys and the input of the filter."""
         yield self._page
+        yield self._footer
         yield self._input
 
     def on_mount(self) -> None:
@@ -241,74 +253,89 @@ class WatchApp(App[None]):
 
     def tick(self) -> None:
         """Read what was appended, for a bounded time; draw where something is new, or the age of the last record is."""
-        for index, view in enumerate(self._views):
+        deadline, count = time.monotonic() + READ_SECONDS, 0
+        for index in range(len(self._sources)):
+            if index in self._whole:
+                self._views[index] = self._whole.pop(index)
+                self._files.pop(index, None)
+                count += 1
+            view = self._views[index]
             if view is None:
                 self._open_source(index, missing_ok=True)
-        deadline, count = time.monotonic() + (CATCH_UP_SECONDS if self._reading else READ_SECONDS), 0
-        for view in self.views:
-            with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
-                state = _file_state(view)
-                if state is None or self._files.get(view.source) == state:
-                    continue
-                while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
-                    count += read
-                if time.monotonic() < deadline:
-                    self._files[view.source] = state
+            else:
+                count += self._read_on(index, view, deadline)
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        caught_up = self._reading and now < deadline
-        if now - self._drawn_at >= (pause if count else 1.0) or caught_up:
+        if now - self._drawn_at >= (pause if count else 1.0):
             self.draw()
-        self._reading = self._reading and not caught_up
+
+    def _read_on(self, index: int, view: RunView, deadline: float) -> int:
+        """Return the number of entries that were read; a journal that another run has replaced is read from its start."""
+        count, before = 0, self._files.get(index)
+        with suppress(OSError):  # a journal that is gone or away: what was read stays, and grows old
+            state = _file_state(view)
+            if state is None or state == before:
+                return 0
+            if before is not None and (state.inode != before.inode or state.size < before.size):
+                self._files.pop(index)
+                self._open_source(index, missing_ok=True)
+                return 1
+            while time.monotonic() < deadline and (read := view.refresh(READ_LINES)):
+                count += read
+            if time.monotonic() < deadline:
+                self._files[index] = state
+        return count
 
     def draw(self) -> None:
         """Show the present page."""
         self._drawn_at = time.monotonic()
         width, views = max(20, self.size.width), self.views
         kind, argument = self._pages[-1]
-        top = [Line(strip(views)), *(header(views, width) if views else [])]
-        if kind != "overview" or self._state.pattern or self._state.cursor is not None:
-            top.append(Line(self._status(kind)))
+        top = [Line(strip(views, width)), *(header(views, width) if views else [])]
+        keys = footer(kind, width)
+        if self._keys != keys:
+            self._keys = keys
+            self._footer.update(keys)
+        if status := self._status(kind):
+            top.append(Line(Text(status, "dim")))
         if kind == "help":
-            self._page.show([Line(strip(views))], help_page())
+            self._page.show(top[:1], help_page(width))
         elif not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
             self._page.show(top, lines)
         elif kind == "chart":
-            room = max(8, self.size.height - len(top))
+            room = max(8, self._page.size.height - len(top))
             self._page.show(top, chart_page(views, argument, self._state, width, room))
         elif kind == "incident":
             index, number = map(int, argument.split(":"))
             self._page.show(top, incident_page(views[index], number, width))
         elif kind == "table":
-            table = self._table(argument)
+            index, name = argument.split(":", 1)
+            table = next((table for table in views[int(index)].tables() if table.name == name), None)
             head, lines = table_page(table, self._state) if table else (Line(Text()), [])
+            title = f"{run_names(views)[int(index)]}: " if len(views) > 1 else ""
+            top.append(Line(Text(f"{title}{table.title if table else name}", "bold underline")))
             self._page.frozen = head.text.plain.find(table.columns[1]) if table and len(table.columns) > 1 else 0
             self._page.show([*top, head], lines)
         elif kind == "row":
-            name, row = argument.rsplit(":", 1)
-            self._page.show(top, self._row_page(name, int(row), width))
+            index, rest = argument.split(":", 1)
+            name, row = rest.rsplit(":", 1)
+            detail = views[int(index)].detail(name, int(row))
+            try:
+                lines = rendered(detail, width)
+            except Exception as error:  # a plugin's own code
+                lines = [Line(part) for part in wrapped(f"This row cannot be shown: {error}", width, "yellow")]
+            self._page.show(top, lines)
         else:
             self._page.show(top, overview(views, self._state, width))
 
-    def _status(self, kind: str) -> Text:
-        parts = ["Esc back"] if kind != "overview" else []
-        parts += [f"filter '{self._state.pattern}'"] if self._state.pattern else []
-        parts += ["log axis"] if self._state.log else []
-        if self._state.cursor is not None:
+    def _status(self, kind: str) -> str:
+        """Return the choices of the reader that the page depends on."""
+        parts = [f"filter '{self._state.pattern}'"] if self._state.pattern and kind in ("overview", "table") else []
+        if kind in ("overview", "chart"):
+            parts += ["log axis"] if self._state.log else []
+        if kind in ("overview", "chart") and self._state.cursor is not None:
             parts.append(f"values at {self._state.cursor:,} {self.views[0].x_label if self.views else ''} (c: latest)")
-        return Text("  ".join([*parts, "? help"]), "dim")
-
-    def _table(self, name: str) -> TableView | None:
-        tables = (table for view in self.views for table in view.tables())
-        return next((table for table in tables if table.name == name), None)
-
-    def _row_page(self, name: str, row: int, width: int) -> list[Line]:
-        """Return the lines of what a declaration shows of a row."""
-        declared = next((one for one in view_declarations().tables if one.name == name), None)
-        view = next((view for view in self.views if declared is not None and declared.table(view) is not None), None)
-        if view is None or declared is None or declared.detail is None:
-            return [Line(Text("There is nothing more about this row.", "dim"))]
-        return rendered(declared.detail(view, row), width)
+        return "  ".join(parts)
 
     def action_move(self, count: int) -> None:
         """Move the cursor."""
@@ -361,14 +388,14 @@ class WatchApp(App[None]):
 
     def action_next_table(self) -> None:
         """Turn to the next table, and from the last one to the overview."""
-        names = list(dict.fromkeys(table.name for view in self.views for table in view.tables()))
+        names = [f"{index}:{table.name}" for index, view in enumerate(self.views) for table in view.tables()]
         kind, argument = self._pages[-1]
         place = names.index(argument) + 1 if kind == "table" and argument in names else 0
         self._pages = [("overview", "")]
         if place < len(names):
             self._pages.append(("table", names[place]))
         elif not names:
-            self.notify("This run has no table of environments.")
+            self.notify("The run has no table of environments.")
         self._state.pattern = ""
         self._changed_page()
 
@@ -429,13 +456,21 @@ class WatchApp(App[None]):
         self._page.refresh()
 
 
-def _file_state(view: RunView) -> tuple[int, int] | None:
-    """Return size and time of a run's journal; None where there is nothing to read on."""
+class FileState(NamedTuple):
+    """A journal's file: another inode is another run."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+def _file_state(view: RunView) -> FileState | None:
+    """Return the state of a run's journal; None where there is nothing to read on: to read on a compressed one would unpack it again."""
     path = None if view.run_dir is None else journal_path(view.run_dir)
     if path is None or path.suffix == PACKED_SUFFIX:
         return None
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def rendered(renderable: RenderableType, width: int) -> list[Line]:

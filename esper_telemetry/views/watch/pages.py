@@ -1,4 +1,4 @@
-"""The pages of the terminal dashboard as lines of styled text: strip, header, overview, chart, incident, table.
+"""The pages of the terminal dashboard as lines of styled text: strip, header, overview, incident, table.
 
 Colours are the 16 of every terminal, and nothing is said by colour alone. A line that can be chosen has an id, by which the app finds it
 after a refresh.
@@ -6,32 +6,35 @@ after a refresh.
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
+from rich.console import Console
 from rich.text import Text
 
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableView
 from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
-from esper_telemetry.views.series import Series
-
-BARS: Final = "▁▂▃▄▅▆▇█"
-RUN_MARKS: Final = (
-    ("●", "bright_blue"),
-    ("▲", "yellow"),
-    ("■", "magenta"),
-    ("◆", "cyan"),
-    ("+", "green"),
-    ("×", "red"),
+from esper_telemetry.views.watch.charts import (
+    LEVEL_STYLES,
+    RUN_MARKS,
+    SHORT_UNITS,
+    Line,
+    WatchState,
+    cut,
+    justified,
+    metric_name,
+    range_text,
+    run_mark,
+    run_names,
+    sparkline,
+    value_at,
+    with_unit,
+    wrapped,
 )
-"""Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
-LEVEL_STYLES: Final = {"": "", "outside": "yellow", "warn": "yellow", "critical": "bold red"}
+
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
 ALARM_STYLES: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 STALENESS: Final = {
@@ -41,75 +44,41 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS = 50, 10, 16
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 16, 17, 10
+WIDE_COLUMNS: Final = 100
+"""Width from which on metrics have their whole names."""
 
 
-class Line(NamedTuple):
-    """One line of a page.
+def strip(views: Sequence[RunView], width: int | None = None) -> Text:
+    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes.
 
-    Attributes:
-        text: as shown.
-        id: by which it is chosen, such as `key:policy/kl`; empty for lines that cannot be.
+    Where it is wider than the screen, causes are left out first, then all but the first part of each run.
     """
-
-    text: Text
-    id: str = ""
-
-
-@dataclass(slots=True)
-class WatchState:
-    """Choices of the reader that pages depend on.
-
-    Attributes:
-        pattern: metrics are shown whose key or name contains it, as a regular expression; empty for the panels.
-        pinned: keys that stand first.
-        log: charts are logarithmic where all values are positive.
-        cursor: environment steps at which values are shown; None for the latest.
-    """
-
-    pattern: str = ""
-    pinned: list[str] = field(default_factory=list)
-    log: bool = False
-    cursor: int | None = None
-
-    def matches(self, text: str) -> bool:
-        """Return whether the filter lets a text through; a pattern that is no regular expression is taken literally."""
-        try:
-            return re.search(self.pattern, text, re.IGNORECASE) is not None
-        except re.error:
-            return self.pattern.lower() in text.lower()
-
-
-def strip(views: Sequence[RunView]) -> Text:
-    """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes."""
     if not any(view.axes for view in views):
         return Text("Waiting for data...", "dim")
-    parts = [view.strip() for view in views]
+    parts = [[(item.text, item.level) for item in view.strip()] for view in views]
+    brief = [[(words.partition(": ")[0], level) for words, level in items] for items in parts]
+    first = [[*items[:1], *([(f"{len(items) - 1} more", "warn")] if len(items) > 1 else [])] for items in brief]
+    versions: list[list[list[tuple[str, str]]]] = [parts, brief, first] if len(views) == 1 else [brief, first]
+    texts = [_strip_text(views, version) for version in versions]
+    text = next((text for text in texts if width is None or text.cell_len <= width), texts[-1])
+    if width is not None:
+        text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, str]]]) -> Text:
     text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
     for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
-            text.append("   " if index else "").append_text(_mark(index))
+            text.append("   " if index else "").append_text(run_mark(index))
         if view.axes is None:
             text.append("Waiting for data...", "dim")
         elif not items:
             text.append("ALL CLEAR ✓", "bold green")
-        for place, item in enumerate(items):
-            text.append(" | " if place else "", "dim")
-            words = item.text if len(views) == 1 else item.text.partition(": ")[0]
-            text.append(words, "bold red" if item.level == "critical" else "yellow")
+        for place, (words, level) in enumerate(items):
+            text.append(" | " if place else "", "dim").append(words, "bold red" if level == "critical" else "yellow")
     return text
-
-
-def _mark(index: int) -> Text:
-    """Return the mark by which a run is known among several, and a blank."""
-    mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-    return Text(f"{mark} ", colour)
-
-
-def _names_of(views: Sequence[RunView]) -> list[str]:
-    """Return the names of runs; where two are equal, what they were opened by."""
-    names = [view.name for view in views]
-    return [view.source if names.count(view.name) > 1 else view.name for view in views]
 
 
 def header(views: Sequence[RunView], width: int, now: float | None = None) -> list[Line]:
@@ -117,11 +86,11 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     if len(views) == 1:
         return [*_single_header(views[0], width, now)]
     lines = []
-    for index, (view, name) in enumerate(zip(views, _names_of(views), strict=True)):
+    for index, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
         progress = view.progress(now)
-        left = Text.assemble(_mark(index), (name, "bold"), f"  update {progress.update:,}")
+        left = Text.assemble(run_mark(index), (name, "bold"), f"  update {progress.update:,}")
         left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
-        lines.append(Line(_justified(left, _state(view, now), width)))
+        lines.append(Line(justified(left, _state(view, now), width)))
     return lines
 
 
@@ -129,7 +98,19 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
     progress = view.progress(now)
     facts = [str(view.info.facts.get("env") or ""), view.trainer]
     left = Text.assemble((view.name, "bold"), ("  " + " · ".join(filter(None, facts)), "dim"))
-    yield Line(_justified(left, _state(view, now), width))
+    state, split = _state(view, now), progress.time_split.items()
+    shares = [
+        "  ".join(f"{name} {share:.0%}" for name, share in split),
+        " ".join(f"{name[:3]} {share:.0%}" for name, share in split),
+    ]
+    room = width - left.cell_len - state.cell_len - 4
+    yield Line(
+        justified(
+            left,
+            Text(next((one for one in shares if len(one) <= room), ""), "dim").append("  ").append_text(state),
+            width,
+        )
+    )
     steps = f"update {progress.update:,}  step {progress.env_step:,}"
     steps += f" of {progress.total_steps:,}" if progress.total_steps else ""
     second = Text(steps)
@@ -141,31 +122,19 @@ def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Lin
     if progress.eta_seconds is not None:
         second.append(f"  ETA {duration(progress.eta_seconds)}")
     rate = Text(f"{progress.steps_per_second:,.0f} steps/s" if progress.steps_per_second else "", "bold")
-    if progress.time_split:
-        shares = " ".join(f"{name[:3]} {share:.0%}" for name, share in progress.time_split.items())
-        if len(second) + len(rate) + len(shares) + 5 <= width:
-            rate.append(f"  {shares}", "dim")
-    yield Line(_justified(second, rate, width))
+    yield Line(justified(second, rate, width))
 
 
 def _state(view: RunView, now: float | None) -> Text:
     """Return how the run ended, or the age of its last record."""
+    reading = ("reading all updates  " if view.sampled else "", "dim")
     if view.ended:
         status = str(view.status or "imported")
-        return Text(status, "green" if status in ("finished", "imported") else "bold red")
+        return Text.assemble(reading, (status, "green" if status in ("finished", "imported") else "bold red"))
     progress = view.progress(now)
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
-    return Text.assemble((mark, style), (age, "dim"))
-
-
-def _justified(left: Text, right: Text, width: int) -> Text:
-    left = left.copy()
-    space = width - left.cell_len - right.cell_len
-    if space < 1:
-        left.truncate(max(1, width - right.cell_len - 1), overflow="ellipsis")
-        space = width - left.cell_len - right.cell_len
-    return left.append(" " * max(1, space)).append_text(right)
+    return Text.assemble(reading, (mark, style), (age, "dim"))
 
 
 def _percent(fraction: float | None) -> str:
@@ -191,7 +160,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     first = views[0]
     if first.axes is None and not first.incidents:
         waiting = Text("There is no record yet.", "dim")
-        return [Line(waiting), *(Line(part) for part in _wrapped(first.source, width, "dim"))]
+        return [Line(waiting), *(Line(part) for part in wrapped(first.source, width, "dim"))]
     lines: list[Line] = []
     if not state.pattern:
         for index, view in enumerate(views):
@@ -199,7 +168,7 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     lines += _section("Pinned", (line for key in state.pinned for line in _chart_lines(views, key, state, width)))
     if state.pattern:
         keys = list(dict.fromkeys(key for view in views for key in view.keys))
-        matching = [key for key in keys if state.matches(key) or state.matches(_name(views, key))]
+        matching = [key for key in keys if state.matches(key) or state.matches(metric_name(views, key))]
         shown = [line for key in matching[:MAX_MATCHES] for line in _chart_lines(views, key, state, width, by_key=True)]
         more = f", the first {MAX_MATCHES} of which are shown" if len(matching) > MAX_MATCHES else ""
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
@@ -208,6 +177,8 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
     for panel in _panels(views):
         charts = (line for key in panel[1] for line in _chart_lines(views, key, state, width))
         lines += _section(panel[0], charts)
+    problems = dict.fromkeys(problem for view in views for problem in view.problems)
+    lines += _section("Plugins", (Line(part) for problem in problems for part in wrapped(problem, width, "yellow")))
     lines += _section("Last events", _events(views, width))
     return lines
 
@@ -222,21 +193,12 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     outcome = view.outcome
     style = "bold red" if outcome.kind in BAD else "green" if outcome.kind in GOOD else ""
     text = outcome.text[:1].upper() + outcome.text[1:]
-    for part in _wrapped(text, width - 2, style):
-        if index is not None:
-            part = _mark(index).append_text(part)
-        yield Line(part)
-
-
-def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
-    """Return a sentence in lines of that width."""
-    lines: list[str] = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > max(20, width):
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return [Text(line, style) for line in lines]
+    parts = wrapped(text, width - 2, style)
+    if view.damaged:
+        lines = "1 line" if view.damaged == 1 else f"{view.damaged:,} lines"
+        parts += wrapped(f"{lines} of the journal could not be read: left out", width - 2, "yellow")
+    for part in parts:
+        yield Line(part if index is None else run_mark(index).append_text(part))
 
 
 def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
@@ -248,11 +210,6 @@ def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     return [(question, list(keys)) for question, keys in questions.items()]
 
 
-def _name(views: Sequence[RunView], key: str) -> str:
-    info = next((info for view in views if (info := view.info.describe(key))), None)
-    return info.name if info and info.name else key
-
-
 def _chart_lines(
     views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False
 ) -> Iterator[Line]:
@@ -260,93 +217,48 @@ def _chart_lines(
     charts = [view.chart(key) if key in view.last else None for view in views]
     if not any(charts):
         return
-    name = key if by_key else _name(views, key)
-    name_width = min(NAME_COLUMNS, max(18, width * 2 // 5)) if len(views) == 1 else max(18, width // 4)
-    label = Text(_cut(name, name_width - 1).ljust(name_width))
+    name = key if by_key else metric_name(views, key, short=width < WIDE_COLUMNS)
+    steps = [step for view in views if view.axes for step in (view.first_step, view.axes.env_step)]
+    ends = (min(steps), max(steps))
     if len(views) == 1 and charts[0] is not None:
-        yield Line(_single(charts[0].lines[0], label, state, width), f"key:{key}")
+        name_width = max(18, min(NAME_COLUMNS, width - VALUE_COLUMNS - RANGE_COLUMNS - MIN_BARS))
+        label = Text(cut(name, name_width - 1).ljust(name_width))
+        yield Line(
+            _single(charts[0].lines[0], charts[0].unit, label, state, width, ends, views[0].updates), f"key:{key}"
+        )
         return
-    room = max(12, (width - name_width) // len(views))
+    name_width = max(18, width // 4)
+    if len(name) >= name_width:  # on a line of its own
+        yield Line(Text(cut(name, width)))
+        name, name_width = "", 2
+    label, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
+    unit = next(chart.unit for chart in charts if chart)
+    number_width = 8 + (len(unit) + 1 if unit in SHORT_UNITS else 0)
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
-        colour = RUN_MARKS[index % len(RUN_MARKS)][1]
         value = None if chart is None else value_at(view.series(key), state.cursor)
-        text = "─" if value is None else compact(value)
+        words = with_unit(value, unit)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        label.append_text(_mark(index))
-        label.append(text.rjust(8), judged or ("dim" if value is None else ""))
-        columns = room - 12
-        bars = "" if chart is None else sparkline(view.series(key), columns, log=state.log)
-        label.append(" " + bars.ljust(max(0, columns)) + " ", colour)
+        columns = max(0, room - number_width - 4)
+        bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log)
+        label.append_text(run_mark(index)).append(words.rjust(number_width), judged or ("dim" if value is None else ""))
+        label.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
     yield Line(label, f"key:{key}")
 
 
-def _single(line: LineView, label: Text, state: WatchState, width: int) -> Text:
+def _single(
+    line: LineView, unit: str, label: Text, state: WatchState, width: int, ends: tuple[int, int], updates: int
+) -> Text:
     value = line.value if state.cursor is None else value_at(line.series, state.cursor)
-    style = LEVEL_STYLES[line.judgement]
-    label.append("─" if value is None else compact(value).rjust(VALUE_COLUMNS), style)
-    label.append(f" {LEVEL_MARKS[line.judgement]} ", style)
+    style, number = LEVEL_STYLES[line.judgement], with_unit(value, unit)
+    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<5}", style)
+    label.append(f"{LEVEL_MARKS[line.judgement]} ", style)
     healthy = "" if line.healthy is None else range_text(line.healthy.low, line.healthy.high)
-    columns = width - label.cell_len - RANGE_COLUMNS - 1
-    if columns < 8:
-        columns, healthy = width - label.cell_len - 1, ""
-    label.append(sparkline(line.series, columns, log=state.log).ljust(columns), style or "cyan")
-    return label.append(f" {healthy}", "dim")
-
-
-def range_text(low: float | None, high: float | None) -> str:
-    """Return `0.002 to 0.02`, `> 0.3` or `< 0.2`."""
-    if low is None or high is None:
-        return f"< {compact(high)}" if high is not None else f"> {compact(low)}" if low is not None else ""
-    return f"{compact(low)} to {compact(high)}"
-
-
-def compact(value: float) -> str:
-    """Return a number in at most eight characters."""
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def value_at(series: Series, env_step: int | None) -> float | None:
-    """Return the value at that many environment steps or the last one before; the latest for None."""
-    place = len(series.values) if env_step is None else bisect_right(series.env_steps, env_step)
-    return series.values[place - 1] if place else None
-
-
-def resampled(series: Series, columns: int, ends: tuple[int, int] | None = None) -> list[float | None]:
-    """Return the mean of the values in each of equally wide parts of the run; None where there is none."""
-    if not series.values or columns < 1:
-        return []
-    first, last = ends or (series.env_steps[0], series.env_steps[-1])
-    parts: list[list[float]] = [[] for _ in range(columns)]
-    for step, value in zip(series.env_steps, series.values, strict=True):
-        if first <= step <= last:
-            parts[min(columns - 1, int((step - first) / max(1, last - first) * columns))].append(value)
-    return [sum(part) / len(part) if part else None for part in parts]
-
-
-def sparkline(series: Series, columns: int, *, log: bool = False) -> str:
-    """Return the course of the values in one line; of a run with few updates one column for each."""
-    values = resampled(series, min(columns, len(series.values)))
-    values = [value for value in values if value is not None]
-    return bars(values, log=log)
-
-
-def bars(values: Sequence[float | None], *, log: bool = False) -> str:
-    """Return one bar per value, a blank where there is none; the middle one where all are equal."""
-    present = [value for value in values if value is not None]
-    scale = math.log10 if log and present and min(present) > 0 else float
-    heights = [None if value is None else scale(value) for value in values]
-    low, high = (pick(map(scale, present), default=0.0) for pick in (min, max))
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        return "".join(" " if height is None else BARS[3] for height in heights)
-    return "".join(
-        " " if height is None else BARS[min(7, int((height - low) / (high - low) * 8))] for height in heights
-    )
+    healthy += " *" if line.healthy is not None and line.healthy.condition else ""
+    columns = width - label.cell_len - RANGE_COLUMNS
+    if columns < MIN_BARS:
+        columns, healthy = max(0, width - label.cell_len), ""
+    bars = sparkline(line.series, min(columns, updates), ends, log=state.log)
+    return label.append(bars.ljust(columns), style or "cyan").append(f" {healthy}" if healthy else "", "dim")
 
 
 def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
@@ -364,15 +276,15 @@ def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
 def _incident(incident: IncidentView, width: int, index: int, *, marked: bool) -> Iterator[Line]:
     style = ALARM_STYLES[incident.level] if incident.until is None else "dim"
     state = "still on" if incident.until is None else f"over at {incident.until:,}"
-    head = _mark(index) if marked else Text()
+    head = run_mark(index) if marked else Text()
     head.append(f"{incident.cause}", style)
     head.append(f"  since update {incident.since:,}, {state}", "dim")
     yield Line(head, f"incident:{index}:{incident.number}")
     if incident.until is None and not marked:
-        yield from (Line(Text("  ").append_text(part)) for part in _wrapped(incident.text, width - 2))
+        yield from (Line(Text("  ").append_text(part)) for part in wrapped(incident.text, width - 2))
         if incident.advice:
             yield from (
-                Line(Text("  ").append_text(part)) for part in _wrapped(f"Try: {incident.advice}", width - 2, "green")
+                Line(Text("  ").append_text(part)) for part in wrapped(f"Try: {incident.advice}", width - 2, "green")
             )
 
 
@@ -405,25 +317,29 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     if incident is None:
         return [Line(Text("This incident is no longer there.", "dim"))]
     lines = [Line(Text(f"Incident {number}: {incident.cause}", ALARM_STYLES[incident.level])), Line(Text())]
-    lines += [Line(part) for part in _wrapped(incident.text, width)]
+    lines += [Line(part) for part in wrapped(incident.text, width)]
     if incident.advice:
-        lines += [Line(Text()), *(Line(part) for part in _wrapped(f"Try: {incident.advice}", width, "green"))]
+        lines += [Line(Text()), *(Line(part) for part in wrapped(f"Try: {incident.advice}", width, "green"))]
     ends = [f"{kind} ({'still on' if end is None else f'over at {end:,}'})" for kind, end in incident.ends.items()]
     lines += [
         Line(Text()),
-        *(Line(part) for part in _wrapped("Alarms: " + ", ".join(ends), width, "dim")),
+        *(Line(part) for part in wrapped("Alarms: " + ", ".join(ends), width, "dim")),
         Line(Text()),
     ]
     rows = []
     for row in incident.evidence:
-        text = Text(_cut(row.key, 40).ljust(41))
-        text.append(_cut(str(row.value), 24).rjust(12), LEVEL_STYLES[row.judgement])
+        if row.value.startswith(("[", "{")):
+            continue  # below, or in the report
+        info = view.info.describe(row.key)
+        unit = info.unit if info and info.unit in SHORT_UNITS else ""
+        text = Text(cut(row.key, 40).ljust(41))
+        text.append(f"{cut(row.value, 24):>12} {unit}", LEVEL_STYLES[row.judgement])
         text.append(f"  usually {row.usual}" if row.usual else "", "dim")
         rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
     for name, items in incident.report.main.evidence.items():
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
             rows += [Line(Text()), Line(Text(name, "bold"))]
-            rows += [Line(part) for item in items[:MAX_EVENTS] for part in _wrapped(_plain_words(item), width)]
+            rows += [Line(part) for item in items[:MAX_EVENTS] for part in wrapped(_plain_words(item), width)]
     return [*lines, *_section("Evidence", rows)]
 
 
@@ -431,96 +347,6 @@ def _plain_words(item: Mapping[str, object]) -> str:
     """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
     plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
     return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
-
-
-class Canvas:
-    """Characters by row and column, with a style each.
-
-    Args:
-        columns, rows: its size.
-    """
-
-    def __init__(self, columns: int, rows: int) -> None:
-        self._cells = [[(" ", "")] * columns for _ in range(rows)]
-
-    def put(self, column: int, row: int, character: str, style: str) -> None:
-        """Draw one character; what lies outside is left out."""
-        if 0 <= row < len(self._cells) and 0 <= column < len(self._cells[row]):
-            self._cells[row][column] = (character, style)
-
-    def lines(self) -> list[Text]:
-        """Return the rows from top to bottom."""
-        return [Text.assemble(*row) for row in self._cells]
-
-
-def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int, height: int) -> list[Line]:
-    """Return a chart of one metric over environment steps, all runs on the same axes, with its description and healthy range."""
-    charts = [(index, view, chart) for index, view in enumerate(views) if (chart := view.chart(key)) is not None]
-    if not charts:
-        return [Line(Text(f"No run has {key}.", "dim"))]
-    chart = charts[0][2]
-    line, info = chart.lines[0], chart.info
-    title = Text.assemble(
-        (_name(views, key), "bold"), (f"  {key}" + (f"  [{chart.unit}]" if chart.unit else ""), "dim")
-    )
-    lines = [Line(title)]
-    if info and info.question:
-        lines += [Line(part) for part in _wrapped(info.question, width, "dim")]
-    for index, view, _ in charts:
-        value = value_at(view.series(key), state.cursor)
-        words = f"{_names_of(views)[index]}  {'─' if value is None else number_text(value)}"
-        lines.append(Line(_mark(index).append(words)))
-    where = "latest value" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
-    healthy = (
-        ""
-        if line.healthy is None
-        else f"  healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
-    )
-    lines += [Line(part) for part in _wrapped(f"{where}{healthy}", width, "dim")]
-    if info and info.action and line.judgement:
-        lines += [Line(part) for part in _wrapped(f"Try: {info.action}", width, "green")]
-    lines += plot(
-        [(index, view.series(key)) for index, view, _ in charts], state, line, width, max(4, height - len(lines) - 3)
-    )
-    return lines
-
-
-def plot(series: Sequence[tuple[int, Series]], state: WatchState, line: LineView, width: int, rows: int) -> list[Line]:
-    """Return the values of some runs as rows of marks, with the axis on the left, the healthy range as dots, and the cursor."""
-    values = [value for _, one in series for value in one.values]
-    steps = [step for _, one in series for step in one.env_steps]
-    if not values:
-        return []
-    log = state.log and min(values) > 0
-    scale = math.log10 if log else float
-    low, high = scale(min(values)), scale(max(values))
-    low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
-    columns, ends = max(8, width - 11), (min(steps), max(steps))
-    canvas = Canvas(columns, rows)
-
-    def row_of(value: float) -> int:
-        return rows - 1 - round((scale(value) - low) / (high - low) * (rows - 1))
-
-    for limit in () if line.healthy is None else (line.healthy.low, line.healthy.high):
-        if limit is not None and (not log or limit > 0) and low <= scale(limit) <= high:
-            for column in range(columns):
-                canvas.put(column, row_of(limit), "·", "green")
-    if state.cursor is not None:
-        at = int((state.cursor - ends[0]) / max(1, ends[1] - ends[0]) * (columns - 1))
-        for row in range(rows):
-            canvas.put(at, row, "│", "dim")
-    for index, one in series:
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
-        for column, value in enumerate(resampled(one, columns, ends)):
-            if value is not None:
-                canvas.put(column, row_of(value), mark, colour)
-    lines = []
-    for row, text in enumerate(canvas.lines()):
-        height = high - (high - low) * row / max(1, rows - 1)
-        tick = compact(10**height if log else height) if row in (0, rows // 2, rows - 1) else ""
-        lines.append(Line(Text.assemble((tick.rjust(9), "dim"), ("┤" if tick else "│", "dim"), text)))
-    axis = _justified(Text(f"{'log' if log else '':>9} {ends[0]:,}", "dim"), Text(f"{ends[1]:,}", "dim"), width)
-    return [*lines, Line(axis)]
 
 
 def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
@@ -578,32 +404,52 @@ HELP: Final[Mapping[str, str]] = {
     "t  Tab": "next table (environments), and back to the overview",
     "/": "filter metrics by a regular expression; in a table digits match the id, text any part of a row",
     "p": "pin or unpin the metric",
-    "l": "logarithmic axis where all values are positive",
+    "l": "logarithmic axis where no value is negative",
     "← →": "move the cursor over time, in all charts at once; in a table scroll sideways",
     "c": "take the cursor away: the latest values",
     "?": "this help",
 }
 
 
-def help_page() -> list[Line]:
+def help_page(width: int) -> list[Line]:
     """Return the keys and the marks."""
     lines = [Line(Text("Keys", "bold underline"))]
-    lines += [Line(Text.assemble((keys.ljust(26), "cyan"), meaning)) for keys, meaning in HELP.items()]
+    for keys, meaning in HELP.items():
+        first, *others = wrapped(meaning, width - 26)
+        lines += [
+            Line(Text.assemble((keys.ljust(26), "cyan"), first)),
+            *(Line(Text(" " * 26).append_text(part)) for part in others),
+        ]
     lines += [Line(Text()), Line(Text("Marks", "bold underline"))]
-    lines.append(
-        Line(Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"))
+    marks = (
+        Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"),
+        Text("* healthy under a condition that the metric's page (Enter) names, with the unit of the number"),
+        Text.assemble(
+            "Last record: ",
+            ("●OK", "green"),
+            " up to 2 update times ago  ",
+            ("◐WARN", "yellow"),
+            " up to 10  ",
+            ("○BAD", "bold red"),
+            " longer",
+        ),
+        Text("Time of an update: env environments, inf inference, upd learning, oth the rest"),
+        Text("Only files are read: the run does not notice.", "dim"),
     )
-    lines.append(
-        Line(
-            Text.assemble(
-                ("●OK", "green"),
-                " up to 2 update times old  ",
-                ("◐WARN", "yellow"),
-                " up to 10  ",
-                ("○BAD", "bold red"),
-                " older",
-            )
-        )
-    )
-    lines.append(Line(Text("Only files are read: the run does not notice.", "dim")))
-    return lines
+    console = Console(width=width)
+    return [*lines, *(Line(part) for mark in marks for part in mark.wrap(console, width))]
+
+
+FOOTERS: Final[Mapping[str, str]] = {
+    "overview": "↑↓ choose  Enter open  / filter  p pin  l log  ←→ time  t tables  ? help  q quit",
+    "chart": "Esc back  ←→ time  c latest  l log axis  p pin  ? help",
+    "table": "Esc back  ↑↓ choose  Enter detail  ←→ columns  / filter  t next table  ? help",
+}
+
+
+def footer(kind: str, width: int) -> Text:
+    """Return the keys of a page, as many as there is room for."""
+    keys = FOOTERS.get(kind, "Esc back  ↑↓ scroll  ? help")
+    while len(keys) > width:
+        keys = keys.rpartition("  ")[0]
+    return Text(keys, "dim")
