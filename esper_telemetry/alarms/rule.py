@@ -237,9 +237,11 @@ class View:
         return [(label, key, values[key]) for label, key in pairs if label and "/" not in label]
 
     def usual(self, key: str) -> str:
-        """`(usually a-b)` of a key with a history, or nothing."""
-        ends = self.baselines.usual(key)
-        return "" if ends is None else f" (usually {span(*ends)})"
+        """`(usually a-b)` of a key with a history, or nothing, as where the value is usual in a run that is wrong from its start."""
+        ends, value = self.baselines.usual(key), self.values.get(key)
+        if ends is None or (value is not None and ends[0] <= value <= ends[1]):
+            return ""
+        return f" (usually {span(*ends)})"
 
 
 MIN_UPDATE_STEPS: Final = 64
