@@ -14,8 +14,9 @@ OWN_LOOP: tuple[Edit, ...] = (
         """import torch.nn as nn
 import copy
 from esper_telemetry import (
-    Telemetry, check_actions, check_entropy, check_gae, check_log_probs, check_minibatches, check_optimizer_step, check_policy_loss,
-    check_replayed_log_probs, check_returns, check_rewards, check_schedule, check_total_loss, check_transitions, check_value_loss, check_values,
+    Telemetry, check_actions, check_entropy, check_gae, check_log_probs, check_log_ratios, check_minibatches, check_normalized_advantages,
+    check_optimizer_step, check_policy_loss, check_replayed_log_probs, check_returns, check_rewards, check_schedule, check_total_loss,
+    check_transitions, check_value_loss, check_values,
 )
 """,
     ),
@@ -25,12 +26,17 @@ from esper_telemetry import (
         """global_step = 0
 telemetry = Telemetry([], run_dir=args.run_dir, level="debug", config=args, offload=False)
 ended, paid, returned, rates, progress = torch.zeros_like(dones).bool(), torch.zeros_like(rewards), torch.zeros_like(obs), [], []
+finals = torch.zeros_like(obs)
+kept, before = copy.deepcopy(optimizer.state_dict()), None  # after the last step, and the weights of the update before
 """,
     ),
     (
-        "        next_done = torch.tensor(np.logical_or(terminations, truncations), dtype=torch.float32)\n",
-        """        next_done = torch.tensor(np.logical_or(terminations, truncations), dtype=torch.float32)
-        ended[step], paid[step], returned[step] = next_done.bool(), torch.tensor(reward), torch.tensor(state)
+        "infos = envs.step(action.numpy())\n",
+        """infos = envs.step(action.numpy())
+        paid[step], returned[step] = torch.tensor(reward), torch.tensor(state)  # as the environments return them
+        ended[step] = torch.tensor(terminations | truncations)
+        for index in np.flatnonzero(terminations | truncations):
+            finals[step, index] = torch.tensor(infos["final_obs"][index])
 """,
     ),
     (
@@ -39,24 +45,30 @@ ended, paid, returned, rates, progress = torch.zeros_like(dones).bool(), torch.z
         following = torch.cat([values[1:], agent.get_value(next_obs).reshape(1, -1)]) * ~ended
         logits = agent.logits(obs)
         _, replayed, _, own_values = agent.get_action_and_value(obs, actions)
+        earlier = {} if before is None else {"older_weights": lambda: before.get_action_and_value(obs, actions)[1]}
+        earlier_values = {} if before is None else {"older_weights": lambda: before.get_value(obs).squeeze(-1)}
     telemetry.observe(
         check_gae(rewards, values, advantages, ended=ended, next_values=following, gamma=args.gamma, gae_lambda=args.gae_lambda),
         check_returns(advantages, values, returns, rewards=rewards, next_values=following, ended=ended, gamma=args.gamma),
         check_actions(actions.long(), logits=logits),
         check_log_probs(actions.long(), logprobs, logits=logits),
-        check_replayed_log_probs(logprobs, replayed),
-        check_values(values, own_values.squeeze(-1)),
-        check_transitions(obs, returned, ended=ended),
+        check_replayed_log_probs(logprobs, replayed, alternatives=earlier),
+        check_values(values, own_values.squeeze(-1), alternatives=earlier_values),
+        check_transitions(obs, returned, ended=ended, final_observations=finals),
         check_rewards(rewards, paid),
     )
-    passes = []
+    passes, losses, before = [], [], copy.deepcopy(agent)
     b_obs = obs.reshape((-1, *obs_shape))
 """,
     ),
     (
         "            if args.clip_vloss:\n",
         """            mb_raw = b_advantages[mb_inds]
+            order = b_advantages[start : start + minibatch_size]
+            scope = "minibatch" if args.norm_adv else "nothing"
             telemetry.observe(
+                check_log_ratios(logratio, newlogprob, b_logprobs[mb_inds]),
+                check_normalized_advantages(mb_raw, mb_advantages, over=scope, in_order=order),
                 check_policy_loss(pg_loss, logratio, mb_advantages, clip=args.clip_coef, raw_advantages=mb_raw, log_probs=newlogprob)
             )
             passes += [[]] if start == 0 else []
@@ -69,13 +81,13 @@ ended, paid, returned, rates, progress = torch.zeros_like(dones).bool(), torch.z
         """            telemetry.observe(
                 check_value_loss(v_loss, newvalue, b_returns[mb_inds], old_values=b_values[mb_inds], advantages=mb_raw),
                 check_entropy(-entropy_loss, logits={"action": agent.logits(b_obs[mb_inds])}, chosen_log_probs=newlogprob),
-                check_total_loss(loss, pg_loss, v_loss, -entropy_loss, value_coef=args.vf_coef, entropy_coef=args.ent_coef),
             )
+            losses.append(torch.stack([loss, pg_loss, v_loss, -entropy_loss]).detach())
             weights = [p.detach().clone() for p in agent.parameters()]
-            state = copy.deepcopy(optimizer.state_dict())
             optimizer.step()
             gradients = [p.grad for p in agent.parameters()]
-            telemetry.observe(check_optimizer_step(weights, list(agent.parameters()), gradients, optimizer, state=state))
+            telemetry.observe(check_optimizer_step(weights, list(agent.parameters()), gradients, optimizer, state=kept))
+            kept = copy.deepcopy(optimizer.state_dict())
 """,
     ),
     (
@@ -84,6 +96,7 @@ ended, paid, returned, rates, progress = torch.zeros_like(dones).bool(), torch.z
     progress.append((iteration - 1) / num_iterations)
     final = 0.0 if args.anneal_lr else args.learning_rate
     telemetry.observe(
+        check_total_loss(*torch.stack(losses, 1), value_coef=args.vf_coef, entropy_coef=args.ent_coef),
         check_minibatches(passes, batch_size, environments=args.num_envs),
         check_schedule(rates, progress, initial=args.learning_rate, final=final),
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from equation_bugs import CONTINUOUS, FORCE, PROGRAMS, Edit
 from equation_bugs_loop import OWN_LOOP
@@ -70,6 +72,10 @@ SB3_VARIANTS: dict[str, tuple[str, ...]] = {
     "λ = 1": ("--gae-lambda", "1.0"),
     "γ = 1": ("--gamma", "1.0"),
     "no entropy": ("--ent-coef", "0.0"),
+    "odd rollout": ("--n-envs", "3", "--n-steps", "37", "--batch-size", "40"),
+    "rms prop": ("--rms-prop",),
+    "linear clip": ("--linear-clip", "--linear-rate"),
+    "no clipping": ("--max-grad-norm", "1000000"),
 }
 A2C_VARIANTS: dict[str, tuple[str, ...]] = {
     "": (),
@@ -80,7 +86,7 @@ A2C_VARIANTS: dict[str, tuple[str, ...]] = {
     "vecnormalize": ("--normalize", "both"),
     "annealed": ("--linear-rate",),
 }
-CONTRIB_VARIANTS = ("", "one env", "odd batch", "clip vf", "raw advantages", "vecnormalize", "annealed")
+CONTRIB_VARIANTS = ("", "one env", "odd batch", "odd rollout", "clip vf", "raw advantages", "vecnormalize", "annealed")
 ENVS = ("CartPole-v1", "Acrobot-v1", "FrozenLake-v1", "CliffWalking-v1", "tasks:Drift-v0", "Taxi-v4")
 CONTINUOUS_ENVS = ("Pendulum-v1", "MountainCarContinuous-v0", "tasks:Push-v0")
 BOOTSTRAPPED: tuple[Edit, ...] = (
@@ -118,9 +124,50 @@ SQUASHED: tuple[Edit, ...] = (
 )
 
 
-def _programs() -> Iterator[Healthy]:
+BUNDLED_ENVS = (
+    *("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1", "LunarLander-v3"),
+    *("FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1", "BipedalWalker-v3", "tasks:Drift-v0"),
+    *("tasks:Push-v0", "tasks:MaskedDrift-v0", "tasks:PairDrift-v0"),
+)
+NORMALISED = {"normalize_observations": True, "normalize_rewards": True}
+BUNDLED_VARIANTS: dict[str, dict[str, Any]] = {
+    "normalised": NORMALISED,
+    "bf16": {"precision": "bf16"},
+    "minibatch advantages": {"normalize_minibatches": True, "clip_value": 0.2, "entropy_coef": 0.01},
+    "raw advantages": {"normalize_advantages": False, "shared_trunk": True},
+    "desired kl": {"desired_kl": 0.01, "activation": "relu"},
+    "target kl": {"target_kl": 0.001, "anneal_learning_rate": False, "num_steps": 30, "num_minibatches": 5},
+}
+BUNDLED_CONTINUOUS: dict[str, dict[str, Any]] = {
+    "squashed": {"squash": True},
+    "state std": {"state_dependent_std": True, "entropy_coef": 0.01},
+    "bf16 normalised": {"precision": "bf16", **NORMALISED},
+}
+
+
+def _bundled() -> Iterator[Healthy]:
+    program, settings = PROGRAMS / "bundled.py", "--settings"
     for env in ("cartpole", "acrobot", "pendulum", "cue-recall", "cartpole-lstm", "morphogenesis"):
-        yield Healthy(f"bundled {env}", PROGRAMS / "bundled.py", (env,))
+        yield Healthy(f"bundled {env}", program, (env,))
+    for env in BUNDLED_ENVS:
+        yield Healthy(f"bundled {env}", program, (env, "--policy", "mlp", "--updates", "3"))
+    for env in ("CartPole-v1", "tasks:Drift-v0"):
+        for label, changes in BUNDLED_VARIANTS.items():
+            yield Healthy(f"bundled {env} {label}", program, (env, "--policy", "mlp", settings, json.dumps(changes)))
+    for env in ("Pendulum-v1", "tasks:Push-v0"):
+        for label, changes in BUNDLED_CONTINUOUS.items():
+            yield Healthy(f"bundled {env} {label}", program, (env, "--policy", "mlp", settings, json.dumps(changes)))
+    for policy in ("lstm", "gru"):
+        for env in ("CartPole-v1", "Acrobot-v1", "Pendulum-v1"):
+            yield Healthy(f"bundled {env} {policy}", program, (env, "--policy", policy, "--mask-velocity"))
+        for env in ("cue-recall", "tasks:Drift-v0", "FrozenLake-v1"):
+            yield Healthy(f"bundled {env} {policy} preset", program, (env, "--policy", policy, "--updates", "3"))
+        wide = json.dumps({"lstm_layers": 2, "precision": "bf16", "num_minibatches": 3})
+        yield Healthy(f"bundled {policy} bf16 2 layers", program, ("CartPole-v1", "--policy", policy, settings, wide))
+
+
+def _programs() -> Iterator[Healthy]:
+    yield from _bundled()
     sb3, script = PROGRAMS / "sb3_healthy.py", PROGRAMS / "script.py"
     for env in (*ENVS, *CONTINUOUS_ENVS):
         for label, args in SB3_VARIANTS.items():
@@ -131,6 +178,11 @@ def _programs() -> Iterator[Healthy]:
         yield Healthy(f"sb3 ppo {env} gsde", sb3, ("ppo", env, "--gsde"))
         yield Healthy(f"sb3 ppo {env} gsde squashed", sb3, ("ppo", env, "--gsde", "--squash"))
         yield Healthy(f"sb3 a2c {env} gsde", sb3, ("a2c", env, "--gsde"))
+    for env in ("tasks:WidePush-v0", "tasks:PairDrift-v0", "tasks:BitDrift-v0", "tasks:DictDrift-v0"):
+        for algorithm in ("ppo", "a2c", "recurrent"):
+            yield Healthy(f"sb3 {algorithm} {env}", sb3, (algorithm, env))
+        for label in ("odd rollout", "norm rewards", "clip vf", "one env"):
+            yield Healthy(f"sb3 ppo {env} {label}", sb3, ("ppo", env, *SB3_VARIANTS[label]))
     for label in CONTRIB_VARIANTS:
         for env in ("CartPoleWithoutVelocities", "Pendulum-v1", "tasks:Drift-v0"):
             yield Healthy(f"sb3 recurrent {env} {label}".strip(), sb3, ("recurrent", env, *SB3_VARIANTS[label]))

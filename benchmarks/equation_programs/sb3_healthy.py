@@ -39,6 +39,9 @@ parser.add_argument("--gsde", action="store_true")
 parser.add_argument("--squash", action="store_true")
 parser.add_argument("--linear-rate", action="store_true")
 parser.add_argument("--adam", action="store_true", help="A2C with Adam")
+parser.add_argument("--rms-prop", action="store_true", help="PPO with RMSprop")
+parser.add_argument("--linear-clip", action="store_true")
+parser.add_argument("--max-grad-norm", type=float, default=0.5)
 parser.add_argument("--shared-lstm", action="store_true")
 args = parser.parse_args()
 
@@ -76,6 +79,7 @@ def main() -> None:
     rate: Any = (lambda left: 1e-3 * left) if args.linear_rate else 1e-3
     settings: dict[str, Any] = {"learning_rate": rate, "gamma": args.gamma, "ent_coef": args.ent_coef}
     settings |= {"seed": args.seed, "device": "cpu", "normalize_advantage": not args.no_normalize_advantage}
+    settings["max_grad_norm"] = args.max_grad_norm
     settings["n_steps"] = args.n_steps or (8 if args.algorithm == "a2c" else 64)
     if args.gae_lambda is not None:
         settings["gae_lambda"] = args.gae_lambda
@@ -86,18 +90,22 @@ def main() -> None:
     if args.algorithm != "a2c":
         settings |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs, "target_kl": args.target_kl}
         settings["clip_range_vf"] = args.clip_range_vf
+        settings["clip_range"] = (lambda left: 0.2 * left) if args.linear_clip else 0.2
+    if args.rms_prop:
+        policy_kwargs |= {"optimizer_class": th.optim.RMSprop, "optimizer_kwargs": {}}
+    several = "MultiInput" if isinstance(env.observation_space, spaces.Dict) else "Mlp"
     model: Any
     if args.algorithm == "ppo":
-        model = PPO("MlpPolicy", env, policy_kwargs=policy_kwargs, **settings)
+        model = PPO(f"{several}Policy", env, policy_kwargs=policy_kwargs, **settings)
     elif args.algorithm == "a2c":
-        model = A2C("MlpPolicy", env, policy_kwargs=policy_kwargs, use_rms_prop=not args.adam, **settings)
+        model = A2C(f"{several}Policy", env, policy_kwargs=policy_kwargs, use_rms_prop=not args.adam, **settings)
     elif args.algorithm == "recurrent":
         policy_kwargs |= {"lstm_hidden_size": 16}
         if args.shared_lstm:
             policy_kwargs |= {"shared_lstm": True, "enable_critic_lstm": False}
-        model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=policy_kwargs, **settings)
+        model = RecurrentPPO(f"{several}LstmPolicy", env, policy_kwargs=policy_kwargs, **settings)
     else:
-        model = MaskablePPO("MlpPolicy", env, policy_kwargs=policy_kwargs, **settings)
+        model = MaskablePPO(f"{several}Policy", env, policy_kwargs=policy_kwargs, **settings)
     updates = args.updates * (24 if args.algorithm == "a2c" else 1)
     model.learn(updates * settings["n_steps"] * args.n_envs)
     parameters = th.cat([p.detach().flatten() for p in model.policy.parameters()])

@@ -1,6 +1,8 @@
 """Small environments in which every mistake can show: rewards vary in size and sign, episodes end by termination and by a time limit.
 
-`gymnasium.make("tasks:Drift-v0")` has three choices, `tasks:Push-v0` one force, `tasks:MaskedDrift-v0` choices that a mask forbids.
+`gymnasium.make("tasks:Drift-v0")` has three choices, `tasks:Push-v0` one force, `tasks:MaskedDrift-v0` choices that a mask forbids,
+`tasks:PairDrift-v0` two choices at once, `tasks:BitDrift-v0` three bits, `tasks:DictDrift-v0` observations of several parts,
+`tasks:WidePush-v0` three forces of different bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ TIME_LIMIT = 17
 class Drift(gym.Env[Any, Any]):
     """A point with inertia, between two walls that end the episode, is to be near a target that each episode draws anew."""
 
-    observation_space = spaces.Box(-4, 4, (4,), np.float32)
+    observation_space: spaces.Space[Any] = spaces.Box(-4, 4, (4,), np.float32)
     action_space: spaces.Space[Any] = spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -55,6 +57,52 @@ class Push(Drift):
         return float(np.clip(action[0], -1, 1))
 
 
+class WidePush(Drift):
+    """`Drift` with three forces that are added."""
+
+    action_space = spaces.Box(np.array([-1, -0.5, 0], np.float32), np.array([1, 0.5, 2], np.float32))
+
+    def force(self, action: Any) -> float:
+        """Return the sum of the forces, between -1 and 1."""
+        return float(np.clip(action.sum() / 2, -1, 1))
+
+
+class PairDrift(Drift):
+    """`Drift` with two choices at once: a direction and one of four strengths."""
+
+    action_space = spaces.MultiDiscrete([3, 4])
+
+    def force(self, action: Any) -> float:
+        """Return direction times strength."""
+        return float(action[0] - 1) * float(action[1]) / 3
+
+
+class BitDrift(Drift):
+    """`Drift` with three bits: to the left, to the right, and twice as strong."""
+
+    action_space = spaces.MultiBinary(3)
+
+    def force(self, action: Any) -> float:
+        """Return the sum of both directions."""
+        return float(int(action[1]) - int(action[0])) * (1 + int(action[2])) / 2
+
+
+class DictDrift(Drift):
+    """`Drift` with observations of three parts."""
+
+    observation_space: spaces.Space[Any] = spaces.Dict(
+        {
+            "motion": spaces.Box(-4, 4, (2,), np.float32),
+            "target": spaces.Box(-4, 4, (2,), np.float32),
+            "side": spaces.Discrete(2),
+        }
+    )
+
+    def _observation(self) -> Any:
+        numbers = super()._observation()
+        return {"motion": numbers[:2], "target": numbers[2:], "side": int(numbers[0] > 0)}
+
+
 class MaskedDrift(Drift):
     """`Drift` that forbids to push away from the middle."""
 
@@ -63,5 +111,5 @@ class MaskedDrift(Drift):
         return np.array([self._position > -0.2, True, self._position < 0.2])
 
 
-for name, entry in (("Drift", Drift), ("Push", Push), ("MaskedDrift", MaskedDrift)):
-    gym.register(f"{name}-v0", entry, max_episode_steps=TIME_LIMIT)
+for task in (Drift, Push, WidePush, PairDrift, BitDrift, DictDrift, MaskedDrift):
+    gym.register(f"{task.__name__}-v0", task, max_episode_steps=TIME_LIMIT)

@@ -134,28 +134,29 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
 
 
 def _schedule_fact(model: Any) -> dict[str, Any]:
-    """Return the fact of the learning rate's schedule; none of a function of the user's own, which might count its calls."""
-    set_rate = getattr(model.learning_rate, "value_schedule", model.learning_rate)
-    if isinstance(set_rate, int | float):
-        initial = final = float(set_rate)
-    elif all(hasattr(set_rate, name) for name in ("start", "end", "end_fraction")) and set_rate.end_fraction == 1:
-        initial, final = float(set_rate.start), float(set_rate.end)
-    else:
+    """Return the fact of the learning rate's schedule; none of a function that a call may change."""
+    set_rate = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
+    if not _callable_unseen(set_rate):
         return {}
     counts = {
         "num_epochs": getattr(model, "n_epochs", 1),
         "num_minibatches": minibatches_of(model),
         "num_envs": model.n_envs,
     }
-    schedule = RateSchedule(initial=initial, final=final, total_steps=model._total_timesteps, counts=counts)
+    total = model._total_timesteps
+    schedule = RateSchedule.tabulated(lambda over: set_rate(1.0 - over), total_steps=total, counts=counts)
     return {SCHEDULE_FACT: schedule.fact()}
 
 
 def current_rate(model: Any) -> float | None:
     """Return the rate that the schedule gives now; None of a function that may count its calls, or change something else."""
     schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
-    own = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
-    return float(schedule(model._current_progress_remaining)) if own or is_formula(schedule) else None
+    return float(schedule(model._current_progress_remaining)) if _callable_unseen(schedule) else None
+
+
+def _callable_unseen(schedule: Any) -> bool:
+    """Return True for a schedule that a call leaves as it is: one of Stable-Baselines3's own, or a formula."""
+    return str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.") or is_formula(schedule)
 
 
 def is_formula(function: Any) -> bool:

@@ -49,6 +49,9 @@ class RateSchedule:
         counts: numbers that a program may count in place of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
         curve: rates at equal distances from the beginning to the end of the run, the first `initial` and the last `final`; empty for a
             straight line.
+        defect: name of the hypothesis that the curve itself is: `negative`, `ending_early` or `restarting`; empty for a sound one. The
+            reference is then its sound part, from the beginning to `sound_share`, over the whole run.
+        sound_share: share of the run after which the curve falls below 0, ends, or begins anew.
     """
 
     initial: float
@@ -58,11 +61,17 @@ class RateSchedule:
     final_is_set: bool = True
     counts: Mapping[str, int] = field(default_factory=dict)
     curve: Sequence[float] = ()
+    defect: str = ""
+    sound_share: float = 1.0
 
     @classmethod
     def tabulated(cls, rate: Callable[[float], float], *, points: int = 257, **settings: Any) -> RateSchedule:
         """Return the schedule of a function of the share of the run that is over, 0 to 1; `settings` are other attributes."""
         curve = [float(rate(place / (points - 1))) for place in range(points)]
+        defect, sound = _defect_of(np.array(curve))
+        if defect:
+            settings |= {"defect": defect, "sound_share": sound, "curve": tuple(curve)}
+            return cls(initial=max(curve[: 2 + int(sound * points)]), final=0.0, **settings)
         straight = np.allclose(
             curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
         )
@@ -98,7 +107,63 @@ class ScheduleInputs(NamedTuple):
         line: Array = first + (last - first) * share
         if not curve:
             return line
-        return np.where(share > 1, line, np.interp(share, np.linspace(0, 1, len(curve)), curve))
+        rates = np.interp(share * self.schedule.sound_share, np.linspace(0, 1, len(curve)), curve)
+        return np.maximum(rates, 0.0) if self.schedule.defect else np.where(share > 1, line, rates)
+
+    def nearest(self, rates: Array, rate_at: Callable[[Array], Array]) -> Array:
+        """Return the rate of `rate_at` next to each of `rates`, within a point of the table: a curve may jump between two of them."""
+        curve = self.schedule.curve
+        shifts = (-1 / (len(curve) - 1), 0.0, 1 / (len(curve) - 1)) if curve else (0.0,)
+        near = np.stack([rate_at(np.maximum(self.progress + shift, 0.0)) for shift in shifts])
+        return np.take_along_axis(near, np.abs(near - rates).argmin(0)[None], 0)[0]
+
+    def defective(self, name: str, rates: Array) -> tuple[float, Array] | None:
+        """Return the share of the run in which the configured curve is sound, and its rates; None unless it has the defect of that name."""
+        if self.schedule.defect != name:
+            return None
+        points = np.linspace(0, 1, len(self.schedule.curve))
+        return self.schedule.sound_share, self.nearest(
+            rates, lambda share: np.interp(share, points, self.schedule.curve)
+        )
+
+
+def _defect_of(curve: Array) -> tuple[str, float]:
+    """Return the name of what is wrong with a configured curve, and the share of the run before; "" and 1 if nothing is.
+
+    Steps down, rises from 0, curved restarts (1608.03983) and ends above 0 are published schedules.
+    """
+    scale, last = float(np.abs(curve).max()), len(curve) - 1
+    below = np.flatnonzero(curve < -MIN_TOLERANCE * scale)
+    if len(below):
+        return "negative", max(0, int(below[0]) - 1) / last
+    moving = np.flatnonzero(curve > MIN_TOLERANCE * scale)
+    if len(moving) and moving[-1] + 1 <= (1 - MIN_IDLE_SHARE) * last:
+        return "ending_early", (int(moving[-1]) + 1) / last
+    inner = curve[1:-1]  # x % 1 is 0 at both ends
+    jumps = np.flatnonzero(np.diff(inner) > MIN_RESTART * scale)
+    period = int(jumps[0]) + 1 if len(jumps) else 0
+    if period < MIN_RESTART_POINTS:
+        return "", 1.0
+    line = np.linspace(inner[0], inner[period - 1], period)
+    again = line[np.arange(len(inner)) % period]
+    straight = np.abs(inner[:period] - line).max() <= MIN_TOLERANCE * scale
+    repeats = np.mean(np.abs(inner - again) > MAX_RESTART_ERROR * scale) <= MAX_RESTART_ERROR
+    if straight and repeats and line[0] - line[-1] > MIN_RESTART * scale:
+        return "restarting", period / last
+    return "", 1.0
+
+
+MIN_IDLE_SHARE: Final = 0.1
+"""Share of a run with a rate of 0 at its end, from which on a curve ends too soon."""
+
+MIN_RESTART: Final = 0.1
+"""Fall and jump of a straight curve, as a share of its largest rate, from which on it begins anew."""
+
+MIN_RESTART_POINTS: Final = 8
+"""Points of a table between two jumps from which on the form of a curve between them is known."""
+
+MAX_RESTART_ERROR: Final = 0.05
+"""Share of the largest rate by which lines that begin anew may differ, and share of the points that may differ by more."""
 
 
 class RateExplanation(NamedTuple):
@@ -131,7 +196,10 @@ def compare_rates(
     def error_of(values: Array) -> float:
         return float(np.abs(rates - values).max()) / scale if scale else 0.0
 
-    error = min(error_of(equation.compute(each)) for each in conventions)
+    error = min(
+        error_of(each.nearest(rates, lambda share, own=each: equation.compute(own._replace(progress=share))))
+        for each in conventions
+    )
     if error <= tolerance:
         return RateComparison(error, tolerance, ())
 
@@ -144,10 +212,11 @@ def compare_rates(
         return [best] if best is not None and best.error <= limit else []
 
     explanations: list[RateExplanation] = []
-    for one in equation.hypotheses:
+    candidates = [one for one in equation.hypotheses if schedule.defect in ("", one.name)]
+    for one in candidates:
         computed = [one.compute(each) for each in conventions] if one.compute is not None else []
         explanations += explained(one, [(None, values) for values in computed if values is not None])
-    for one in () if explanations else equation.hypotheses:
+    for one in () if explanations else candidates:
         fits = [one.fit(each, rates) for each in conventions] if one.fit is not None else []
         explanations += explained(one, [fit for fit in fits if fit is not None])
     nearest = MAX_ERROR_RATIO * max(MIN_TOLERANCE, min([one.error for one in explanations], default=0.0))
@@ -173,6 +242,8 @@ class RateHistory:
         schedule = self._schedule
         if schedule is None or rate is None or self._over or env_step <= schedule.begin:
             return
+        if env_step > schedule.total_steps and self._rates:
+            return  # a last rollout that is longer than what is left: a line may fall below 0 in it
         self._over = env_step >= schedule.total_steps
         self._count += 1
         if self._count % self._every and not self._over:

@@ -40,11 +40,15 @@ def _rising(inputs: ScheduleInputs) -> Array | None:
 
 
 def _fit_early_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    if inputs.schedule.defect:
+        return inputs.defective("ending_early", rates)
     speed = fitted_speed(inputs, rates)
     return (1 / speed, inputs.line(speed)) if speed is not None and speed > 1 else None
 
 
 def _fit_negative(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    if inputs.schedule.defect:
+        return inputs.defective("negative", rates)
     speed = fitted_speed(inputs, rates)
     return (1 / speed, inputs.line(speed, stops=False)) if speed is not None and speed > 1 else None
 
@@ -67,6 +71,8 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
     """Return the share of the run after which a line begins anew, and its rates; the first line gives both, and the others decide."""
+    if inputs.schedule.defect:
+        return inputs.defective("restarting", rates)
     way = inputs.schedule.final - inputs.schedule.initial or -inputs.schedule.initial
     back = np.flatnonzero(np.diff(rates) * np.sign(way) < -MIN_JUMP * np.abs(way))
     if way == 0 or not len(back):

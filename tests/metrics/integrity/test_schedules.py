@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from esper_telemetry import check_schedule
+from esper_telemetry.core.equations.equation import EquationResult
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, Array, RateHistory, RateSchedule
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.schedules import SCHEDULES
@@ -119,6 +121,76 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
     assert results[0].matches
     assert results[1] is not None
     assert [one.name for one in results[1].explanations] == ["cosine"]
+
+
+DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
+    "negative": (lambda over: 1 - 2.5 * over, 0.4),
+    "ending_early": (lambda over: max(0.0, 1 - 2 * over), 0.5),
+    "restarting": (lambda over: 0.1 + (-4 * over) % 1, 0.25),
+}
+"""Functions that a user configures, and the share of the run in which they are sound."""
+
+
+def followed(rate: Callable[[float], float], updates: int) -> EquationResult:
+    """The result of a run that follows its schedule exactly."""
+    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(rate, total_steps=updates).fact()})
+    for update in range(1, updates + 1):
+        history.add(update, rate(update / updates))
+    result = history.result()
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("updates", [6, 40])
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(name: str, updates: int) -> None:
+    rate, share = DEFECTS[name]
+    result = followed(rate, updates)
+
+    assert [one.name for one in result.explanations] == [name]
+    assert result.fitted[name] == pytest.approx(share, abs=0.01)
+    assert not result.holds
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda over: 1 - over,
+        lambda over: max(0.0, 1 - 1.02 * over),
+        lambda over: max(0.1, 1 - 2 * over),
+        lambda over: 0.5 + 0.5 * math.cos(math.pi * ((3 * over) % 1)),
+        lambda over: min(1.0, 10 * over) * (1 - over),
+        lambda over: 1.0 if over < 0.3 else 0.1,
+        lambda over: 0.1 if over < 0.1 else 1.0,
+        lambda over: 1 - abs((4 * over) % 2 - 1),
+        lambda over: 0.01**over,
+        lambda over: 1.0,
+    ],
+    ids=[
+        "line",
+        "nearly",
+        "plateau",
+        "warm_restarts",
+        "warm_up",
+        "step",
+        "rise",
+        "triangles",
+        "exponential",
+        "constant",
+    ],
+)
+def test_published_schedules_that_are_configured_have_no_defect(rate: Callable[[float], float]) -> None:
+    assert followed(rate, 40).matches
+
+
+def test_a_last_rollout_beyond_the_planned_end_is_left_out() -> None:
+    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact()})
+    for step in (30, 60, 90, 120):
+        history.add(step, 1 - step / 100)
+    result = history.result()
+
+    assert result is not None
+    assert result.error == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(2))
