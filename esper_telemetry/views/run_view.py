@@ -648,7 +648,7 @@ class RunView:
         show = declared.detail if declared else None
         if declared is None or show is None:
             return "There is nothing more about this row."
-        detail = self._of_plugin(declared, lambda view: show(view, row))
+        detail: RenderableType | None = self._of_plugin(declared, lambda view: show(view, row))
         return self._problems.get(declared, "") if detail is None else detail
 
     def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
