@@ -648,8 +648,10 @@ class RunView:
         show = declared.detail if declared else None
         if declared is None or show is None:
             return "There is nothing more about this row."
-        detail: RenderableType | None = self._of_plugin(declared, lambda view: show(view, row))
-        return self._problems.get(declared, "") if detail is None else detail
+        detail = self._of_plugin(declared, lambda view: show(view, row))
+        if detail is None:
+            return self._problems.get(declared, "")
+        return detail
 
     def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
         """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""

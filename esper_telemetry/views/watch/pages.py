@@ -59,9 +59,7 @@ def strip(views: Sequence[RunView], width: int | None = None) -> Text:
         return Text("Waiting for data...", "dim")
     parts = [[(item.text, item.level) for item in view.strip()] for view in views]
     brief = [[(words.partition(": ")[0], level) for words, level in items] for items in parts]
-    first: list[list[tuple[str, Judgement]]] = []
-    for items in brief:
-        first.append([*items[:1], *([(f"{len(items) - 1} more", items[1][1])] if len(items) > 1 else [])])
+    first = [[*items[:1], *((f"{len(items) - 1} more", level) for _, level in items[1:2])] for items in brief]
     versions = [parts, brief, first] if len(views) == 1 else [brief, first]
     texts = [_strip_text(views, version) for version in versions]
     text = next((text for text in texts if width is None or text.cell_len <= width), texts[-1])
