@@ -648,7 +648,11 @@ class RunView:
         show = declared.detail if declared else None
         if declared is None or show is None:
             return "There is nothing more about this row."
-        detail = self._of_plugin(declared, lambda view: show(view, row))
+
+        def make(view: RunView) -> RenderableType | None:
+            return show(view, row)
+
+        detail = self._of_plugin(declared, make)
         if detail is None:
             return self._problems.get(declared, "")
         return detail
