@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from esper_telemetry.sinks.wandb.sink import WandbSink as WandbSink
     from esper_telemetry.telemetry import Telemetry as Telemetry
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 moved_modules.install()
 

@@ -509,7 +509,7 @@ class TelemetrySession:
         try:
             recorder.end(status, timeout / 2)
             if self._options.report and recorder.run_dir is not None:
-                from esper_telemetry.views.report import write_run_report  # which needs rich
+                from esper_telemetry.views.report import write_run_report
 
                 write_run_report(recorder.run_dir)  # before the sinks are closed, which store it
             self._deliveries.close(max(0.1, deadline - time.monotonic()), status=status)

@@ -142,7 +142,6 @@ class Telemetry:
         _check_choice("report", report, (True, False))
         if report:
             require_package("plotly", "report=True")
-            require_package("rich", "report=True")
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a text, got {shown(name)}")
         labels = (tags,) if isinstance(tags, str) else tuple(map(str, tags or ()))

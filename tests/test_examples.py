@@ -161,14 +161,14 @@ def test_unedited(here: Path) -> None:
     assert all(keys <= record.values.keys() for record in result.records)
 
 
-def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A table as SB3 writes it, in which the policy jumps."""
     rows = [f"{128 * place},{0.01 if place < 20 else 2.0},-0.02" for place in range(1, 31)]
     (here / "progress.csv").write_text(
         "\n".join(["time/total_timesteps,train/approx_kl,train/policy_gradient_loss", *rows])
     )
-    monkeypatch.setattr(sys, "argv", ["yesterdays_logs.py", "csv:progress.csv"])
-    runpy.run_path(str(EXAMPLES / "yesterdays_logs.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["old_logs.py", "csv:progress.csv"])
+    runpy.run_path(str(EXAMPLES / "old_logs.py"), run_name="__main__")
 
     printed = capfd.readouterr().out
     assert "30 updates of Stable-Baselines3" in printed or "29 updates of Stable-Baselines3" in printed

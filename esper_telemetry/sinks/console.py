@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.protocol import Place, check_options, require_package
+from esper_telemetry.sinks.protocol import Place, check_options
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
@@ -104,9 +104,6 @@ class ConsoleSink:
     in_process: ClassVar[bool] = True
     inline: ClassVar[bool] = True
     name: ClassVar[str] = "console"
-
-    def __post_init__(self) -> None:
-        require_package("rich", "ConsoleSink")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> ConsoleSink:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,8 +23,15 @@ MAX_INCIDENTS: Final = 5
 """Incidents in the block: the first ones, which tend to cause the others; the report and `diagnose` have all."""
 LABEL_COLUMNS: Final = 13
 LEVEL_COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-VIEWS: Final = {"report": "report", "terminal": "watch", "causes": "diagnose"}
-"""Commands that take a run directory, by what they show."""
+VIEWS: Final = {
+    "report": "report {run}",
+    "terminal": "watch {run}",
+    "causes": "diagnose {run}",
+    "comparison": "compare {run} OTHER_RUN",
+}
+"""Commands about a run directory, by what they show."""
+VIEWS_EXTRA: Final = ("report", "terminal", "comparison")
+"""Those that need the extra `views`."""
 BROKEN_OFF: Final = {RunStatus.INTERRUPTED, RunStatus.PREEMPTED}
 """Statuses of runs that are meant to go on."""
 
@@ -87,10 +95,15 @@ class RunEnd:
             yield _labelled(name, f"{place.where} ({place.note})" if place.note else place.where)
         yield Line("open it with", "bold")
         if self.run_dir is not None:
+            has_views = find_spec("textual") is not None and find_spec("plotly") is not None
             for label, command in VIEWS.items():
-                yield _labelled(label, shlex.join(["esper-telemetry", command, str(self.run_dir)]), "$ ")
-            compared = shlex.join(["esper-telemetry", "compare", str(self.run_dir)])
-            yield _labelled("comparison", f"{compared} OTHER_RUN", "$ ")
+                if has_views or label not in VIEWS_EXTRA:
+                    command = command.format(run=shlex.quote(str(self.run_dir)))
+                    yield _labelled(label, f"esper-telemetry {command}", "$ ")
+            if not has_views:
+                yield _labelled(
+                    "more", "pip install 'esper-telemetry[views]' adds the commands report, watch and compare"
+                )
         for name, place in places:
             if place.command:
                 yield _labelled(name, place.command, "$ ")

@@ -219,7 +219,7 @@ class Place(NamedTuple):
 def require_package(package: str, sink: str) -> None:
     """Raise ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
-        extras = {"rich": "cli", "prometheus_client": "prometheus", "wandb_workspaces": "wandb", "plotly": "views"}
+        extras = {"prometheus_client": "prometheus", "wandb_workspaces": "wandb", "plotly": "views"}
         extra = extras.get(package, package)
         raise ModuleNotFoundError(
             f"{sink} needs {package.replace('_', '-')}: pip install 'esper-telemetry[{extra}]'", name=package

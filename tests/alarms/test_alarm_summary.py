@@ -11,7 +11,7 @@ from scripted import ScriptedAlarm, scripted
 
 from esper_telemetry import Telemetry
 from esper_telemetry.core.record import AlarmEvent, RunStatus
-from esper_telemetry.sinks import MLflowSink, TensorBoardSink
+from esper_telemetry.sinks import MLflowSink, TensorBoardSink, end_block
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.views.outcome import Summary
 
@@ -45,6 +45,17 @@ def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(
     assert opens == [f"esper-telemetry {view} {tmp_path}" for view in ("report", "watch", "diagnose")] + [
         f"esper-telemetry compare {tmp_path} OTHER_RUN"
     ]
+
+
+def test_commands_that_need_the_extra_views_are_named_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(end_block, "find_spec", lambda package: None)
+
+    lines = said(tmp_path, SCRIPT, capsys).splitlines()
+
+    assert [line.split("$ ")[1] for line in lines if "$ " in line] == [f"esper-telemetry diagnose {tmp_path}"]
+    assert any("pip install 'esper-telemetry[views]'" in line for line in lines)
 
 
 def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(

@@ -54,7 +54,7 @@ def test_tensorboard_shows_a_group_of_charts_for_each_family(page: Any, tensorbo
 
     page.get(f"{tensorboard}/#timeseries")
 
-    assert texts(page, f"{GROUP} .group-title") == sorted(families | {"axis"})
+    assert texts(page, f"{GROUP} .group-title") == sorted(families | {"0_overview", "axis"})
 
 
 def test_tensorboard_draws_the_returns_over_environment_steps(page: Any, tensorboard: str) -> None:

@@ -20,7 +20,7 @@ from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import template_of
 from esper_telemetry.metrics.statistics import Quantiles
 
-TIMED = ("perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
+TIMED = ("perf/memory", "perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
 SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
 """Measured on rows that each rank samples for itself."""
 PAIRED = {"adv/sign_flip_frac", "telemetry/undefined"}

@@ -24,6 +24,7 @@ from esper_telemetry.events import (
     Copy,
     EpisodeEnd,
     EvaluationEnd,
+    FirstMinibatch,
     Hooks,
     MinibatchEnd,
     MinibatchesEnd,
@@ -41,6 +42,8 @@ from esper_telemetry.events import (
     Transitions,
     TrunkBackward,
     UpdateEnd,
+    UpdateStart,
+    UsedAdvantages,
 )
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import ActionSpec, CueRecall, Step
@@ -362,4 +365,12 @@ def test_every_documented_event_is_emitted() -> None:
         Transitions,
         CollectionReplay,
     }
-    assert documented - parts == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}
+    assert documented - parts == {
+        *EVENTS,
+        EvaluationEnd,
+        FirstMinibatch,
+        RecurrentForward,
+        Rollback,
+        UpdateStart,
+        UsedAdvantages,
+    }

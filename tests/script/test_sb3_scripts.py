@@ -25,8 +25,9 @@ def test_it_is_attached_beside_every_form_of_callback(callback: str, tmp_path: P
     run = read_run(tmp_path / "run")
     assert [record.axes.env_step for record in run.records] == [128, 256, 384, 512]
     assert {"policy/kl", "value/explained_variance", "grad/actor/norm_preclip"} <= run.records[-1].values.keys()
-    first, last = telemetry_lines(result)
+    first, *block, last = telemetry_lines(result)
     assert first.endswith(f"sb3_model.py: attached TelemetryCallback to PPO; journal in {tmp_path / 'run'}")
+    assert "esper-telemetry: where it is" in block
     assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
 
 
@@ -39,7 +40,8 @@ def test_a_model_that_learns_again_goes_on_and_another_has_a_run_of_its_own(tmp_
         [128 * update for update in range(1, 5)],
     ]
     assert [run.status for run in runs] == [RunStatus.FINISHED] * 2
-    assert len(telemetry_lines(result)) == 3
+    attached = [line for line in telemetry_lines(result) if "attached TelemetryCallback" in line]
+    assert [line.rpartition(" ")[2] for line in attached] == [str(tmp_path / name) for name in ("run", "run-2")]
 
 
 def test_a_learning_rate_of_a_tenth_is_named(tmp_path: Path) -> None:

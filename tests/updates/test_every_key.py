@@ -16,9 +16,12 @@ from esper_telemetry.core.record import template_of
 from esper_telemetry.testing import MemorySink
 
 LATER = "needs 50 updates: tests/history/test_temporal.py"
+ON_A_DEVICE = "needs a policy on a GPU"
 ELSEWHERE = {
     "{key}/cusum": LATER,
     "{key}/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
+    "perf/memory/device_mib": ON_A_DEVICE,
+    "perf/memory/device_frac": ON_A_DEVICE,
     "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/metrics/integrity/test_equations.py",
     "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/metrics/integrity/test_equations.py",
 }

@@ -1,6 +1,6 @@
 """Diagnose a run that Stable-Baselines3 has logged, from Python.
 
-python examples/yesterdays_logs.py csv:progress.csv        # or tensorboard:DIR, wandb:PATH, mlflow:URI?run=ID
+python examples/old_logs.py csv:progress.csv        # or tensorboard:DIR, wandb:PATH, mlflow:URI?run=ID
 """
 
 from __future__ import annotations

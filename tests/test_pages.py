@@ -1,0 +1,211 @@
+"""docs/*.md: Python blocks run as printed, those of a page in one namespace; commands parse, and run in a directory with what they name.
+
+Trainings are cut to two thousand steps. `tests/test_readme.py` runs the README, `tests/test_equations_page.py` the blocks about equations.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_readme import PROGRESS_CSV
+
+from esper_telemetry.cli.arguments import parse_arguments
+from esper_telemetry.cli.check import parse as parse_check
+from esper_telemetry.cli.main import parse, run
+from esper_telemetry.cli.run import parse as parse_run
+from esper_telemetry.lab.faults.__main__ import Demo, List, Score
+from esper_telemetry.lab.faults.__main__ import run as run_faults
+
+if TYPE_CHECKING:
+    from command_line import Finished
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+STEPS = 2_048
+FIRST_CORE = min(os.sched_getaffinity(0))
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^(?:esper-telemetry|(?:python|torchrun .*) -m esper_telemetry(?:\.faults|\.lab\.faults)?) [a-z-]"
+)
+FAULTS = {"list": List, "score": Score, "demo": Demo}
+NOT_RUN = {
+    "torchrun": "tests/end_to_end starts several processes",
+    "--resume": "tests/test_readme.py resumes a run",
+    "watch": "needs a terminal; tests/views has one",
+    "score": "trains for minutes",
+    "demo": "trains for minutes",
+    "--push": "needs an account",
+    "wandb:wandb/": "tests/importers reads W&B's files",
+    "mlflow:sqlite": "tests/importers reads MLflow's files",
+    "morphogenesis": "tests/lab trains it",
+}
+PACE = """import gymnasium as gym
+
+gym.register("Pace-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=500)
+"""
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Return the code blocks of a page in these languages; an empty one stands for blocks without."""
+    text = page.read_text(encoding="utf-8")
+    return [block for _, language, block in BLOCK.findall(text) if language in languages]
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yield the lines of a page that call this package, without redirections."""
+    for block in blocks(page, "", "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if COMMAND.match(line):
+                yield re.split(r"\s(?:#|>>|\|)", line)[0].strip()
+
+
+PYTHON_PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page, "python")]
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(commands(page))]
+
+
+def cut(learn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `learn` that takes at most so many steps."""
+
+    def learn_briefly(*args: Any, **keywords: Any) -> Any:
+        args = tuple(min(value, STEPS) if type(value) is int else value for value in args)
+        return learn(
+            *args, **{name: min(value, STEPS) if type(value) is int else value for name, value in keywords.items()}
+        )
+
+    return learn_briefly
+
+
+def execute(page: Path) -> None:
+    """Run the Python blocks of a page one after the other, as one module, on one core."""
+    from esper_telemetry import PPO
+
+    os.sched_setaffinity(0, {FIRST_CORE})  # no worker process, whose start takes seconds
+    PPO.learn = cut(PPO.learn)  # type: ignore[method-assign]
+    text = page.read_text(encoding="utf-8")
+    if "stable_baselines3" in text:
+        import stable_baselines3
+
+        stable_baselines3.PPO.learn = cut(stable_baselines3.PPO.learn)  # type: ignore[method-assign]
+    module = sys.modules["page"] = ModuleType("page")
+    for match in BLOCK.finditer(text):
+        if match[2] == "python":
+            line = text.count("\n", 0, match.start()) + 1
+            exec(compile("\n" * line + match[3], str(page), "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.sb3] if "stable_baselines3" in page.read_text() else [])
+        for page in PYTHON_PAGES
+        if page.stem != "is_my_ppo_correct"
+    ],
+)
+def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) -> None:
+    code = f"from pathlib import Path; import test_pages; test_pages.execute(Path({str(page)!r}))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": path}
+
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert process.returncode == 0, process.stderr
+
+
+def arguments(command: str) -> tuple[str, list[str]]:
+    """Return the program, `esper-telemetry` or `faults`, and its words."""
+    words = shlex.split(command)
+    if words[0] == "esper-telemetry":
+        return words[0], words[1:]
+    module = words.index("-m") + 1
+    return "faults" if words[module].endswith("faults") else "esper-telemetry", words[module + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_parse(page: Path) -> None:
+    for command in commands(page):
+        program, words = arguments(command)
+        if program == "faults":
+            parse_arguments(words[1:], FAULTS[words[0]])
+        elif words[0] == "run":
+            parse_run(words[1:])
+        elif words[0] == "check":
+            parse_check(words[1:])
+        elif "--resume" not in words:  # its options are those of the run that it names
+            parse(words)
+
+
+def write_tensorboard_log(directory: Path) -> None:
+    """Write an event file as Stable-Baselines3 does."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(directory)) as writer:
+        for step in range(128, 128 * 31, 128):
+            writer.add_scalar("train/approx_kl", 0.01, step)
+            writer.add_scalar("train/policy_gradient_loss", -0.02, step)
+
+
+def prepare(words: list[str], finished: Finished) -> None:
+    """Make the run directories, logs, scripts and environments that a command reads, in the current directory."""
+    for word in words:
+        if (words[0] not in ("train", "run") and word.startswith("runs/")) or word == "runs":
+            run_dir = Path(word.replace("*", "1"), *(["1"] if word == "runs" else []))
+            if not run_dir.exists():
+                shutil.copytree(finished.run_dir, run_dir)
+        elif word.startswith("csv:"):
+            Path(word[4:]).parent.mkdir(parents=True, exist_ok=True)
+            Path(word[4:]).write_text(PROGRESS_CSV, encoding="utf-8")
+        elif word.startswith("tensorboard:"):
+            write_tensorboard_log(Path(word[12:]))
+        elif word == "ppo.py":
+            script = (ROOT / "examples" / "unedited.py").read_text(encoding="utf-8")
+            brief = script.replace("parse_args()", "parse_known_args()[0]").replace("20_480", str(STEPS))
+            Path(word).write_text(brief, encoding="utf-8")
+        elif word.startswith("pace:"):
+            Path("pace.py").write_text(PACE, encoding="utf-8")
+
+
+def briefly(words: list[str]) -> list[str]:
+    """Return a command with no more steps, and with the file names that a shell would expand to."""
+    steps = ["--total-steps", str(STEPS)] if words[0] == "train" else []  # the last one counts
+    return [*(word.replace("*", "1") for word in words), *steps]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
+def test_the_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished
+) -> None:
+    """Commands end with 0; the last of a page's scripts runs, in a process of its own, which takes seconds."""
+    scripts = [command for command in commands(page) if "ppo.py" in command]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in commands(page):
+        program, words = arguments(command)
+        if command in scripts[:-1] or any(part in command for part in NOT_RUN):
+            continue
+        prepare(words, finished)
+        words = briefly(words)
+        if program == "faults":
+            assert run_faults(words) == 0
+        elif command in scripts:
+            one_core = partial(os.sched_setaffinity, 0, {FIRST_CORE})
+            process = subprocess.run(
+                [sys.executable, "-m", "esper_telemetry", *words], preexec_fn=one_core, check=False
+            )
+            assert process.returncode == 0, command
+        else:
+            assert run(words) == 0, command
