@@ -649,7 +649,7 @@ class RunView:
         if declared is None or show is None:
             return "There is nothing more about this row."
 
-        def make(view: RunView) -> RenderableType | None:
+        def make(view: RunView) -> RenderableType:
             return show(view, row)
 
         detail = self._of_plugin(declared, make)
@@ -657,7 +657,7 @@ class RunView:
             return self._problems.get(declared, "")
         return detail
 
-    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
+    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T]) -> T | None:
         """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""
         self._problems.pop(declared, None)
         try:
