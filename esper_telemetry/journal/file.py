@@ -243,7 +243,7 @@ class JournalReader:
             records: of the records so many at even distances in the file, and as many at its end.
             is_rare: true for types of events of which the last one of each is enough.
         """
-        step, due = max(1, (self.size - self.offset) // records), self.offset
+        step = due = 0
         sample: dict[int, bytes] = {}
         latest: deque[tuple[int, bytes]] = deque(maxlen=records)
         events: dict[str, tuple[int, bytes]] = {}
@@ -254,6 +254,7 @@ class JournalReader:
                 if line.startswith(RECORD_HEAD):
                     count += 1
                     latest.append((begin, line))
+                    step = step or max(1, (self.size - begin) // records)
                     if begin >= due:
                         sample[begin], due = line, begin + step
                 elif (kind := EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])) and is_rare(kind[1].decode()):

@@ -276,6 +276,7 @@ def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[I
     for table in view.tables():
         rows = [[_text(str(cell.text)) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
+    yield from (f"<p>{_text(problem)}</p>" for problem in view.problems)
 
 
 def _chart(

@@ -648,10 +648,16 @@ class RunView:
         show = declared.detail if declared else None
         if declared is None or show is None:
             return "There is nothing more about this row."
-        detail = self._of_plugin(declared, lambda view: show(view, row))
-        return self._problems.get(declared, "") if detail is None else detail
 
-    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T | None]) -> T | None:
+        def make(view: RunView) -> RenderableType:
+            return show(view, row)
+
+        detail = self._of_plugin(declared, make)
+        if detail is None:
+            return self._problems.get(declared, "")
+        return detail
+
+    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T]) -> T | None:
         """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""
         self._problems.pop(declared, None)
         try:

@@ -11,66 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journaled import WrittenRun, axes
 from textual.pilot import Pilot
 from waiting import wait_until
 
-from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.cli.main import main
-from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.journal.file import Journal, compress
-from esper_telemetry.journal.lines import (
-    JournalEvent,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_record,
-    encode_run,
-)
-from esper_telemetry.views.run_view import open_view
+from esper_telemetry.core.record import AlarmEvent, RunStatus
+from esper_telemetry.journal.file import compress
+from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.series import Series
+from esper_telemetry.views.watch import app as app_module
 from esper_telemetry.views.watch.app import WatchApp
-from esper_telemetry.views.watch.charts import Line, WatchState, bars, chart_page, compact, range_text, value_at
+from esper_telemetry.views.watch.charts import (
+    Line,
+    WatchState,
+    bars,
+    chart_page,
+    compact,
+    cut,
+    metric_name,
+    range_text,
+    sparkline,
+    value_at,
+)
 from esper_telemetry.views.watch.pages import duration, header, overview, strip, table_page
-
-UPDATE_SECONDS = 10.0
-SPIKE_TEXT = "Since update 4, the policy has moved 0.4 nats. Try: Lower the learning rate."
-
-
-def axes(update: int) -> Axes:
-    return Axes(update, 1000 * update, 16 * update, UPDATE_SECONDS * update)
-
-
-class WrittenRun:
-    """A run directory that a test writes line by line."""
-
-    def __init__(self, run_dir: Path, **facts: Any) -> None:
-        self.run_dir, self.updates = run_dir, 0
-        self._journal = Journal.create(run_dir)
-        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
-        info = {"env": "Walker", "total_steps": 20_000, **facts}
-        self._journal.write(encode_run(RunInfo("id", run_dir.name, run_dir, 1.0, facts=info, metrics=metrics)))
-
-    def record(self, **values: float) -> None:
-        """Append a record; `__` in a name stands for `/`."""
-        self.updates += 1
-        self._journal.write(
-            encode_record(
-                Record(self.updates, axes(self.updates), {key.replace("__", "/"): x for key, x in values.items()})
-            )
-        )
-
-    def alarm(self, kind: str, severity: float = 0.9, event: AlarmEvent = AlarmEvent.RAISE, **rest: Any) -> None:
-        level, place = AlarmLevel.of(severity), axes(self.updates)
-        details = {"since": self.updates, "incident": 1, "cause": kind, "text": SPIKE_TEXT, **rest}
-        self._journal.write(
-            encode_alarm(Alarm(self.updates, place, kind, event, severity, level, "policy/kl", 0.4, **details))
-        )
-
-    def event(self, kind: str, **data: Any) -> None:
-        self._journal.write(encode_event(JournalEvent(kind, data, self.updates, axes(self.updates))))
-
-    def end(self, status: RunStatus) -> None:
-        self._journal.write(encode_end(status, seq=self.updates))
 
 
 @pytest.fixture
@@ -127,6 +92,17 @@ def test_the_strip_names_the_first_cause_and_forgets_what_is_over(run: WrittenRu
     run.record(policy__kl=0.01)  # a count that is zero is absent
     view.refresh()
     assert strip([view]).plain == "ALL CLEAR ✓"
+
+
+def test_the_strip_names_the_cause_of_the_incident_and_fits_the_screen(run: WrittenRun) -> None:
+    """A later alarm of the incident explains it better; 80 columns hold all, 40 no cause, 24 only what comes first."""
+    run.alarm("policy/kl_spike")
+    run.alarm("opt/update_too_large", cause="opt/update_too_large")
+    view = open_view(run.run_dir)
+
+    whole = "ANOMALIES: 2 alarms: opt/update_too_large | PPO ⚠"
+    assert [strip([view], width).plain for width in (80, 40)] == [whole, "ANOMALIES: 2 alarms | PPO ⚠"]
+    assert strip([view], 24).plain == "ANOMALIES: 2 alarms | 1…"
 
 
 def test_the_header_shows_progress_speed_and_age(run: WrittenRun) -> None:
@@ -197,6 +173,23 @@ def test_values_are_drawn_in_eighths_and_on_a_logarithmic_axis() -> None:
     ]
     assert [duration(x) for x in (5, 200, 7500, 273600)] == ["5 s", "3 m 20 s", "2 h 05 m", "3 d 4 h"]
     assert [range_text(*x) for x in ((0.1, None), (None, 2.0), (0.0, 1.0))] == ["> 0.1", "< 2", "0 to 1"]
+
+
+def test_all_lines_have_the_time_of_the_run_and_values_hold_until_the_next() -> None:
+    """Measured at 10 and at 30 of 0 to 40 steps; a logarithmic axis has zeros at its lowest value."""
+    sampled = Series((1, 3), (10, 30), (1.0, 2.0))
+
+    assert sparkline(sampled, 4, (0, 40)) == " ▁▁█"
+    assert bars([0.0, 1.0, 10.0], log=True) == "▁▁█" and bars([-1.0, 0.0, 99.0], log=True) == "▁▁█"
+
+
+def test_a_key_of_a_template_says_which_one_it_is(run: WrittenRun) -> None:
+    run.record(lstm__gate__forget__mean=0.5)
+    view = open_view(run.run_dir)
+
+    assert metric_name([view], "lstm/gate/forget/mean") == "mean of a gate (forget)"
+    assert metric_name([view], "grad/global/norm_preclip", short=True) == "gradient norm before clipping"
+    assert metric_name([view], "my/own") == "my/own" and cut("effective sample size", 13) == "effective…"
 
 
 def test_runs_are_laid_over_each_other(run: WrittenRun, tmp_path: Path) -> None:
@@ -345,6 +338,53 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:
         assert screen(app).startswith("ALL CLEAR ✓")
 
     with_app([tmp_path / "late"], use, wait=True)
+
+
+def test_a_sample_of_a_long_journal_has_its_end_its_alarms_and_records_over_the_run(run: WrittenRun) -> None:
+    run.alarm("policy/kl_spike")
+    for update in range(5, 101):
+        run.event("environments", **table_event(2))
+        run.record(policy__kl=float(update))
+    view = RunView(run_info(run.run_dir), str(run.run_dir))
+    view.read_sample(4)
+
+    assert view.sampled and view.axes == axes(100) and view.last["policy/kl"] == 100.0
+    assert [alarm.type for alarm in view.alarms] == ["policy/kl_spike"] and len(view.tables()) == 1
+    updates = view.series("policy/kl").updates
+    assert updates[-4:] == (97, 98, 99, 100) and updates[0] == 1 and 4 <= len(updates[:-4]) <= 5
+    run.record(policy__kl=0.5)
+    assert (view.refresh(), view.last["policy/kl"]) == (1, 0.5)
+
+
+def test_a_long_journal_is_read_beside_the_screen(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "SAMPLE_RECORDS", 4)
+    for update in range(5, 101):
+        run.record(policy__kl=float(update))
+
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert "update 100" in screen(app)
+        while app.views[0].sampled:
+            await pilot.pause()
+            app.tick()
+        run.record(policy__kl=0.5)
+        app.tick()
+        assert app.views[0].updates == 101
+
+    with_app([run.run_dir], use)
+
+
+def test_a_run_that_replaces_another_in_its_directory_is_shown_from_its_start(run: WrittenRun) -> None:
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        shutil.rmtree(run.run_dir)
+        app.tick()
+        app.draw()
+        assert "update 4" in screen(app)
+        WrittenRun(run.run_dir, env="Hopper").record(policy__kl=0.01)
+        app.tick()
+        app.draw()
+        assert "update 1 " in screen(app) and "Hopper" in screen(app)
+
+    with_app([run.run_dir], use)
 
 
 def test_a_compressed_journal_of_a_run_that_is_over_is_shown(run: WrittenRun) -> None:

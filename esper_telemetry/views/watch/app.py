@@ -49,6 +49,10 @@ POINTS: Final = 400
 """Values that are kept of each key: two for each column of a wide terminal."""
 
 
+HEAD_BYTES: Final = 200
+"""Beginning of a journal that holds the identifier of its run."""
+
+
 class Page(ScrollView, can_focus=True, inherit_bindings=False):
     """Lines below fixed ones, with a cursor that stays on its line's id when the lines change.
 
@@ -275,7 +279,7 @@ class WatchApp(App[None]):
             state = _file_state(view)
             if state is None or state == before:
                 return 0
-            if before is not None and (state.inode != before.inode or state.size < before.size):
+            if before is not None and (not state.head.startswith(before.head) or state.size < before.size):
                 self._files.pop(index)
                 self._open_source(index, missing_ok=True)
                 return 1
@@ -306,8 +310,8 @@ class WatchApp(App[None]):
             room = max(8, self._page.size.height - len(top))
             self._page.show(top, chart_page(views, argument, self._state, width, room))
         elif kind == "incident":
-            index, number = map(int, argument.split(":"))
-            self._page.show(top, incident_page(views[index], number, width))
+            place, number = map(int, argument.split(":"))
+            self._page.show(top, incident_page(views[place], number, width))
         elif kind == "table":
             index, name = argument.split(":", 1)
             table = next((table for table in views[int(index)].tables() if table.name == name), None)
@@ -457,9 +461,9 @@ class WatchApp(App[None]):
 
 
 class FileState(NamedTuple):
-    """A journal's file: another inode is another run."""
+    """A journal's file: its first bytes, which name the run, and what changes with every line."""
 
-    inode: int
+    head: bytes
     size: int
     changed_ns: int
 
@@ -469,8 +473,9 @@ def _file_state(view: RunView) -> FileState | None:
     path = None if view.run_dir is None else journal_path(view.run_dir)
     if path is None or path.suffix == PACKED_SUFFIX:
         return None
-    stat = path.stat()
-    return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        return FileState(file.read(HEAD_BYTES), stat.st_size, stat.st_mtime_ns)
 
 
 def rendered(renderable: RenderableType, width: int) -> list[Line]:

@@ -17,6 +17,7 @@ from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableView
 from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
     RUN_MARKS,
@@ -58,8 +59,8 @@ def strip(views: Sequence[RunView], width: int | None = None) -> Text:
         return Text("Waiting for data...", "dim")
     parts = [[(item.text, item.level) for item in view.strip()] for view in views]
     brief = [[(words.partition(": ")[0], level) for words, level in items] for items in parts]
-    first = [[*items[:1], *([(f"{len(items) - 1} more", "warn")] if len(items) > 1 else [])] for items in brief]
-    versions: list[list[list[tuple[str, str]]]] = [parts, brief, first] if len(views) == 1 else [brief, first]
+    first = [[*items[:1], *((f"{len(items) - 1} more", level) for _, level in items[1:2])] for items in brief]
+    versions = [parts, brief, first] if len(views) == 1 else [brief, first]
     texts = [_strip_text(views, version) for version in versions]
     text = next((text for text in texts if width is None or text.cell_len <= width), texts[-1])
     if width is not None:
@@ -67,7 +68,7 @@ def strip(views: Sequence[RunView], width: int | None = None) -> Text:
     return text
 
 
-def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, str]]]) -> Text:
+def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, Judgement]]]) -> Text:
     text = Text("ANOMALIES: ", "bold red", end="") if any(parts) else Text()
     for index, (view, items) in enumerate(zip(views, parts, strict=True)):
         if len(views) > 1:
