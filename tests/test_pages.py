@@ -74,14 +74,14 @@ PYTHON_PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page, "pyth
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(commands(page))]
 
 
-def cut(learn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `learn` that takes at most so many steps."""
+def cut(learn: Callable[..., Any], count: str) -> Callable[..., Any]:
+    """Return a `learn` that takes at most so many steps more than the trainer's `count`."""
 
-    def learn_briefly(*args: Any, **keywords: Any) -> Any:
-        args = tuple(min(value, STEPS) if type(value) is int else value for value in args)
-        return learn(
-            *args, **{name: min(value, STEPS) if type(value) is int else value for name, value in keywords.items()}
-        )
+    def learn_briefly(trainer: Any, *args: Any, **keywords: Any) -> Any:
+        def brief(value: Any) -> Any:
+            return min(value, getattr(trainer, count) + STEPS) if type(value) is int else value
+
+        return learn(trainer, *map(brief, args), **{name: brief(value) for name, value in keywords.items()})
 
     return learn_briefly
 
@@ -91,12 +91,12 @@ def execute(page: Path) -> None:
     from esper_telemetry import PPO
 
     os.sched_setaffinity(0, {FIRST_CORE})  # no worker process, whose start takes seconds
-    PPO.learn = cut(PPO.learn)  # type: ignore[method-assign]
+    PPO.learn = cut(PPO.learn, "env_steps")  # type: ignore[method-assign]
     text = page.read_text(encoding="utf-8")
-    if "stable_baselines3" in text:
+    if "from stable_baselines3 import" in text:
         import stable_baselines3
 
-        stable_baselines3.PPO.learn = cut(stable_baselines3.PPO.learn)  # type: ignore[method-assign]
+        stable_baselines3.PPO.learn = cut(stable_baselines3.PPO.learn, "num_timesteps")  # type: ignore[method-assign]
     module = sys.modules["page"] = ModuleType("page")
     for match in BLOCK.finditer(text):
         if match[2] == "python":
@@ -107,7 +107,9 @@ def execute(page: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.sb3] if "stable_baselines3" in page.read_text() else [])
+        pytest.param(
+            page, id=page.stem, marks=[pytest.mark.sb3] if "from stable_baselines3 import" in page.read_text() else []
+        )
         for page in PYTHON_PAGES
         if page.stem != "is_my_ppo_correct"
     ],
@@ -115,13 +117,14 @@ def execute(page: Path) -> None:
 def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) -> None:
     code = f"from pathlib import Path; import test_pages; test_pages.execute(Path({str(page)!r}))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
-    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": path}
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": path}
 
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
 
     assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
 
 
 def arguments(command: str) -> tuple[str, list[str]]:
