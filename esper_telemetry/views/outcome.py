@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from rich.panel import Panel
@@ -164,6 +165,9 @@ class SummaryLine(NamedTuple):
     style: str = ".3g"
 
 
+SHARE: Final = "perf/telemetry_frac"
+"""Shown as the mean of the run: an update that is sampled in full takes many times what others take."""
+
 SUMMARY_LINES: Final = (
     SummaryLine("return, last 100 episodes", "episode/return_mean_100", ".1f"),
     SummaryLine("policy moved per update (KL)", "policy/kl"),
@@ -172,7 +176,7 @@ SUMMARY_LINES: Final = (
     SummaryLine("returns explained by the critic", "value/explained_variance", ".0%"),
     SummaryLine("gradient norm before clipping", "grad/global/norm_preclip"),
     SummaryLine("steps per second", "train/env_steps_per_second", ",.0f"),
-    SummaryLine("telemetry's share of the time", "perf/telemetry_frac", ".1%"),
+    SummaryLine("telemetry's share of the time", SHARE, ".1%"),
 )
 
 
@@ -181,17 +185,21 @@ class Summary:
 
     def __init__(self) -> None:
         self._last: Record | None = None
+        self._shares: list[float] = []
 
     def observe(self, record: Record) -> None:
         """Keep a record; called as a sink."""
         self._last = record
+        self._shares += [record.values[SHARE]] if SHARE in record.values else []
 
     def show(self, end: RunEnd) -> None:
         """Print the exception that ended the run or what it did, its incidents, its last values, and what opens it."""
         console = make_console(markup=False, highlight=False, soft_wrap=True)
         print_lines(console, end.verdict())
         if self._last is not None:
-            axes, values = self._last.axes, self._last.values
+            axes, values = self._last.axes, dict(self._last.values)
+            if self._shares:
+                values[SHARE] = fmean(self._shares)
             table = Table("what telemetry saw last", "", header_style="bold")
             table.add_row("environment steps", f"{axes.env_step:,}")
             table.add_row("updates", f"{axes.update:,}")

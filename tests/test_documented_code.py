@@ -115,7 +115,7 @@ def execute(page: Path) -> None:
     ],
 )
 def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) -> None:
-    code = f"from pathlib import Path; import test_pages; test_pages.execute(Path({str(page)!r}))"
+    code = f"from pathlib import Path; import test_documented_code; test_documented_code.execute(Path({str(page)!r}))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": path}
 
