@@ -80,15 +80,11 @@ def train(options: Train) -> int:
         code = _run(trainer, telemetry, options)
         if is_first_rank():
             status = STATUSES.get(code, RunStatus.FAILED)
-            summary.show(session_of(telemetry).run_end(status, _resume_line(telemetry.run_dir)))
+            run_dir, going_on = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
+            if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
+                going_on = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
+            summary.show(session_of(telemetry).run_end(status, going_on))
         return code
-
-
-def _resume_line(run_dir: Path | None) -> str:
-    """Return the line on how the run goes on, if it was interrupted."""
-    if run_dir is None or not resume.latest_checkpoint(run_dir).is_file():
-        return "the run cannot go on, as it has no checkpoint"
-    return f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
 
 
 def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
@@ -214,7 +210,9 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
                 )
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
-            code = _exit_code(trainer, options, largest_over_ranks(max(signals, default=0)))
+            code, received = DONE, largest_over_ranks(max(signals, default=0))
+            if received and trainer.env_steps < options.total_steps:  # training with all its steps is done anyway
+                code = TERMINATED if received == signal.SIGTERM else INTERRUPTED
             # There is no training to stop any more: Ctrl-C ends the wait for backends.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             telemetry.close(STATUSES[code])
@@ -227,13 +225,6 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
         traceback.print_exc()
         return FAILED
     return code if saved else code or FAILED
-
-
-def _exit_code(trainer: TrainingRun, options: Train, number: int) -> int:
-    """Return the exit code of training that returned after that signal, 0 for none; training with all its steps is done anyway."""
-    if not number or trainer.env_steps >= options.total_steps:
-        return DONE
-    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:

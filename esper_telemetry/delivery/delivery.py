@@ -250,8 +250,13 @@ class Delivery:
 
     def _add(self, entry: Entry) -> None:
         match entry:
+            case RunInfo() if self._info is not None and self._opened:
+                # the sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that
+                self._info.metrics.update(entry.metrics)
+                self._move(end=None, closed=False)
             case RunInfo():
-                self._describe(entry)
+                entry.metrics.update({**(self._info.metrics if self._info else {}), **entry.metrics})
+                self._info = entry
                 self._move(end=None, closed=False)
             case Record() if self._is_held(entry.axes.update):
                 self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
@@ -272,14 +277,6 @@ class Delivery:
         """Return whether the backend has the update already."""
         return update <= self._held_update or (self._wanted is not None and not self._wanted(update))
 
-    def _describe(self, info: RunInfo) -> None:
-        """Take a `run` line. The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
-        if self._info is None or not self._opened:
-            earlier, self._info = self._info, info
-            info.metrics.update({**(earlier.metrics if earlier else {}), **info.metrics})
-        else:
-            self._info.metrics.update(info.metrics)
-
     def _open(self, info: RunInfo) -> None:
         with self._calls.timed():
             if self._must_prepare and isinstance(self.sink, SupportsChildPreparation):
@@ -290,17 +287,14 @@ class Delivery:
                 gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
             self._opened = True
             if self._wanted is None and isinstance(self.sink, SupportsHeldUpdate):
-                self._reconcile(self.sink.held(info))
+                held_update = self.sink.held(info)
+                if held_update is not None:  # go through the journal again, and pass over these updates
+                    self._held_update = held_update
+                    self._sender.batch.clear()
+                    self._reader.offset = 0
+                    self._move(offset=0, seq=0, records=0, end=None)
             self._recall()
         self._record_success()
-
-    def _reconcile(self, held_update: int | None) -> None:
-        """Go through the journal again where the backend says which updates it holds, and pass over these."""
-        if held_update is not None:
-            self._held_update = held_update
-            self._sender.batch.clear()
-            self._reader.offset = 0
-            self._move(offset=0, seq=0, records=0, end=None)
 
     def _recall(self) -> None:
         """Give the sink the alarms that it was sent before it was opened this time."""

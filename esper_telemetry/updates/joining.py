@@ -196,13 +196,17 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         return None
     counts = tuple(map(len, columns["log_ratio"]))
     spreads = zip(columns["log_std"], counts, strict=True)
+    flags = zip(columns["valid"], counts, strict=True)
+    example = next((valid for valid in columns["valid"] if valid is not None), None)
     ratios = columns["head_log_ratios"]
     return MinibatchesEnd(
         epochs=columns["epoch"],
         counts=counts,
         log_ratio=torch.cat(columns["log_ratio"]),
         advantages=torch.cat(columns["advantages"]),
-        valid=_valid(columns["valid"], counts),
+        valid=None
+        if example is None
+        else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
         losses=_by_name(columns["losses"], torch.stack),
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
@@ -247,15 +251,6 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
             for head, std in rollout.log_std.items()
         },
     )
-
-
-def _valid(valid: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
-    """Rows that count, [R]; None where all do."""
-    example = next((flags for flags in valid if flags is not None), None)
-    if example is None:
-        return None
-    parts = zip(valid, counts, strict=True)
-    return torch.cat([example.new_ones(count) if flags is None else flags for flags, count in parts])
 
 
 def _whole(columns: Sequence[Tensor | None]) -> Tensor | None:

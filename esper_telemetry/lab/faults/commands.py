@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -160,7 +159,11 @@ def score(options: Score) -> int:
     with wrong_use():
         plan = _plan(options)
         run_dirs = None if options.from_ is None else list_runs(Path(options.from_))
-    with worker_pool(options.workers) as pool, _progress_bar(make_console(stderr=True)) as bar:
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
+    console = make_console(stderr=True)  # the bar draws nothing where this is no terminal
+    progress = Progress(*columns, console=console, disable=not is_live(console))
+    with worker_pool(options.workers) as pool, progress as bar:
         if run_dirs is None:
             with _journal_directory(options.keep) as directory:
                 runs = _train(plan, directory, pool, bar, options)
@@ -234,13 +237,6 @@ def _journal_directory(keep: str | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="faults-") as directory:
         yield Path(directory)
-
-
-def _progress_bar(console: Console) -> Progress:
-    """Return a bar, which draws nothing where the output is no terminal."""
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
-    return Progress(*columns, console=console, disable=not is_live(console))
 
 
 def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progress, options: Score) -> list[FaultRun]:
