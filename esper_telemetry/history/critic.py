@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.trend import theil_sen
 

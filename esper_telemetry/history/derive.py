@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import segment
+from esper_telemetry.core.metric import Array, Derived, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
-from esper_telemetry.history.change import Changes, ChangeState, TwoSided
 from esper_telemetry.history.correlation import CORRELATION_WINDOW as PAIRS
 from esper_telemetry.history.correlation import lr_response
 from esper_telemetry.history.critic import (
@@ -32,8 +30,17 @@ from esper_telemetry.history.critic import (
     entropy_rate,
     largest_shift,
 )
+from esper_telemetry.history.deviations import (
+    N_MIN,
+    SCALE_MIN,
+    Changes,
+    ChangeState,
+    RobustHistory,
+    TwoSided,
+    decades,
+    robust_z,
+)
 from esper_telemetry.history.gradients import GradientHistory
-from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, RobustHistory, decades, robust_z
 from esper_telemetry.history.pairs import PairHistories
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 

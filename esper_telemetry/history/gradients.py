@@ -15,12 +15,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import FAST, Ema
 from esper_telemetry.history.correlation import CORRELATION_WINDOW, advantage_gradient
-from esper_telemetry.history.outliers import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
 
 
 @dataclass(frozen=True, slots=True)

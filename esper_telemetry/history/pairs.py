@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from esper_telemetry.core.derived import Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.outliers import N_MIN, RobustHistory, decades, robust_z
+from esper_telemetry.history.deviations import N_MIN, RobustHistory, decades, robust_z
 
 Cause = Literal["disconnected", "undefined", "ok", "dormant", "saturated", "host_fast", "indeterminate"]
 
