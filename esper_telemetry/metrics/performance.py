@@ -263,7 +263,7 @@ class SinkHealth(Derived):
     )
 
 
-class DeliveryStats(Protocol):
+class SinkStats(Protocol):
     """State of all sinks."""
 
     @property
@@ -324,7 +324,7 @@ def telemetry_health(
     undefined: int,
     copies: int,
     level: Level,
-    stats: DeliveryStats,
+    stats: SinkStats,
     dropped: int = 0,
     metric_errors: int = 0,
     cpu_seconds: float | None = None,
