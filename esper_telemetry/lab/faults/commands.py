@@ -185,7 +185,7 @@ def _plan(options: Score) -> list[FaultRun]:
         raise ValueError(f"seeds must be 0 or more, and at least one, got {options.seeds}")
     if options.trainer == "sb3":
         try:
-            from esper_telemetry.lab.faults.sb3.runs import plan_sb3_runs
+            from esper_telemetry.lab.faults.sb3_runs import plan_sb3_runs
         except ModuleNotFoundError as missing:
             raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
         faults = _faults_with_doses(options)
@@ -243,7 +243,7 @@ def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progr
     task = bar.add_task("training, updates", total=sum(run.trained_updates for run in plan))
     train = train_all
     if options.trainer == "sb3":
-        from esper_telemetry.lab.faults.sb3.runs import train_all_sb3 as train
+        from esper_telemetry.lab.faults.sb3_runs import train_all_sb3 as train
     done = []
     for run in train(plan, directory, pool, options.level):
         bar.advance(task, run.trained_updates)
