@@ -84,10 +84,10 @@ def train(options: Train) -> int:
         code = _run(trainer, telemetry, options)
         if is_first_rank():
             status = STATUSES.get(code, RunStatus.FAILED)
-            run_dir, going_on = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
+            run_dir, resume_line = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
             if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
-                going_on = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
-            summary.show(session_of(telemetry).run_end(status, going_on))
+                resume_line = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
+            summary.show(session_of(telemetry).run_end(status, resume_line))
         return code
 
 

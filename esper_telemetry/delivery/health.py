@@ -67,7 +67,7 @@ class SinkCheck:
         return f"{self.name}: {'; '.join(part for part in parts if part)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the check as plain values, for programs."""
         check = {
             "name": self.name,
             "equal": self.equal,

@@ -131,7 +131,7 @@ class KeyHistories:
         facts = facts or {}
         self._rows = key_histories(facts.get("groups", ()))
         self._keys = tuple([row.key for row in self._rows])
-        self._wanted = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
+        self._history_keys = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
         self._positive = np.array([row.positive for row in self._rows])
         self._scale_min = np.array([row.scale_min for row in self._rows])
         self._cycle = _cycle(facts.get("horizon"), facts.get("num_steps"))
@@ -157,7 +157,9 @@ class KeyHistories:
         groups = [*self._steps(x, scaled, np.isfinite(x))]
         if self._updates % TEST_EVERY_UPDATES == 0:
             groups += self._tests(np.isfinite(x))
-        result = {key: number for group in groups for key, number in group.values(level).items() if key in self._wanted}
+        result = {
+            key: number for group in groups for key, number in group.values(level).items() if key in self._history_keys
+        }
         return result | self._response(values, level)
 
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:

@@ -331,10 +331,14 @@ def gradient_condition(
     if not np.isfinite(norms).all():
         return GradientCondition(health=0.0, nonfinite=True, cause="nonfinite")
     weights = np.full(norms.size, 1.0 / norms.size) if layer_weights is None else np.asarray(layer_weights)
+    largest, imbalance = float(norms.max()), 0.0
+    if largest > 0.0:
+        smallest_norm = max(float(norms.min()), IMBALANCE_FLOOR * largest)
+        imbalance = _ramp(math.log10(largest) - math.log10(smallest_norm), *IMBALANCE)
     severities = {
         "vanish": float(weights @ vanish_severity(norms, tau_vanish)),
         "explode": float(explode_severity(norms, tau_explode).max()),
-        "imbalance": _imbalance(norms),
+        "imbalance": imbalance,
         "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
     }
     factors = [
@@ -344,14 +348,6 @@ def gradient_condition(
     smallest = min(factors)
     cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equals
     return GradientCondition(health=math.prod(factors), cause=cause, **severities)  # type: ignore[arg-type]  # four floats
-
-
-def _imbalance(norms: Array) -> float:
-    largest = float(norms.max())
-    if largest == 0.0:
-        return 0.0
-    smallest = max(float(norms.min()), IMBALANCE_FLOOR * largest)
-    return _ramp(math.log10(largest) - math.log10(smallest), *IMBALANCE)
 
 
 def _ramp(x: float, start: float, end: float) -> float:

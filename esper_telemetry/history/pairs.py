@@ -89,7 +89,7 @@ def pair_intensity(
 
 
 def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
-    """Why a module's intensity ratio is what it is; a ratio of `low` or more is fine."""
+    """Reason of a module's intensity ratio; a ratio of `low` or more is fine."""
     if not (evidence.grads_exist and evidence.upstream_exists):
         return PairDiagnosis("disconnected")
     if evidence.ratio is None:

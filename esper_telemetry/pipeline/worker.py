@@ -286,10 +286,10 @@ class WorkerPipeline:
         self._read()
         self._supervisor.reap()
         remove_lock(self._run_dir, Role.WRITER)
-        waiting = [message.load() for message in self._unanswered]
+        calls = [message.load() for message in self._unanswered]
         self._unanswered.clear()
         self._outbox.clear()
-        numbers = [_seq(*call) for call in waiting]
+        numbers = [_seq(*call) for call in calls]
         last = self._last_seq(numbers)
         self._journal.go_on()
         self._fallback = InProcessPipeline(self._journal, self._settings)
@@ -302,12 +302,12 @@ class WorkerPipeline:
             with suppress(OSError):  # a journal that cannot be read has no alarms
                 lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
                 self._reports.append(AlarmReport(lost, 0))
-        for number, (method, arguments) in zip(numbers, waiting, strict=True):
+        for number, (method, arguments) in zip(numbers, calls, strict=True):
             if number > last:
                 self._journal.records -= method == "record"  # it was counted when it was sent
                 getattr(self._fallback, method)(*arguments)
 
-    def _last_seq(self, waiting: Sequence[int]) -> int:
+    def _last_seq(self, numbers: Sequence[int]) -> int:
         """Return the number of the last line in the journal, which may not be answered yet; -1 where the run line is not there.
 
         Where the journal cannot be read it is that of the last answered line: some updates may have two records, of which readers take
@@ -318,7 +318,7 @@ class WorkerPipeline:
         except ValueError:
             return -1
         except OSError:
-            return min(waiting, default=0) - 1
+            return min(numbers, default=0) - 1
 
     def _warn(self, text: str) -> None:
         if not self._warned:

@@ -108,7 +108,11 @@ def _steps(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[StepEvidenc
     epochs: Sequence[int] = [epoch for part in update.gradients for epoch in part.epochs]
     divergences: list[float | None] = []
     if update.minibatches is not None:
-        epochs, divergences = update.minibatches.epochs, _divergences(update.minibatches)
+        counts, epochs = list(update.minibatches.counts), update.minibatches.epochs
+        ratios, flags = update.minibatches.log_ratio.double().split(counts), _valid(update.minibatches).split(counts)
+        parts = [ratio[flag & torch.isfinite(ratio)] for ratio, flag in zip(ratios, flags, strict=True)]
+        # k3 of each minibatch over its valid, finite rows
+        divergences = [float((torch.expm1(x.clamp(-20, 20)) - x).mean()) if len(x) else None for x in parts]
     for step, epoch in enumerate(epochs):
         kl = divergences[step] if step < len(divergences) else None
         yield StepEvidence(step, epoch, kl, **(norms[step] if step < len(norms) else {}))
@@ -136,14 +140,6 @@ def _table(mean: Mean | None) -> list[list[float | None]]:
     totals, counts = torch.as_tensor(mean.total), torch.as_tensor(mean.count)
     defined = torch.where(counts > 0, totals, torch.nan)
     return [[None if n != n else n for n in row] for row in defined.reshape(len(defined), -1).tolist()]
-
-
-def _divergences(minibatches: MinibatchesEnd) -> list[float | None]:
-    """k3 of each minibatch over its valid, finite rows."""
-    ratios = minibatches.log_ratio.double().split(list(minibatches.counts))
-    flags = _valid(minibatches).split(list(minibatches.counts))
-    parts = [ratio[flag & torch.isfinite(ratio)] for ratio, flag in zip(ratios, flags, strict=True)]
-    return [float((torch.expm1(ratio.clamp(-20, 20)) - ratio).mean()) if len(ratio) else None for ratio in parts]
 
 
 def _valid(minibatches: MinibatchesEnd) -> Tensor:

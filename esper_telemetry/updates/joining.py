@@ -118,7 +118,10 @@ class RolloutHistory:
         )
         if sampled:
             context = context._replace(previous_targets=self._targets)
-        self._targets = _first_targets(event)
+        # the targets of the first environment [6, T], so that a sampled update can tell whether advantages are stale
+        valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
+        columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
+        self._targets = torch.stack([column.to(event.rewards.dtype) for column in columns])
         counted = {head: rows_that_count(event.valid, event.relevance.get(head)) for head in event.actions}
         self._choices = {
             head: copied(ActionChoices(event.actions[head], counted[head]))
@@ -146,13 +149,6 @@ class RolloutHistory:
         ages = state_ages(size.empty, None if self._ages is None else self._ages.to(size.empty.device))
         self._ages = ages[-1] + 1
         return RecurrentState(size, ages, layers)
-
-
-def _first_targets(event: RolloutEnd) -> Tensor:
-    """Return `TARGET_COLUMNS` of the first environment, [6, T], so that a sampled update can tell whether advantages are stale."""
-    valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
-    columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
-    return torch.stack([column.to(event.rewards.dtype) for column in columns])
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:

@@ -1,4 +1,4 @@
-"""What the controller gets after an epoch: its reward, a weighted sum of components, and its observation, a named and versioned row.
+"""Feedback of an epoch to the controller: its reward, a weighted sum of components, and its observation, a named and versioned row.
 
 The contributions of seeds, which both need, are measured by switching subsets of them off. The event of a step holds the same state.
 """

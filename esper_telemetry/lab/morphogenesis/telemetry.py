@@ -130,7 +130,7 @@ def growth_event(step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, T
 
     Args:
         step, history: the last step, and the course of the environments.
-        seeds: [T, B, S] each, the columns of the update; of the severities of gradients the largest is told.
+        seeds: [T, B, S] each, the columns of the update; of the severities of gradients the largest is given.
     """
     total = len(history.paid)
     count = min(MAX_ENVIRONMENTS, total)
