@@ -92,7 +92,7 @@ def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, *
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).mean()
 
 
-def same(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Return the value as it is."""
     return value
 
@@ -123,22 +123,22 @@ class UpdateSteps:
         learning_rate: rate of the next update by the schedule -> the one to use; not called where the rate follows the KL.
     """
 
-    rewards: Callable[[Tensor], Tensor] = same
-    observations: Callable[[Tensor], Tensor] = same
-    action_masks: Callable[[Tensors], Tensors] = same
-    relevance: Callable[[Tensors], Tensors] = same
-    initial_state: Callable[[Tensors], Tensors] = same
-    resets: Callable[[Array], Array] = same
+    rewards: Callable[[Tensor], Tensor] = identity
+    observations: Callable[[Tensor], Tensor] = identity
+    action_masks: Callable[[Tensors], Tensors] = identity
+    relevance: Callable[[Tensors], Tensors] = identity
+    initial_state: Callable[[Tensors], Tensors] = identity
+    resets: Callable[[Array], Array] = identity
     advantages: Callable[[Rollout, float, float], Tensor] = generalized_advantages
     returns: Callable[[Tensor, Tensor], Tensor] = operator.add
     normalize: Callable[[Tensor], Tensor] = standardize
     minibatches: Callable[[Batch, int, torch.Generator], Iterable[Batch]] = shuffled_minibatches
-    scores: Callable[[Tensors], Tensors] = same
-    log_probs: Callable[[Tensors], Tensors] = same
+    scores: Callable[[Tensors], Tensors] = identity
+    log_probs: Callable[[Tensors], Tensors] = identity
     policy_loss: Callable[[Tensor, Tensor, float], Tensor] = clipped_surrogate
     value_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = squared_error
     entropy_loss: Callable[[Tensor], Tensor] = torch.neg
-    learning_rate: Callable[[float], float] = same
+    learning_rate: Callable[[float], float] = identity
 
     def transform(self, rollout: Rollout) -> Rollout:
         """Return the rollout as the update sees it."""
