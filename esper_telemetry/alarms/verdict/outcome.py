@@ -340,7 +340,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
         case OutcomeKind.CONVERGED:
             return f", stable since update {outcome.since:,}{passed}"
         case OutcomeKind.FLAT:
-            return f", never above the first rollouts{passed}"
+            return f", never significantly above the first rollouts{passed}"
         case OutcomeKind.DECLINING:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
