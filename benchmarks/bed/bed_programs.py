@@ -309,7 +309,12 @@ def _settings_and_wrappers() -> Iterator[Program]:
         wrapper="huge_reward",
     )
     yield library(
-        "sb3", "negative_reward", "reward_sign", CARTPOLE, {"policy/wrong_direction"}, wrapper="negative_reward"
+        "sb3",
+        "negative_reward",
+        "reward_sign",
+        CARTPOLE,
+        {"policy/wrong_direction", "reward/constant"},
+        wrapper="negative_reward",
     )
     ignored = {"integrity/actions", "policy/action_mi"}
     yield library("sb3", "sampled_action", "action_ignored", CARTPOLE, ignored, wrapper="sampled_action")
