@@ -214,6 +214,7 @@ class EntropyExplosionJudge:
         share = view.get("grad/interference/critic_share") or 0.0
         rose = lowest < limits[ENTROPY_WAS]
         starved = coef is not None and coef < limits[ENTROPY_STARVED] and share > limits[STARVED_SHARE]
+        starved = starved and view.course.risen is False
         paid = bonus_outweighs(view)
         wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
         reason = (
