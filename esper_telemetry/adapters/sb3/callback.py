@@ -25,6 +25,7 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
+from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.sb3.collection import CollectionPasses, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
@@ -37,7 +38,7 @@ from esper_telemetry.adapters.sb3.facts import (
     parameters_by_name,
     progress_of,
 )
-from esper_telemetry.adapters.sb3.gradients import TrunkListener, listen_to_clipping
+from esper_telemetry.adapters.sb3.gradients import TrunkListener
 from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
 from esper_telemetry.adapters.sb3.replay import CallbackReplay, stored_rollout
 from esper_telemetry.adapters.sb3.rollouts import (
