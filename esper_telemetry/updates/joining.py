@@ -272,8 +272,8 @@ class TrunkGradients(NamedTuple):
 
 def joined_backwards(backwards: Sequence[BackwardEnd]) -> BackwardsEnd:
     """Return all passes, at least one, of a source that emits each alone."""
-    epochs, _, _, names, norms, _, heads = zip(*backwards, strict=True)
-    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads)
+    epochs, _, _, names, norms, _, heads, applied = zip(*backwards, strict=True)
+    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads, applied)
 
 
 def stacked_backwards(backwards: BackwardsEnd, trunk: Sequence[TrunkGradients]) -> tuple[BackwardGradients, ...]:
@@ -287,13 +287,18 @@ def stacked_backwards(backwards: BackwardsEnd, trunk: Sequence[TrunkGradients]) 
 def _stacked(backwards: BackwardsEnd, names: tuple[str, ...]) -> BackwardGradients:
     """The passes with gradients in the parameters of these names."""
     passes = [index for index, own in enumerate(backwards.names) if own == names]
-    heads = [backwards.heads[index] for index in passes] if backwards.heads else []
-    present = [norms for norms in heads if norms is not None]
+
+    def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
+        """One row of each pass; None where a pass has none."""
+        present = [row for index in passes if columns and (row := columns[index]) is not None]
+        return torch.stack(present) if present and len(present) == len(passes) else None
+
     return BackwardGradients(
         epochs=tuple([backwards.epochs[index] for index in passes]),
         names=names,
         numels=tuple([backwards.parameters[name].numel() for name in names]),
         norms=torch.stack([backwards.norms[index] for index in passes]),
         max_norm=backwards.max_norm,
-        heads=torch.stack(present) if present and len(present) == len(heads) else None,
+        heads=of_passes(backwards.heads),
+        applied=of_passes(backwards.applied),
     )

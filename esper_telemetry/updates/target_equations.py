@@ -79,6 +79,8 @@ def _advantages(
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
     limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
+    if limits is not None:
+        next_values = next_values.where(~limits, 0.0)
     inputs = GaeInputs(
         rewards=side_by_side(rollout.rewards).double(),
         values=side_by_side(rollout.values).double(),

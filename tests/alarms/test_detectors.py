@@ -127,6 +127,22 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
     ]
 
 
+def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
+    """KL is high in updates 30 to 32 and 45 to 47, ratios have collapsed from 30 on: one incident; without them two."""
+
+    def of(lasting: dict[str, float]) -> list[int]:
+        records = during(range(30, 61), lasting)
+        spikes = {*range(30, 33), *range(45, 48)}
+        records = [
+            record(one.axes.update, {**one.values, "policy/kl": 2.0} if one.axes.update in spikes else one.values)
+            for one in records
+        ]
+        return [a.incident for a in alarms(judged(records)) if a.event is AlarmEvent.RAISE and a.type.endswith("spike")]
+
+    assert of({"policy/ratio/p01": 0.01}) == [1, 1]
+    assert of({}) == [1, 2]
+
+
 def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
     def apart(metrics: Values, ago: int) -> None:
         metrics.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
