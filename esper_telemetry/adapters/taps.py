@@ -88,8 +88,9 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 
 @contextmanager
 def without_trace(policy: nn.Module) -> Iterator[None]:
-    """Context in which passes through `policy` reach no listener, and random numbers come from copies of the generators; after it the policy's
-    buffers are what they were.
+    """Context in which passes through `policy` reach no listener, and random numbers come from copies of the generators.
+
+    After it the policy's buffers are what they were.
     """
     taps = [value for module in policy.modules() for value in vars(module).values() if isinstance(value, Tap)]
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
