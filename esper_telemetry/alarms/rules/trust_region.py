@@ -171,6 +171,9 @@ SLOW_UPDATES = 20
 DECIDED_ENTROPY = 0.03
 """Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
 
+MIN_LOWERED = 1e-12
+"""Least factor by which a schedule lowers the KL that is expected."""
+
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
 
@@ -198,7 +201,9 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        lowered = min(1.0, rate / self.highest) ** 2 if rate and rate > 0 and self.highest > 0 else 1.0
+        lowered = (
+            max(MIN_LOWERED, min(1.0, rate / self.highest) ** 2) if rate and rate > 0 and self.highest > 0 else 1.0
+        )
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
         decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
