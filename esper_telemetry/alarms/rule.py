@@ -284,6 +284,7 @@ class AlarmRule:
             steps of ten; a new one takes a free number between its causes and its effects.
         hard: the run is wrong for certain, however well it seems to learn.
         claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
+        effect: says how a run goes wrong and not why: alone it does not explain a bad outcome.
         required: keys without which there is no judgement; the first of `inputs` by default.
         facts: of the run, likewise.
         histories: keys whose history it compares with; `*` stands for a part of a segment.
@@ -314,6 +315,7 @@ class AlarmRule:
     rank: int = 500
     hard: bool = False
     claim: bool = False
+    effect: bool = False
     required: tuple[str, ...] | None = None
     facts: tuple[str, ...] = ()
     histories: tuple[str | History, ...] = ()

@@ -198,7 +198,7 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        lowered = min(1.0, rate / self.highest) ** 2 if rate and rate > 0 and self.highest > 0 else 1.0
+        lowered = min(1.0, rate / self.highest) ** 2 if rate and rate > 0 and not self.abrupt else 1.0
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
         decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
@@ -299,6 +299,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_explosion",
+        effect=True,
         inputs=(
             "policy/ess_frac_min",
             "policy/ratio/max",
@@ -318,6 +319,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_collapse",
+        effect=True,
         inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
@@ -334,6 +336,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/clip_saturation",
+        effect=True,
         inputs=(
             "policy/clip_frac",
             "policy/clip_frac_active",
