@@ -139,6 +139,7 @@ class Finding(NamedTuple):
         z: robust standard scores from that history.
         instance: the head, group or layer, where a judge looks at each.
         claim: a mistake in itself and no consequence, whatever else the type is raised for.
+        held: updates that a judgement over several of them is about, this one included: the alarm holds since the first.
         advice: returns what to try in place of the rule's action, where that depends on the values.
         text: returns the clause that continues "Since update 7, ".
     """
@@ -151,6 +152,7 @@ class Finding(NamedTuple):
     z: float | None = None
     instance: str = ""
     claim: bool = False
+    held: int = 1
     advice: Callable[[], str] | None = None
     text: Callable[[], str] | None = None
 

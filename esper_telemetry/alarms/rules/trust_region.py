@@ -27,6 +27,7 @@ from esper_telemetry.alarms.rule import (
     percent,
     times,
 )
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 RATIO_EVIDENCE = (
     "policy/ratio/*",
@@ -209,7 +210,11 @@ class KlStallJudge(AnnealedRate):
         elsewhere = exact > MIN_MOVED
         at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
         finding = Finding(
-            1.0 if stalled else WARNING_SEVERITY if slow else 0.0, key, value, view.limits[KL_SLOW] if slow else bound
+            1.0 if stalled else WARNING_SEVERITY if slow else 0.0,
+            key,
+            value,
+            view.limits[KL_SLOW] if slow else bound,
+            held=SLOW_UPDATES if slow else 1,
         )
         yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate)).with_text(
             lambda: (
@@ -232,6 +237,9 @@ def stall_advice(rate: float | None) -> str:
     """What to try where the policy does not move, by the learning rate."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."
+    published = PUBLISHED["learning_rate"]
+    if rate is not None and 0 < rate < published.lowest:
+        return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
