@@ -170,7 +170,8 @@ SLOW_UPDATES = 20
 """Updates in which the policy must have hardly moved."""
 
 DECIDED_ENTROPY = 0.03
-"""Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
+"""Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
+anything that could move it."""
 
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
@@ -202,7 +203,8 @@ class KlStallJudge(AnnealedRate):
         lowered = min(1.0, rate / self.highest) ** 2 if rate and rate > 0 and not self.abrupt else 1.0
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
-        decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+        entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
+        decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
         bound *= lowered
         stalled = value < bound and not annealed and not decided
         slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
@@ -216,7 +218,7 @@ class KlStallJudge(AnnealedRate):
             view.limits[KL_SLOW] if slow else bound,
             held=SLOW_UPDATES if slow else 1,
         )
-        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate)).with_text(
+        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
                 "log-probabilities are computed anew, so nothing is clipped"
@@ -233,13 +235,15 @@ WARNING_SEVERITY = 0.5
 """Severity of a policy that moves too little to learn."""
 
 
-def stall_advice(rate: float | None) -> str:
-    """What to try where the policy does not move, by the learning rate."""
+def stall_advice(rate: float | None, *, slow: bool) -> str:
+    """What to try where the policy does not move, or hardly, by the learning rate."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."
     published = PUBLISHED["learning_rate"]
     if rate is not None and 0 < rate < published.lowest:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
+    if slow:
+        return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
@@ -247,7 +251,7 @@ def stall_advice(rate: float | None) -> str:
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
-CLIP_KL = above("clip_kl", 0.015, "KL divergence up to which leaving a narrow trust region is no harm, nats")
+CLIP_KL = above("clip_kl", 0.02, "KL divergence up to which leaving a narrow trust region is no harm, nats")
 
 MIN_SAMPLES = 512
 """Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
