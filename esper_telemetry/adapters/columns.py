@@ -8,7 +8,9 @@ Shapes: T steps, B environments, N rows, A actions, D action dimensions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
@@ -174,3 +176,13 @@ def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> Episod
     """Return the event of a rollout's episodes; None where none finished."""
     columns = [list(column) for column in zip(*episodes, strict=True)]
     return EpisodeEnd(env_step, *columns) if columns else None
+
+
+def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that a trainer has logged, under keys that every backend takes: `Loss/value` becomes `rsl_rl/loss/value`."""
+    numbers = {}
+    for name, value in logged.items():
+        if isinstance(value, Real):
+            segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in str(name).lower().split("/") if part]
+            numbers["/".join([prefix, *segments])] = float(value)
+    return numbers

@@ -192,14 +192,14 @@ class Blocks:
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
         explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
         scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else noise.lasting
-        error = sum(max(level.variance, scale**2 * per_block) / level.episodes for level in levels) ** 0.5
+        error = math.sqrt(sum(max(level.variance, scale**2 * per_block) / level.episodes for level in levels))
         first, second = levels
         return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
 
 
 def _differ(first: EpisodeBlock, other: EpisodeBlock) -> bool:
     """Return whether two levels are so far apart that it matters."""
-    return abs(other.mean - first.mean) > max(SHIFT_STDS * first.variance**0.5, 1e-9 * abs(first.mean))
+    return abs(other.mean - first.mean) > max(SHIFT_STDS * math.sqrt(first.variance), 1e-9 * abs(first.mean))
 
 
 class Noise(NamedTuple):

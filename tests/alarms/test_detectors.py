@@ -156,7 +156,7 @@ def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
         records = during(range(30, 61), lasting)
         spikes = {*range(30, 33), *range(45, 48)}
         records = [
-            record(one.axes.update, {**one.values, "policy/kl": 2.0} if one.axes.update in spikes else one.values)
+            record(one.axes.update, {**one.values, **({"policy/kl": 2.0} if one.axes.update in spikes else {})})
             for one in records
         ]
         return [a.incident for a in alarms(judged(records)) if a.event is AlarmEvent.RAISE and a.type.endswith("spike")]

@@ -86,10 +86,13 @@ class StepRecorder:
     def finish(self, stored: Any, ends: Sequence[End]) -> CollectedSteps:
         """Return the rollout, of which the buffer has stored these observations; `ends` are its ends of episodes."""
         acted = self._acted
-        kept = len(acted) == len(self._rewards) and sum(map(torch.Tensor.numel, acted)) <= MAX_KEPT_ROLLOUT_ENTRIES
+        is_complete_copy = (
+            len(acted) == len(self._rewards) and sum(map(torch.Tensor.numel, acted)) <= MAX_KEPT_ROLLOUT_ENTRIES
+        )
         complete = len(self._returned) == len(self._rewards) > 0 and isinstance(stored, np.ndarray)
         return CollectedSteps(
-            self._transitions(stored, ends) if complete else None, torch.stack(acted) if kept and acted else None
+            self._transitions(stored, ends) if complete else None,
+            torch.stack(acted) if is_complete_copy and acted else None,
         )
 
     def _transitions(self, stored: Array, ends: Sequence[End]) -> Transitions | None:
