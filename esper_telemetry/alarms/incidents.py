@@ -20,6 +20,10 @@ RETURN_UPDATES: Final = 50
 """Updates after the last alarm of an incident within which a mistake that shows again belongs to it, though nothing else is on."""
 
 
+NO_EFFECTS: Final = ("telemetry/", "run/")
+"""Beginnings of types that have nothing to do with what else goes wrong, or come with an exception of their own."""
+
+
 class CausalOrder:
     """The place of each type of alarm among causes: by rank, then as declared."""
 
@@ -82,7 +86,8 @@ class Incident:
         """
         if kind in self.raised:
             return kind in self.claims or bool(lasting)
-        return self.cause in lasting and not is_claim and self.order.place(kind) > self.order.place(self.cause)
+        is_effect = not is_claim and not kind.startswith(NO_EFFECTS)
+        return is_effect and self.cause in lasting and self.order.place(kind) > self.order.place(self.cause)
 
 
 class Incidents:
