@@ -44,7 +44,8 @@ MIN_BLOCKS: Final = 8
 MIN_FAR_BLOCKS: Final = 4
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
-"""A flat curve needs more than a rising one: learning may begin late."""
+MIN_FLAT_AVERAGED_EPISODES: Final = 300
+"""A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
 BLOCK_EPISODES: Final = 5
 AVERAGED_BLOCK_EPISODES: Final = 25
 """Episodes of a block; more where the logged value is itself the mean of the last hundred."""
@@ -282,7 +283,7 @@ class OutcomeJudge:
             kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
         elif kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
             kind = OutcomeKind.DECLINING
-        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < MIN_FLAT_EPISODES):
+        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < flat_episodes(key)):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
             kind, since = OutcomeKind.SOLVED, self._passed_since
@@ -339,6 +340,11 @@ def _stable_from(values: Array, levels: Array, last: float, height: float, noise
     return begin if abs(change) <= STABLE_BAND / 2 * height + 2 * noise.scale / math.sqrt(third) else count
 
 
+def flat_episodes(key: str) -> int:
+    """Return the episodes from which on a series can be called flat."""
+    return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
+
+
 def _levels(outcome: Outcome) -> str:
     """Return `21 -> 340 in 48 updates`."""
     first, last = (0.0 if level is None else level for level in (outcome.first, outcome.last))
@@ -360,7 +366,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
         case OutcomeKind.DECLINING:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
-            least = f"{MIN_FLAT_UPDATES} updates and {MIN_FLAT_EPISODES} episodes"
+            least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
             return f", no change yet; a flat curve is told from {least} on"
         case _:
             return passed
