@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +71,12 @@ NAMES: Final = {
     REWARD: "mean reward",
     LENGTH: "length of episodes",
 }
+
+
+@lru_cache(maxsize=4096)
+def is_success(key: str) -> bool:
+    """Return whether a key is a success rate; cached, as every update has the same keys."""
+    return SUCCESS.fullmatch(key) is not None
 
 
 class OutcomeKind(StrEnum):
@@ -188,7 +195,7 @@ class OutcomeJudge:
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
-            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(SUCCESS.fullmatch, values)):
+            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
                     std = values.get(STD, 0.0) if key == RETURN else 0.0
                     std = std if 0 <= std <= MAX_RETURN else 0.0
@@ -248,7 +255,7 @@ class OutcomeJudge:
         value = self._series[key].constant
         if value is None:
             return self._by_series(key)
-        successes = sorted(filter(SUCCESS.fullmatch, self._series))
+        successes = sorted(filter(is_success, self._series))
         varied = [name for name in (*successes, LENGTH) if name in self._series and self._series[name].constant is None]
         if not varied or (varied[0] == LENGTH and value == 0):
             return self._by_series(key)
