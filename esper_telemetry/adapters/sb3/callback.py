@@ -25,7 +25,7 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.sb3.collection import CollectionPasses, critic_states
+from esper_telemetry.adapters.sb3.collection import CollectionPasses, copied_weights, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
     ModelProgress,
@@ -225,7 +225,9 @@ class ModelListener:
             acted=self._rollouts[-1].steps.acted,
             states=last.states,
             critic=critic_states(model.rollout_buffer, model.device),
+            older=self._older_weights,
         )
+        self._older_weights = copied_weights(model.policy)
         hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device)))
 
     def _collecting_taps(self) -> list[Remover]:

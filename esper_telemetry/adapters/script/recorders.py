@@ -439,7 +439,7 @@ class ScalarLog:
         if not isinstance(tag, str) or (tag not in self.tags and len(self.tags) >= MAX_TAGS):
             return
         self.tags.add(tag)
-        number = float(value)
+        number = float(value.item() if hasattr(value, "item") else value)  # an array with one entry too
         if math.isfinite(number):
             total, count = self._sums.get(tag, (0.0, 0))
             self._sums[tag] = (total + number, count + 1)
