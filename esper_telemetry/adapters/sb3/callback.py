@@ -99,6 +99,7 @@ class ModelListener:
         self._seconds: dict[str, float] = defaultdict(float)
         self._cpu_seconds: dict[str, float] = defaultdict(float)
         self._replay: CallbackReplay | None = None
+        self._older_weights: list[Tensor] = []
         self._learning = False
         self._started = time.perf_counter(), time.process_time()
         self._always: list[Remover] = self._collecting_taps()
