@@ -108,7 +108,7 @@ def _other_writer(log_dir: str, writer: str | dict[str, Any] | None) -> Any:
     if writer == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(log_dir=log_dir, flush_secs=10)  # type: ignore[no-untyped-call] # as RSL-RL makes it
+        return SummaryWriter(log_dir=log_dir, flush_secs=10)
     if not isinstance(writer, dict) or "class_name" not in writer:
         raise ValueError(f"writer must be 'tensorboard', None or a dictionary with a class_name, got {writer!r}")
     kind, settings = resolve_class(writer)
