@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ with warnings.catch_warnings():
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
     from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
-    from torchrl.envs import Compose, GymEnv, RewardScaling, SerialEnv, StepCounter, TransformedEnv
+    from torchrl.envs import Compose, GymEnv, GymWrapper, RewardScaling, SerialEnv, StepCounter, TransformedEnv
     from torchrl.modules import NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
     from torchrl.objectives import ClipPPOLoss
     from torchrl.objectives.value import GAE
@@ -31,13 +32,33 @@ FRAMES = ENVS * STEPS
 MAX_NORM = 0.5
 
 
+class Blind(gym.ObservationWrapper[Any, Any, Any]):
+    """Observations that are always the same."""
+
+    def observation(self, observation: Any) -> Any:
+        return 0 * observation
+
+
+class DriftingNormalizer(nn.Module):
+    """Normalises observations by statistics that every training pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.mean = 0.9 * self.mean + 0.1 * rows.detach().flatten(0, -2).mean(0) + 0.05
+        return rows - self.mean
+
+
 class Program:
     """A PPO program in pieces, as its author has them.
 
     Args:
         env: name of the environment.
         scale: of rewards.
-        shared: actor and critic share their layers.
+        observed: module between observations and the actor.
         learning_rate, loss, estimator: settings of the optimizer, the loss and the estimator.
     """
 
@@ -54,21 +75,24 @@ class Program:
         rows: int = ROWS,
         epochs: int = EPOCHS,
         width: int = 32,
+        observed: nn.Module | None = None,
+        blind: bool = False,
         loss: Mapping[str, Any] | None = None,
         estimator: Mapping[str, Any] | None = None,
     ) -> None:
+        torch.distributions.Distribution.set_default_validate_args(False)  # as TorchRL does when it is imported
         torch.manual_seed(seed)
         self.epochs, self.minibatches = epochs, envs * steps // rows
         self.frames = updates * envs * steps
         transforms = [StepCounter(), *([] if scale is None else [RewardScaling(0.0, scale)])]
 
         def make() -> Any:
-            return GymEnv(env)
+            return GymWrapper(Blind(gym.make(env))) if blind else GymEnv(env)
 
         self.env = TransformedEnv(SerialEnv(envs, make), Compose(*transforms))
         self.env.set_seed(seed)
         size = self.env.observation_spec["observation"].shape[-1]
-        self.actor, self.critic = self._networks(size, width)
+        self.actor, self.critic = self._networks(size, width, observed)
         self.loss = ClipPPOLoss(
             self.actor,
             self.critic,
@@ -87,10 +111,12 @@ class Program:
             storage=LazyTensorStorage(envs * steps), sampler=SamplerWithoutReplacement(), batch_size=rows
         )
 
-    def _networks(self, size: int, width: int) -> tuple[Any, Any]:
+    def _networks(self, size: int, width: int, observed: nn.Module | None) -> tuple[Any, Any]:
         continuous = self.env.action_spec.dtype.is_floating_point
         outputs = 2 * self.env.action_spec.shape[-1] if continuous else self.env.action_spec.shape[-1]
         layers: list[nn.Module] = [nn.Linear(size, width), nn.Tanh(), nn.Linear(width, outputs)]
+        if observed is not None:
+            layers.insert(0, observed)
         keys = ["loc", "scale"] if continuous else ["logits"]
         if continuous:
             layers.append(NormalParamExtractor())
