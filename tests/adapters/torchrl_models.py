@@ -138,18 +138,22 @@ class Program:
         for batch in self.collector:
             if after_batch is not None:
                 after_batch(batch)
-            for _ in range(self.epochs):
-                self.estimator(batch)
-                self.buffer.empty()
-                self.buffer.extend(batch.reshape(-1))
-                for _ in range(self.minibatches):
-                    losses = self.loss(self.buffer.sample())
-                    total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-                    total.backward()
-                    nn.utils.clip_grad_norm_(self.loss.parameters(), MAX_NORM)
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
+            self.learn_from(batch)
         self.collector.shutdown()
+
+    def learn_from(self, batch: Any) -> None:
+        """One update."""
+        for _ in range(self.epochs):
+            self.estimator(batch)
+            self.buffer.empty()
+            self.buffer.extend(batch.reshape(-1))
+            for _ in range(self.minibatches):
+                losses = self.loss(self.buffer.sample())
+                total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+                total.backward()
+                nn.utils.clip_grad_norm_(self.loss.parameters(), MAX_NORM)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
     def trainer(self, **settings: Any) -> Any:
         """The same with TorchRL's trainer, which normalises advantages over the batch."""
