@@ -116,7 +116,7 @@ class Check:
 class Replay:
     """Send a run's journal to a backend, once or as it grows.
 
-    Example: esper-telemetry replay runs/a --to mlflow:http://127.0.0.1:5000
+    Example: esper-telemetry replay runs/a --to mlflow
     """
 
     run_dir: tyro.conf.Positional[str]
