@@ -133,7 +133,7 @@ def test_an_effect_belongs_to_the_cause_that_still_lasts() -> None:
     records = [
         record(
             one.axes.update,
-            one.values
+            dict(one.values)
             | ({"policy/ratio/p01": 0.01} if one.axes.update >= 40 else {})
             | ({"integrity/mask_violation": 1.0} if one.axes.update >= 50 else {}),
         )
