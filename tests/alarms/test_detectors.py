@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from healthy_run import FACTS, Values, alarms, judged, multiplied, raised, record, run, set_to, values
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from esper_telemetry.alarms import Detectors, Thresholds, diagnose
@@ -385,7 +385,10 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
     ),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@example([{"opt/lr": 1e-320}], False)
+@example([*[{"grad/layer/core_weight/norm": 1e-320}] * 4, {"grad/layer/core_weight/norm": 1e117}], False)
+@example([{"episode/return_mean": 1e300, "episode/return_std": 1e300, "episode/count": 0.0}], False)
+@settings(max_examples=50, deadline=None)
 def test_no_value_makes_it_raise(spoiled: list[dict[str, float]], known: bool) -> None:
     """Whatever the numbers are, and whatever is missing; an intervention on the way changes nothing about that."""
     detectors = Detectors(FACTS if known else {})

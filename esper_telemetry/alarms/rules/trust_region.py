@@ -173,6 +173,9 @@ DECIDED_ENTROPY = 0.03
 """Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
 anything that could move it."""
 
+MIN_LOWERED = 1e-12
+"""Least factor by which a schedule lowers the KL that is expected."""
+
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
 
@@ -200,7 +203,8 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        lowered = min(1.0, rate / self.highest) ** 2 if rate and rate > 0 and not self.abrupt else 1.0
+        scheduled = rate and rate > 0 and self.highest > 0 and not self.abrupt
+        lowered = max(MIN_LOWERED, min(1.0, rate / self.highest) ** 2) if scheduled else 1.0
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
         entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
