@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
@@ -56,14 +56,14 @@ def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Me
     """Yield the check of every equation whose columns the update has; `facts` are those of the run."""
     yield from target_checks(update, facts)
     if update.rollout is not None:
-        yield from _collection(update.rollout, facts)
+        yield from collection_checks(update.rollout, facts)
     if update.rollout is not None and update.minibatches is not None and facts.get(BY_NAME):
         yield partial(_first_minibatch, update.rollout, update.minibatches, facts)
     yield from loss_checks(update, facts)
 
 
-def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measurement]:
-    """Check what was stored when the rollout was collected."""
+def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+    """Yield the checks of what was stored when the rollout was collected."""
     distributions = rollout.logits or rollout.means
     if distributions and all(head in rollout.actions for head in (*rollout.logits, *rollout.means)):
         yield partial(_drawn, rollout, facts)
@@ -74,7 +74,8 @@ def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measu
         yield _explained(
             compare_transitions, *columns, ended=rollout.ended, finals=transitions.finals, valid=valid, informative=flag
         )
-        yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)
+        if rollout.rewards is not None:
+            yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
@@ -121,7 +122,7 @@ def _first_minibatch(
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
 
 
-def _drawn(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
     """Check log-probabilities and actions. A trainer that names its heads shows what it acts on.
 
     Of any other program the distributions are those that it asked for a log-probability, which may be of other actions, or of a part of
@@ -147,7 +148,7 @@ def _drawn(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGrou
         yield from _actions(rollout, facts)
 
 
-def _actions(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
     """Test that the actions were drawn from their distributions; noise that is correlated on purpose is not tested."""
     squashed = bool(facts.get("squashed"))
     lost = squashed and any(bool((rollout.actions[head].abs() > MAX_SQUASHED).any()) for head in rollout.means)
