@@ -20,7 +20,7 @@ from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, raw_model
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
 
 
-class RolloutRecorder:
+class StorageRolloutRecorder:
     """Records what the environments return in one rollout after another.
 
     Args:

@@ -13,8 +13,8 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
-from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, MinibatchListener
-from esper_telemetry.adapters.rsl_rl.rollouts import RolloutRecorder, recurrent_event
+from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
+from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
 from esper_telemetry.adapters.taps import Listener, Tap, listen
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
@@ -59,8 +59,8 @@ class RunnerListener:
         self._rollout_steps = runner.alg.storage.num_transitions_per_env * runner.alg.storage.num_envs
         self._ranks = int(getattr(runner, "gpu_world_size", 1))
         self._gradient_step = self._update * runner.alg.num_learning_epochs * runner.alg.num_mini_batches
-        self._recorder = RolloutRecorder(runner.alg, complete=self._update == 0)
-        self._minibatches = MinibatchListener(runner.alg, self.hooks)
+        self._recorder = StorageRolloutRecorder(runner.alg, complete=self._update == 0)
+        self._minibatches = StorageMinibatchListener(runner.alg, self.hooks)
         self._logged: dict[str, Any] = {}
         self._taps: list[Remover] = []
         self._update_taps: list[Remover] = []
