@@ -41,7 +41,7 @@ pytest: install
 	@echo "Running the tests"
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 and sb3-contrib
+test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL and TorchRL
 	@echo "Running the tests of the adapters"
 	@$(BIN)/pytest -q -m sb3 --numprocesses auto --maxprocesses 4
 

@@ -36,6 +36,7 @@ The program is `esper-telemetry COMMAND`, or `python -m esper_telemetry COMMAND`
 | 0 | done |
 | 1 | the run failed, or the command found what its section names |
 | 2 | wrong use: one sentence on stderr, nothing is created or changed |
+| 3 | the run has what `diagnose --fail-on` names |
 | 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |
 
 `NO_COLOR=1` switches colours off. `diagnose`, `watch`, `report`, `compare` and `doctor` start without torch.
@@ -47,7 +48,7 @@ EXIT_CODES: Final = {
     "2: wrong use, or nothing could be checked.",
     "replay": "1: records are missing in the backend.",
     "doctor": "1: a backend lacks records, or the journal is damaged.",
-    "diagnose": "1: what `--fail-on` names has happened.",
+    "diagnose": "3: what `--fail-on` names has happened.",
     "workspace": "1: W&B refused to save it.",
 }
 

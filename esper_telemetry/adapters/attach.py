@@ -48,6 +48,7 @@ from esper_telemetry.updates.data import (
     TrainingProgress,
     UpdateData,
 )
+from esper_telemetry.updates.equations import collection_checks
 from esper_telemetry.updates.extensions import UpdateExtension, update_extensions
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample
@@ -150,6 +151,7 @@ class UpdateCollector:
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
         self._env_step = 0
+        self._facts: Mapping[str, Any] = {}
         self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backwards: BackwardsEnd | None = None
@@ -262,6 +264,7 @@ class UpdateCollector:
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
         self._telemetry.start(config=event.config, facts=event.facts)
+        self._facts = event.facts
         self._step_probe.precision = event.facts.get("precision")
         self._step_probe.forget()
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
@@ -285,6 +288,8 @@ class UpdateCollector:
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()
             self._step_probe.begin()
+            if isinstance(event, UpdateStart) and event.actions is not None:
+                self._telemetry.measure(collection_checks(event.actions, self._facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 

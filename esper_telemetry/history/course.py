@@ -43,6 +43,10 @@ MIN_PERSISTENT_NOISE: Final = 4.0
 MIN_HEIGHT_NOISE: Final = 9.0
 """Height in units of the noise, with and without the correction for its persistence."""
 
+MAX_RETURN: Final = 1e100
+MAX_EPISODES: Final = 1e15
+"""Limits of what is followed, so that squares and their sums stay finite."""
+
 Array = npt.NDArray[np.float64]
 
 
@@ -106,6 +110,9 @@ class Blocks:
             length: mean steps of its episodes, likewise.
             steps: per environment so far.
         """
+        if not episodes > 0:
+            return
+        value, std, episodes = clamped(value), clamped(std), min(episodes, MAX_EPISODES)
         block = EpisodeBlock(value, episodes, update, update, std * std * episodes)
         self.open = block if self.open is None else self.open.joined(block)
         self.count += 1
@@ -192,14 +199,19 @@ class Blocks:
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
         explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
         scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else noise.lasting
-        error = sum(max(level.variance, scale**2 * per_block) / level.episodes for level in levels) ** 0.5
+        error = math.sqrt(sum(max(level.variance, scale**2 * per_block) / level.episodes for level in levels))
         first, second = levels
         return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
 
 
+def clamped(value: float) -> float:
+    """Return a return, or its spread, within the limits of what is followed."""
+    return min(max(value, -MAX_RETURN), MAX_RETURN)
+
+
 def _differ(first: EpisodeBlock, other: EpisodeBlock) -> bool:
     """Return whether two levels are so far apart that it matters."""
-    return abs(other.mean - first.mean) > max(SHIFT_STDS * first.variance**0.5, 1e-9 * abs(first.mean))
+    return abs(other.mean - first.mean) > max(SHIFT_STDS * math.sqrt(first.variance), 1e-9 * abs(first.mean))
 
 
 class Noise(NamedTuple):

@@ -10,7 +10,6 @@ the run as killed. Where the worker dies or hangs, the training process reads in
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import os
@@ -52,6 +51,14 @@ from esper_telemetry.pipeline.record import (
     SinkBacklog,
 )
 from esper_telemetry.updates.data import KINDS
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "esper_telemetry.Telemetry does not run on this system, which has no file locks (Python's module fcntl): use Linux or macOS,"
+        " or WSL 2 on Windows. Metric functions, the trainer and commands that read a run work here."
+    ) from error
 
 LOG_NAME: Final = "summary.log"
 ENTRY: Final = "from esper_telemetry.pipeline.worker import main; main()"

@@ -111,7 +111,9 @@ def test_numbers_equal_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.
         assert record.values["loss/policy"] == pytest.approx(record.values["rsl_rl/loss/surrogate"], abs=1e-6)
         assert 2 * record.values["loss/value"] == pytest.approx(record.values["rsl_rl/loss/value"], rel=1e-5)
         assert record.values["policy/entropy"] == pytest.approx(record.values["rsl_rl/loss/entropy"], rel=1e-5)
-        assert record.values["opt/lr"] == record.values["rsl_rl/loss/learning_rate"]
+        rates = [record.values[f"rsl_rl/learning_rate/{end}"] for end in ("min", "max")]
+        assert rates[0] <= record.values["opt/lr"] <= rates[1]
+        assert rates[0] <= record.values["rsl_rl/loss/learning_rate"] <= rates[1]
     assert len(norms) == 2 * updates * steps
     sampled = [record.values for record in run.records if "policy/kl_exact" in record.values]
     assert sampled

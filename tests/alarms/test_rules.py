@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     "policy/kl_spike": Case(set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3})),
     "policy/ratio_explosion": Case(set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0})),
     "policy/ratio_collapse": Case(set_to({"policy/ratio/p01": 0.01}), 2),
-    "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6}), 1),
+    "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04}), 1),
     "policy/kl_stall": Case(set_to({"policy/kl_max": 0.0}), 2),
     "policy/entropy_collapse": Case(set_to({"policy/entropy_norm": 0.03, "policy/entropy_marginal_norm": 0.05}), 2),
     "policy/entropy_crash": Case(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, episodes_event, next_values
+from esper_telemetry.adapters.columns import EpisodeCounter, HeadColumns, next_values
 from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, raw_model
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
 
@@ -32,10 +32,7 @@ class RolloutRecorder:
 
     def __init__(self, alg: Any, *, complete: bool) -> None:
         self._alg = alg
-        storage = alg.storage
-        self._sums = torch.zeros(storage.num_envs, dtype=torch.float64, device=alg.device)
-        self._lengths = torch.zeros_like(self._sums)
-        self._complete = torch.full((storage.num_envs,), complete, device=alg.device)
+        self._counter = EpisodeCounter(alg.storage.num_envs, alg.device, complete=complete)
         self._last_values: Tensor | None = None
         self._acted_at = perf_counter()
         self.begin()
@@ -103,27 +100,7 @@ class RolloutRecorder:
     def episodes(self, rollout: RolloutEnd) -> EpisodeEnd | None:
         """Return the event of the episodes that finished in a rollout; those that had begun before the first one are left out."""
         rewards = rollout.rewards if rollout.raw_rewards is None else rollout.raw_rewards
-        ended, steps = rollout.ended, len(rollout.ended)
-        numbers = torch.arange(steps, device=ended.device).unsqueeze(1)
-        sums = rewards.double().cumsum(0) + self._sums
-        lengths = numbers + 1 + self._lengths
-        last_end = torch.where(ended, numbers, -1).cummax(0).values
-        before = torch.cat(
-            [last_end.new_full((1, ended.shape[1]), -1), last_end]
-        )  # [T + 1, B], the last end before each step
-
-        def since(totals: Tensor, ends: Tensor) -> Tensor:
-            """What had been counted at the last end, 0 where there is none."""
-            return torch.where(ends >= 0, totals.gather(0, ends.clamp(min=0)), 0.0)
-
-        counted = ended & ((before[:-1] >= 0) | self._complete)
-        returned, taken = sums - since(sums, before[:-1]), lengths - since(lengths, before[:-1])
-        self._sums = sums[-1] - since(sums, before[-1:])[0]
-        self._lengths = lengths[-1] - since(lengths, before[-1:])[0]
-        self._complete = self._complete | ended.any(0)
-        columns = torch.stack([returned[counted], taken[counted], numbers.expand_as(ended)[counted].double()])
-        finished = zip(*columns.tolist(), strict=True)
-        return episodes_event([FinishedEpisode(total, int(n), int(t)) for total, n, t in finished], rollout.env_step)
+        return self._counter.episodes(rewards, rollout.ended, rollout.env_step)
 
     def _limits(self, ended: Tensor) -> Tensor:
         """Steps [T, B] that a time limit ended."""

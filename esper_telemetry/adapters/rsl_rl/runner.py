@@ -208,7 +208,7 @@ class RunnerListener:
                 self._update,
                 self._env_step,
                 self._gradient_step,
-                learning_rate=float(group["lr"]),
+                learning_rate=sum(rates) / len(rates) if rates else float(group["lr"]),  # it may change with every step
                 seconds=self._seconds,
                 epochs=alg.num_learning_epochs,
                 # their value loss is the mean squared error, ours half of it

@@ -24,8 +24,8 @@ from esper_telemetry.adapters.columns import (
     join_columns,
     next_values,
 )
+from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.transitions import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.taps import without_trace
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale, Transitions
 

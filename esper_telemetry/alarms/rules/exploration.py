@@ -341,6 +341,7 @@ RULES = (
     ),
     AlarmRule(
         type="policy/action_shift",
+        effect=True,
         inputs=("policy/action_shift_js", "policy/head/{head}/action_shift_js"),
         meaning="The mix of actions changed abruptly between two rollouts.",
         action="Look at the update before: KL, ratios and the learning rate; check for a change of the environment.",
