@@ -31,6 +31,7 @@ SHIFT_ERRORS: Final = 3.5
 SCAN_ERRORS: Final = 4.5
 SHIFT_STDS: Final = 0.75
 MAX_UNEXPLAINED: Final = 2.0
+MIN_SHRINKAGE: Final = 0.1
 """Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
 differ where it is no chance; and the variance of blocks over that which the spread of their episodes explains, up to which these have
 nothing else in common."""
@@ -172,7 +173,8 @@ class Blocks:
         first, last = self.first_level, self._fifth_before(len(self.blocks))
         if first is None or last.begin <= first.end:
             return 0
-        far = self._errors(noise, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
+        about = noise_about_course(self.values if last.mean > first.mean else -self.values)
+        far = self._errors(noise, about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
         return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
 
     def lost(self, noise: Noise) -> bool:
@@ -187,7 +189,8 @@ class Blocks:
             return False
         if self._is_clear(first, best):
             return abs(best.mean - last.mean) >= SCAN_ERRORS * _error((best, last))
-        return self._errors(noise, first, best) >= SCAN_ERRORS and self._errors(noise, best, last) >= SHIFT_ERRORS
+        risen = self._errors(noise, noise.lasting, first, best) >= SCAN_ERRORS
+        return risen and self._errors(noise, noise.lasting, best, last) >= SHIFT_ERRORS
 
     def _fifth_before(self, end: int) -> EpisodeBlock:
         """Return the blocks before that place which make up a fifth of the updates and enough episodes, as one."""
@@ -207,11 +210,11 @@ class Blocks:
         apart = all(_differ(first, block) and (block.mean > first.mean) is above for block in later)
         return apart and len(later) >= MIN_CLEAR_BLOCKS
 
-    def _errors(self, noise: Noise, *levels: EpisodeBlock) -> float:
-        """Return the difference of two levels in standard errors."""
+    def _errors(self, noise: Noise, lasting: float, *levels: EpisodeBlock) -> float:
+        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks that their episodes do not explain."""
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
         explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
-        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else noise.lasting
+        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else lasting
         error = _error(levels, scale**2 * per_block)
         first, second = levels
         return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
@@ -312,6 +315,13 @@ def trend_scores(values: Array) -> tuple[float, float]:
     line = float(np.median(differences / (later - earlier))) * np.arange(count)
     course = monotone(values) if statistic > 0 else -monotone(-values)
     return score * _shrinkage(values - line), score * _shrinkage(values - course)
+
+
+def noise_about_course(values: Array) -> float:
+    """Return the standard deviation of a series about its nearest course that never falls, larger where neighbours deviate together."""
+    residuals = values - monotone(values)
+    shrinkage = max(_shrinkage(residuals), MIN_SHRINKAGE)
+    return float(np.std(residuals)) / shrinkage
 
 
 @lru_cache(maxsize=MAX_BLOCKS)
