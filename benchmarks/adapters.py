@@ -68,7 +68,7 @@ def maskable_ppo() -> Any:
     from sb3_contrib import MaskablePPO
     from stable_baselines3.common.env_util import make_vec_env
 
-    from esper_telemetry.lab.faults.sb3.models import MaskedArms
+    from esper_telemetry.lab.faults.sb3_models import MaskedArms
 
     return MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 8, seed=1), n_steps=256, seed=1, device="cpu")
 

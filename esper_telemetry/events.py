@@ -184,7 +184,7 @@ class Scale(NamedTuple):
 
 
 class Transitions(NamedTuple):
-    """What the environments of a rollout returned, [T, B] each; observations as checksums, float64.
+    """Outcomes of the steps of a rollout, [T, B] each; observations as checksums, float64.
 
     Attributes:
         inputs: of the observations that were stored for each step.

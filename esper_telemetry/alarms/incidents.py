@@ -70,14 +70,24 @@ class Incident:
 
 
 class Incidents:
-    """Numbers incidents as alarms are raised."""
+    """Numbers incidents as alarms are raised.
+
+    Attributes:
+        open: the latest one, which further alarms may join.
+    """
 
     def __init__(self, order: CausalOrder) -> None:
         self._order = order
-        self._open: Incident | None = None
+        self.open: Incident | None = None
 
     def raised(
-        self, kinds: Sequence[str], update: int, claims: Iterable[str] = (), *, began: int | None = None
+        self,
+        kinds: Sequence[str],
+        update: int,
+        claims: Iterable[str] = (),
+        *,
+        began: int | None = None,
+        lasting: bool = False,
     ) -> Incident:
         """The incident that alarms raised in this update belong to: the open one, or a new one.
 
@@ -86,11 +96,14 @@ class Incidents:
             update: in which they were raised.
             claims: types that are a mistake in themselves this time, besides those that always are.
             began: update since which the earliest of them has held, which may be long before a patient rule raises it.
+            lasting: an alarm of the open incident is still on: then one that it had before belongs to it again.
         """
-        if self._open is None or (update if began is None else began) - self._open.last > INCIDENT_UPDATES:
-            self._open = Incident(1 if self._open is None else self._open.number + 1, self._order, update)
-        self._open.last = update
+        again = self.open is not None and lasting and all(kind in self.open.raised for kind in kinds)
+        late = self.open is None or (update if began is None else began) - self.open.last > INCIDENT_UPDATES
+        if self.open is None or (late and not again):
+            self.open = Incident(1 if self.open is None else self.open.number + 1, self._order, update)
+        self.open.last = update
         for kind in kinds:
-            self._open.raised.setdefault(kind, update)
-        self._open.claims |= {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
-        return self._open
+            self.open.raised.setdefault(kind, update)
+        self.open.claims |= {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
+        return self.open

@@ -97,7 +97,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunScript:
     """Run an unchanged training script with telemetry; `esper-telemetry run --help` says more.
 
     Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
@@ -266,7 +266,7 @@ class Compare:
 
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
-    "run": Run,
+    "run": RunScript,
     "check": Check,
     "replay": Replay,
     "doctor": Doctor,

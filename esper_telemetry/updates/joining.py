@@ -118,7 +118,10 @@ class RolloutHistory:
         )
         if sampled:
             context = context._replace(previous_targets=self._targets)
-        self._targets = _first_targets(event)
+        # the targets of the first environment [6, T], so that a sampled update can tell whether advantages are stale
+        valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
+        columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
+        self._targets = torch.stack([column.to(event.rewards.dtype) for column in columns])
         counted = {head: rows_that_count(event.valid, event.relevance.get(head)) for head in event.actions}
         self._choices = {
             head: copied(ActionChoices(event.actions[head], counted[head]))
@@ -146,13 +149,6 @@ class RolloutHistory:
         ages = state_ages(size.empty, None if self._ages is None else self._ages.to(size.empty.device))
         self._ages = ages[-1] + 1
         return RecurrentState(size, ages, layers)
-
-
-def _first_targets(event: RolloutEnd) -> Tensor:
-    """Return `TARGET_COLUMNS` of the first environment, [6, T], so that a sampled update can tell whether advantages are stale."""
-    valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
-    columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
-    return torch.stack([column.to(event.rewards.dtype) for column in columns])
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
@@ -196,13 +192,17 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         return None
     counts = tuple(map(len, columns["log_ratio"]))
     spreads = zip(columns["log_std"], counts, strict=True)
+    flags = zip(columns["valid"], counts, strict=True)
+    example = next((valid for valid in columns["valid"] if valid is not None), None)
     ratios = columns["head_log_ratios"]
     return MinibatchesEnd(
         epochs=columns["epoch"],
         counts=counts,
         log_ratio=torch.cat(columns["log_ratio"]),
         advantages=torch.cat(columns["advantages"]),
-        valid=_valid(columns["valid"], counts),
+        valid=None
+        if example is None
+        else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
         losses=_by_name(columns["losses"], torch.stack),
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
@@ -247,15 +247,6 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
             for head, std in rollout.log_std.items()
         },
     )
-
-
-def _valid(valid: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
-    """Rows that count, [R]; None where all do."""
-    example = next((flags for flags in valid if flags is not None), None)
-    if example is None:
-        return None
-    parts = zip(valid, counts, strict=True)
-    return torch.cat([example.new_ones(count) if flags is None else flags for flags, count in parts])
 
 
 def _whole(columns: Sequence[Tensor | None]) -> Tensor | None:

@@ -57,11 +57,9 @@ class LossClaims(NamedTuple):
 
     def of_rows(self, column: Tensor) -> Tensor | None:
         """Return a column of the rollout [T, B, ...] in the rows of the minibatches [R, ...]; None where these are not known."""
-        rows = self.batches.rows
-        return None if rows is None or not self._fits(rows) else column.flatten(0, 1)[rows]
-
-    def _fits(self, rows: Tensor) -> bool:
-        return self.rollout is not None and int(rows.max()) < self.rollout.rewards.numel()
+        rows, rollout = self.batches.rows, self.rollout
+        fits = rows is not None and rollout is not None and int(rows.max()) < rollout.rewards.numel()
+        return column.flatten(0, 1)[rows] if fits else None
 
     @property
     def bonus(self) -> Tensor | None:
@@ -162,7 +160,7 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
 def _policy_loss(claims: LossClaims) -> EquationCheck:
     batches, facts = claims.batches, claims.facts
     return check_policy_loss(
-        _given(claims.claim("policy")),
+        _required(claims.claim("policy")),
         batches.log_ratio,
         batches.advantages,
         clip=facts["clip"],
@@ -179,9 +177,9 @@ def _policy_loss(claims: LossClaims) -> EquationCheck:
 def _value_loss(claims: LossClaims) -> EquationCheck:
     batches, facts = claims.batches, claims.facts
     return check_value_loss(
-        _given(claims.claim("value")),
-        _given(batches.values),
-        _given(batches.returns),
+        _required(claims.claim("value")),
+        _required(batches.values),
+        _required(batches.returns),
         old_values=batches.old_values,
         clip_value=None if batches.old_values is None else facts.get("clip_value"),
         valid=batches.valid,
@@ -202,7 +200,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
     chosen, trained = claims.chosen_log_probs(), claims.log_probs()
     differs = chosen is None or trained is None or float((chosen - trained).abs().max()) > MAX_LOG_PROB_ERROR
     check = check_entropy(
-        _given(claims.claim("entropy")),
+        _required(claims.claim("entropy")),
         logits=batches.logits,
         log_std=batches.log_std,
         relevance=batches.relevance,
@@ -219,24 +217,24 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
 
 
 def _total_loss(claims: LossClaims) -> EquationCheck:
-    """Where the sum of the terms as they are called is another, they may have their weights already, or the bonus with them."""
+    """Check the sum of the terms; where it is another, they may have their weights already, or the bonus with them."""
     policy, value, entropy = (claims.claim(name) for name in ("policy", "value", "entropy"))
     weights = {f"{name}_coef": float(claims.weights[name]) for name in ("value", "entropy")}
 
     def check(*terms: Tensor | None) -> EquationCheck:
         given = terms if weights["entropy_coef"] else terms[:2]
-        total, first, second = _given(claims.claim("total")), _given(terms[0]), _given(terms[1])
+        total, first, second = _required(claims.claim("total")), _required(terms[0]), _required(terms[1])
         return check_total_loss(total, first, second, *given[2:], **weights, precision=claims.facts.get("precision"))
 
     result = check(policy, value, entropy)
     if result.matches and result.error is not None:
         return result
     if claims.facts.get("clip") is not None and _is_variant(_policy_loss(claims), "with_entropy"):
-        policy = _given(policy) - _given(claims.bonus)
+        policy = _required(policy) - _required(claims.bonus)
     if claims.batches.values is not None and _is_variant(_value_loss(claims), "weighted"):
-        value = _given(value) / weights["value_coef"]
+        value = _required(value) / weights["value_coef"]
     if (claims.batches.logits or claims.batches.log_std) and _is_variant(_entropy_loss(claims), "weighted"):
-        entropy = _given(entropy) / weights["entropy_coef"]
+        entropy = _required(entropy) / weights["entropy_coef"]
     return check(policy, value, entropy)
 
 
@@ -244,7 +242,7 @@ def _is_variant(check: EquationCheck, name: str) -> bool:
     return any(one.hypothesis.name == name for one in check.explanations)
 
 
-def _given(tensor: Tensor | None) -> Tensor:
+def _required(tensor: Tensor | None) -> Tensor:
     """Return a tensor that is there: `_has_inputs` has seen it."""
     assert tensor is not None
     return tensor
@@ -255,7 +253,7 @@ def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool
 
     An only pass without all rows may be one that ended early, unless some come again.
     """
-    rows, size = _given(batches.rows), rollout.rewards.numel()
+    rows, size = _required(batches.rows), rollout.rewards.numel()
     if int(rows.max()) >= size:
         return unchecked(MINIBATCHES, "its rows are not those of the rollout")
     count = size if rollout.valid is None else int(rollout.valid.sum())
@@ -263,10 +261,10 @@ def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool
     uncounted = len(set(batches.epochs)) == 1 and len(rows) > count
     if uncounted and len(rows) % count:
         return unchecked(MINIBATCHES, "the trainer does not count its passes")
-    taken = 0
+    row_count = 0
     for epoch, part in zip(batches.epochs, rows.split(list(batches.counts)), strict=True):
-        passes.setdefault(taken // count if uncounted else epoch, []).append(part)
-        taken += len(part)
+        passes.setdefault(row_count // count if uncounted else epoch, []).append(part)
+        row_count += len(part)
     if len(passes) == 1 and len(rows) < count and ends_early and len(rows.unique()) == len(rows):
         return unchecked(MINIBATCHES, "training stopped in its only pass")
     return check_minibatches(

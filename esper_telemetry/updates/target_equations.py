@@ -105,13 +105,7 @@ def _advantages(
     check = compare_advantages(following_values(inputs, last), precision=facts.get("precision"))
     if limits is None or check.matches or check.explanations or not inputs.gamma or not bool(limits.any()):
         return check
-    return _with_implied_values(inputs, limits, last, check, facts)
-
-
-def _with_implied_values(
-    inputs: GaeInputs, limits: Tensor, last: Tensor | None, check: EquationCheck, facts: Mapping[str, Any]
-) -> EquationCheck:
-    """Return the check with the values after time limits that the claimed advantages imply, where these explain the numbers."""
+    # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
     other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))

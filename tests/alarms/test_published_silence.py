@@ -124,6 +124,16 @@ def test_entropy_that_wanders_while_nothing_is_rewarded_is_no_explosion() -> Non
     assert "policy/entropy_explosion" not in raised(judged(run(90, wanders, since=1)))
 
 
+@pytest.mark.parametrize(("weight", "told"), [(10.0, True), (0.01, False)])
+def test_a_bonus_that_outweighs_the_task_is_named_and_no_wrong_direction(weight: float, told: bool) -> None:
+    """Actions stay random for as long as it lasts, and advantages say nothing of where the policy goes."""
+    random = set_to({"policy/entropy_norm": 0.995, "loss/entropy_coef": weight, "policy/surrogate_gain": -0.03})
+    said = raised(judged(run(60, random, since=1), {**FACTS, "total_steps": 60 * 512}))
+
+    assert ("policy/entropy_explosion" in said) is told
+    assert ("policy/wrong_direction" in said) is not told
+
+
 def heat(factor: float) -> Any:
     """Every gradient norm grows by a factor per update, and severities say that it is far above its threshold."""
 

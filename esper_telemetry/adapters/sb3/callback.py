@@ -445,4 +445,4 @@ class LogCopy(KVWriter):
             self._logger.output_formats.remove(self)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

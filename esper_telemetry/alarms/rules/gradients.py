@@ -70,7 +70,7 @@ def vanish(view: View) -> Iterator[Finding]:
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES:
             continue
-        fallen = log10(median / value) if value > 0 else 99.0
+        fallen = 99.0 if value <= 0 else log10(median) - log10(value) if median > 0 else 0.0
         if layer in critics and value > 0:
             fallen -= solved
         if value > limits[VANISH_SHARE] * clip:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from statistics import median
 
 from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
@@ -21,6 +22,7 @@ from esper_telemetry.alarms.rule import (
     above,
     below,
     count,
+    hard,
     number,
     percent,
     times,
@@ -169,6 +171,9 @@ SLOW_UPDATES = 20
 DECIDED_ENTROPY = 0.03
 """Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
 
+MIN_LOWERED = 1e-12
+"""Least factor by which a schedule lowers the KL that is expected."""
+
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
 
@@ -177,8 +182,10 @@ MIN_MOVED = 1e-5
 class KlStallJudge(AnnealedRate):
     """A policy that does not move, or hardly for long while the return does not rise, though its learning rate is not annealed.
 
+    The KL of a step goes with the square of the learning rate, so that a schedule lowers what may be expected.
+
     Attributes:
-        moves: largest KL of the latest updates.
+        moves: largest KL of the latest updates, as it would be at the highest learning rate so far.
         exact: KL over whole distributions in the latest sampled update, 0 after an update whose ratios have moved: it says nothing of a
             later standstill.
     """
@@ -194,9 +201,13 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        moves.append(value)
+        lowered = (
+            max(MIN_LOWERED, min(1.0, rate / self.highest) ** 2) if rate and rate > 0 and self.highest > 0 else 1.0
+        )
+        moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
         decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+        bound *= lowered
         stalled = value < bound and not annealed and not decided
         slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
         slow = slow and not annealed and not stalled
@@ -233,6 +244,8 @@ def stall_advice(rate: float | None) -> str:
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
+CLIP_KL = above("clip_kl", 0.015, "KL divergence up to which leaving a narrow trust region is no harm, nats")
+
 MIN_SAMPLES = 512
 """Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
 
@@ -260,7 +273,7 @@ class ClipSaturationJudge:
             return
         mean = sum(share * steps for share, steps in shares) / total
         yield Finding(
-            limits.severity(CLIP_FRAC, mean),
+            limits.severity(CLIP_FRAC, mean) * hard(view.values.get("policy/kl", inf) > limits[CLIP_KL]),
             key,
             mean,
             limits.middle(CLIP_FRAC),
@@ -336,9 +349,9 @@ RULES = (
         meaning="Much of the batch has left the trust region and teaches nothing more.",
         action="Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
         judge=ClipSaturationJudge(),
-        bounds=(CLIP_FRAC,),
+        bounds=(CLIP_FRAC, CLIP_KL),
         source="common practice; healthy runs stay below 0.17, but for their first updates. A rollout of a few steps is a sample of a few, "
-        "so the share is that of the last 512 steps.",
+        "so the share is that of the last 512 steps. At a KL of 0.01, below all stop rules, half of the samples may leave a clip of 0.1.",
         histories=("policy/clip_frac",),
         warmup=15,
         n_on=2,
