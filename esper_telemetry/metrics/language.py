@@ -27,7 +27,7 @@ from esper_telemetry.metrics.statistics import (
     where_any,
 )
 
-ENGINE = "huggingface/trl#3867, #4772 and #6789; NVIDIA-NeMo/RL docs/guides/grpo.md (multiplicative error below 1.05)"
+ENGINE = "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789"
 DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2"
 NO_COMPLETION = "no completion was generated for this update"
 
@@ -80,7 +80,7 @@ class TokenStats(MetricGroup):
         .absent("no token is learned from")
     )
     mask_errors: Mean | None = reports(
-        Metric.fraction("lm/mask_errors", 1105, "completions with a wrong mask")
+        Metric.fraction("lm/mask_errors", 1105, "completions with a wrong mask", level=Level.MINIMAL)
         .asks("Which share of the completions is not learned from its first token to its end token?")
         .bounds(
             healthy="0", critical="> 0", source="identity: the mask is 1 up to and with the first end token, then 0"
@@ -239,7 +239,7 @@ class ReferenceKl(MetricGroup):
     kl: Mean = reports(
         Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model", level=Level.MINIMAL)
         .asks("How far is the model from the one that training began with? Estimator k3 per token.")
-        .bounds(healthy="grows slowly", warn="> 1", source="huggingface/trl docs/source/grpo_trainer.md; heuristic")
+        .bounds(healthy="grows slowly", source="huggingface/trl docs/source/grpo_trainer.md; heuristic")
         .absent("there is no reference model (beta is 0)")
     )
     largest: Max = reports(
@@ -398,7 +398,7 @@ class GroupStats(MetricGroup):
         .absent("all completions have the same reward")
     )
     sign_agreement: Mean | None = reports(
-        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward")
+        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward", level=Level.MINIMAL)
         .asks(
             "Do completions that are better than their group get a positive advantage, and the others a negative one?"
         )
@@ -406,7 +406,7 @@ class GroupStats(MetricGroup):
         .absent("no group has any advantage, or rewards are normalised before they are added up")
     )
     mixed: Mean | None = reports(
-        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts")
+        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts", level=Level.MINIMAL)
         .asks(
             "Which share of the groups holds completions of several prompts? They are compared with each other wrongly."
         )

@@ -88,6 +88,7 @@ def build_trainer(
         "beta": 0.01,
         "loss_type": "grpo",
         "logging_steps": 1,
+        "save_strategy": "no",
         **settings,
     }
     config = GRPOConfig(
@@ -95,7 +96,6 @@ def build_trainer(
         max_steps=steps,
         seed=seed,
         report_to=[],
-        save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         **chosen,
