@@ -152,8 +152,8 @@ class TokensUpdate:
             yield partial(_origin, event)
             if event.entropy is not None and step == 0 and event.whole:
                 yield partial(calibration, log_probs, event.entropy, mask)
-            if event.sampling is not None and (old is not None or step == 0):
-                yield partial(sampling_mismatch, log_probs if old is None else old, event.sampling, mask)
+            if event.sampling is not None and step == 0:  # at the weights of collection, whatever was stored
+                yield partial(sampling_mismatch, log_probs, event.sampling, mask)
             if event.reference is not None:
                 yield partial(reference_kl, log_probs, event.reference, mask)
             if old is not None and step > 0:

@@ -31,6 +31,9 @@ ENGINE = "NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772
 DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2"
 NO_COMPLETION = "no completion was generated for this update"
 
+SMALLEST_SURPRISE = 1e-3
+"""Magnitude of log-probabilities below which float32 steps of 1 - p are so coarse that bfloat16 holds them by chance."""
+
 LANGUAGE_FAMILY = MetricFamily(
     "lm",
     "Language models",
@@ -112,7 +115,7 @@ def token_stats(
     """
     s = sample(log_probs, mask)
     rounded = s.values == s.values.to(torch.bfloat16).double()
-    counted = s.mask & (s.values != 0)
+    counted = s.mask & (s.values < -SMALLEST_SURPRISE)
     return TokenStats(
         entropy=None if entropy is None else spread(sample(entropy, mask)),
         log_prob=s.mean(s.values),

@@ -173,7 +173,7 @@ def collapse(view: View) -> Iterator[Finding]:
 
 def is_language_model(facts: Mapping[str, Any]) -> bool:
     """Return whether the run says that it trains a language model, or does not say what it trains."""
-    return facts.get("model", "language") == "language"
+    return bool(facts.get("model", "language") == "language")
 
 
 def samples_whole(facts: Mapping[str, Any]) -> bool:
