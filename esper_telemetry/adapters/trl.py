@@ -340,11 +340,18 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._listener: TrainerListener | None = None
         self._logs: dict[str, float] = {}
         self._attached = False
+        self._updates = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates of the trainer so far."""
+        return self._updates if self._listener is None else self._listener.progress.update
 
     def detach(self) -> None:
         """Listen to nothing any more; harmless before and after training, twice, and after an exception."""
         listener, self._listener = self._listener, None
         if listener is not None:
+            self._updates = listener.progress.update
             listener.stop()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:

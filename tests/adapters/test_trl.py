@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,11 @@ from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.completions import TokensEnd
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.trl import TelemetryCallback
+from esper_telemetry.importers.records import read_foreign
+from esper_telemetry.importers.source import read_source
 from esper_telemetry.journal import Run
+from esper_telemetry.lab.language_models.__main__ import run_fault
+from esper_telemetry.lab.language_models.faults import FAULTS, HEALTHY
 from esper_telemetry.lab.language_models.task import build_trainer, save_model
 
 pytestmark = [
@@ -193,3 +200,43 @@ def test_all_three_backends_hold_what_the_journal_holds(model: Path, tmp_path: P
         trained(model, TelemetryCallback(telemetry))
 
     assert_the_same_numbers_in_all_four(run_dir)
+
+
+def test_an_unedited_script_is_recorded(tmp_path: Path) -> None:
+    """`esper-telemetry run` attaches the callback; the script knows nothing of it."""
+    script = Path(__file__).parents[2] / "examples" / "language_model.py"
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-W", "ignore", "-m", "esper_telemetry", "run", "--run-dir", str(run_dir), str(script)]
+    done = subprocess.run([*command, "--plain", "--steps", "4"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "attached TelemetryCallback to GRPOTrainer" in done.stderr
+    assert [record.axes.gradient_step for record in read_run(run_dir).records] == [2, 4]
+
+
+def test_a_log_of_trl_is_read_by_diagnose(model: Path, tmp_path: Path) -> None:
+    """TRL writes to TensorBoard itself; the numbers are those of our own record."""
+    logs = tmp_path / "logs"
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs)
+    try:
+        run = recorded(model, tmp_path / "run", steps=3, num_iterations=1, report_to="tensorboard")
+    finally:
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+
+    imported = read_foreign(read_source(f"tensorboard:{logs}"))
+
+    assert imported.trainer == "TRL"
+    for ours, theirs in zip(run.records, imported.records, strict=True):
+        for key in ("lm/reward/mean", "lm/entropy", "lm/kl_reference", "lm/length/mean", "lm/truncated_frac"):
+            assert theirs.values[key] == pytest.approx(ours.values[key], rel=1e-4, abs=1e-6), key
+    assert "train/num_tokens" in imported.unused
+
+
+@pytest.mark.parametrize("name", ["healthy", "reward_sign", "mask_shift"])
+def test_the_fault_bed_names_what_is_wrong(name: str, tmp_path: Path) -> None:
+    """The whole bed: `python -m esper_telemetry.lab.language_models`."""
+    fault = {fault.name: fault for fault in (HEALTHY, *FAULTS)}[name]
+
+    verdict = run_fault(fault, seed=1, steps=12, directory=tmp_path)
+
+    assert verdict.cause in (fault.named_by or ("",)), verdict

@@ -89,13 +89,13 @@ def build_trainer(
         "loss_type": "grpo",
         "logging_steps": 1,
         "save_strategy": "no",
+        "report_to": [],
         **settings,
     }
     config = GRPOConfig(
         output_dir=str(directory / "trl"),
         max_steps=steps,
         seed=seed,
-        report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         **chosen,
