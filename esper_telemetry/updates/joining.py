@@ -197,13 +197,14 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
     counts = tuple(map(len, columns["log_ratio"]))
     spreads = zip(columns["log_std"], counts, strict=True)
     ratios = columns["head_log_ratios"]
+    losses = _by_name(columns["losses"], torch.stack)
     return MinibatchesEnd(
         epochs=columns["epoch"],
         counts=counts,
         log_ratio=torch.cat(columns["log_ratio"]),
         advantages=torch.cat(columns["advantages"]),
         valid=_valid(columns["valid"], counts),
-        losses=_by_name(columns["losses"], torch.stack),
+        losses={name: column for name, column in losses.items() if len(column) == len(counts)},
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
         log_std=_by_name([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
