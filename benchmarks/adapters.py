@@ -1,9 +1,10 @@
-"""Processor time of Stable-Baselines3 with `TelemetryCallback` over that without.
+"""Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL and TorchRL.
 
-    python benchmarks/adapters.py                        # five models, forty turns; fifteen minutes
+    python benchmarks/adapters.py                        # nine models, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
+    python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
 
-At NORMAL with TensorBoard, W&B (offline) and MLflow. One model trains a second or two with the callback and as long without, in turns, in
+At NORMAL with TensorBoard, W&B (offline) and MLflow. One model trains a second or two with telemetry and as long without, in turns, in
 a process of its own with one torch thread: two processes with the same work differ by more than the effect. Figures are medians of the
 turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows training; `process` that of
 all threads of the process. The worker and the sink process run on another core.
@@ -12,6 +13,8 @@ all threads of the process. The worker and the sink process run on another core.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -20,10 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import turns
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/adapters"))  # the small models of the tests
 
 SINKS = ("tensorboard", "wandb:overhead?mode=offline", "mlflow")
 MAX_RATIO = 1.05
@@ -62,19 +68,80 @@ def maskable_ppo() -> Any:
     from sb3_contrib import MaskablePPO
     from stable_baselines3.common.env_util import make_vec_env
 
-    from esper_telemetry.lab.faults.sb3.models import MaskedArms
+    from esper_telemetry.lab.faults.sb3_models import MaskedArms
 
     return MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 8, seed=1), n_steps=256, seed=1, device="cpu")
 
 
-MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
-    "ppo": (ppo, 1),
-    "ppo_pendulum": (ppo_pendulum, 1),
-    "a2c": (a2c, 32),
-    "recurrent_ppo": (recurrent_ppo, 1),
-    "maskable_ppo": (maskable_ppo, 1),
+Turns: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
+"""Functions that train for a turn: without telemetry, and with it."""
+
+
+def _sb3(make: Callable[[], Any], rollouts: int) -> Callable[[Any], Turns]:
+    def turns_of(telemetry: Any) -> Turns:
+        from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+        model, callback = make(), TelemetryCallback(telemetry)
+        steps = rollouts * model.n_steps * model.n_envs
+
+        def learn(callback: Any) -> None:
+            model.learn(steps, callback=callback, reset_num_timesteps=False)
+
+        return partial(learn, None), partial(learn, callback)
+
+    return turns_of
+
+
+def _rsl_rl(telemetry: Any, **settings: Any) -> Turns:
+    """RSL-RL, whose runner learns by its class without the tap on `learn`, and so without telemetry."""
+    from rsl_rl.runners import OnPolicyRunner
+    from rsl_rl_models import runner
+
+    from esper_telemetry.adapters.rsl_rl import attach_runner
+
+    model = runner(envs=64, steps=24, num_learning_epochs=5, model_hidden_dims=[128, 128], **settings)
+    attach_runner(telemetry, model)
+
+    def silent(learn: Callable[[int], object]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            learn(8)
+
+    return partial(silent, partial(OnPolicyRunner.learn, model)), partial(silent, lambda count: model.learn(count))
+
+
+def _torchrl(telemetry: Any, **settings: Any) -> Turns:
+    """TorchRL's plain loop."""
+    from torchrl_models import Program
+
+    from esper_telemetry.adapters.torchrl import attach_loss
+
+    program = Program(envs=8, steps=128, rows=256, epochs=10, updates=1_000_000, width=64, **settings)
+    listener = attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+    assert listener is not None
+    listener.stop()
+    batches = iter(program.collector)
+
+    def observed() -> None:
+        listener.start()
+        program.learn_from(next(batches))
+        listener.stop()
+
+    return lambda: program.learn_from(next(batches)), observed
+
+
+MODELS: Mapping[str, Callable[[Any], Turns]] = {
+    "ppo": _sb3(ppo, 1),
+    "ppo_pendulum": _sb3(ppo_pendulum, 1),
+    "a2c": _sb3(a2c, 32),
+    "recurrent_ppo": _sb3(recurrent_ppo, 1),
+    "maskable_ppo": _sb3(maskable_ppo, 1),
+    "rsl_rl": _rsl_rl,
+    "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
+    "torchrl": _torchrl,
+    "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
-"""Models with the rollouts of a turn."""
+"""Models by name: telemetry -> functions that train for a turn."""
+
 WARM_UP_TURNS = 5
 
 
@@ -84,22 +151,18 @@ def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
 
     torch.set_num_threads(1)
     from esper_telemetry import Telemetry
-    from esper_telemetry.adapters.sb3 import TelemetryCallback
 
-    make, rollouts = MODELS[name]
-    model = make()
-    steps = rollouts * model.n_steps * model.n_envs
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
         Telemetry(SINKS, run_dir=f"{directory}/run") as telemetry,
     ):
-        callbacks = {"bare": None, "callback": TelemetryCallback(telemetry)}
+        functions = dict(zip(figures, MODELS[name](telemetry), strict=True))
         for turn in range(WARM_UP_TURNS + count):
             for kind in sorted(figures, reverse=turn % 2 == 1):
                 time.sleep(turns.PAUSE_SECONDS)
                 begun = turns.clocks()
-                model.learn(steps, callback=callbacks[kind], reset_num_timesteps=False)
+                functions[kind]()
                 if turn >= WARM_UP_TURNS:
                     figures[kind].append(turns.since(begun))
     return figures

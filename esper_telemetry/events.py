@@ -184,7 +184,7 @@ class Scale(NamedTuple):
 
 
 class Transitions(NamedTuple):
-    """What the environments of a rollout returned, [T, B] each; observations as checksums, float64.
+    """Outcomes of the steps of a rollout, [T, B] each; observations as checksums, float64.
 
     Attributes:
         inputs: of the observations that were stored for each step.
@@ -236,8 +236,8 @@ class RolloutEnd:
         transitions: what the environments returned; likewise.
         last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
             state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
-        time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
-            see what was added for the states after them; else None.
+        time_limits: [T, B], bool: steps that a time limit ended, from a source that does not see the critic's estimates of the states
+            after them: their `next_values` are 0, or what the trainer takes instead; else None.
         ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
     """
 
@@ -440,9 +440,10 @@ class BackwardEnd(NamedTuple):
         parameters: trainable parameters by name; their `.grad` is valid during the call only.
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
-        max_norm: limit of the global norm; None where nothing is clipped.
+        max_norm: limit of the global norm; None where nothing is clipped, and where parts of the network are clipped apart.
         heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None where
             each head has parameters of its own, in a group `head:<name>`.
+        applied: [K] L2 norms after clipping, from a source that does not clip all gradients by one global norm; else None.
     """
 
     epoch: int
@@ -452,6 +453,7 @@ class BackwardEnd(NamedTuple):
     norms: Tensor
     max_norm: float | None
     heads: Tensor | None = None
+    applied: Tensor | None = None
 
 
 class BackwardsEnd(NamedTuple):
@@ -461,8 +463,8 @@ class BackwardsEnd(NamedTuple):
         epochs: epoch of each of the M passes.
         names, norms: of each pass.
         parameters: trainable parameters by name.
-        max_norm: limit of the global norm; None where nothing is clipped.
-        heads: of each pass; empty where none has any.
+        max_norm: limit of the global norm; None as in `BackwardEnd`.
+        heads, applied: of each pass; empty where none has any.
     """
 
     epochs: tuple[int, ...]
@@ -471,6 +473,7 @@ class BackwardsEnd(NamedTuple):
     parameters: Mapping[str, Tensor]
     max_norm: float | None
     heads: tuple[Tensor | None, ...] = ()
+    applied: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

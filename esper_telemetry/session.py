@@ -140,18 +140,16 @@ class TelemetrySession:
         self._deliveries: Deliveries | None = None
         self._journal_position = RunPosition()
         if self.level > Level.OFF:
-            self._claim_run(sinks)
+            self._peers = Peers.meet() if options.all_ranks else None
+            open_journal = partial(self._open_journal, sinks)
+            # what rank 0 raises is raised on all ranks
+            self._journal_position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
+            self._axes = self._journal_position.axes or self._axes
+            self._at_exit = at_exit(self)
         self._response = AlarmResponse(self.level, self.clock, together=self._peers is not None)
 
-    def _claim_run(self, sinks: SinkLike | Iterable[SinkLike] | None) -> None:
-        """Claim the run directory and start the delivery, on rank 0; what rank 0 raises is raised on all ranks."""
-        self._peers = Peers.meet() if self._options.all_ranks else None
-        open_journal = partial(self._open_journal, sinks)
-        self._journal_position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
-        self._axes = self._journal_position.axes or self._axes
-        self._at_exit = at_exit(self)
-
     def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
+        """Claim the run directory and start the delivery, on rank 0."""
         self._sinks = as_sinks(sinks)
         settings = PipelineSettings(self.level, self._options.detector_factory, telemetry_health)
         recorder = RunRecorder(self._options.run, settings)

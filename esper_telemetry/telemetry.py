@@ -218,7 +218,7 @@ class Telemetry:
             actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
 
         A record holds the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
-        gradient scaler's scale; and those after whatever clips them. Where that cannot be told, a warning says so once. Returns the
+        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. Returns the
         function that ends this; `close` does too. Leave `gradient_health` out of a loop that is watched.
 
         Raises:

@@ -11,6 +11,7 @@ its journal, its true returns and `run.json`. A program runs with a third seed o
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -95,6 +96,8 @@ def main() -> None:
             bed_competitors.compare(RESULTS, programs, scores, options.competitors)
     else:
         equations.preload()
+        importlib.import_module("torch._dynamo")  # else each fork's optimizer takes two seconds to import it
+
         for program, seed in plan(programs, options.seeds):
             run(program, seed)
 

@@ -19,7 +19,7 @@ from bed_truth import Truth, harm, truth_of
 
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
 from esper_telemetry.alarms.rules.task import Failure
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.journal.read import read_run
@@ -210,7 +210,11 @@ def print_false_alarms(scores: Sequence[Score]) -> None:
 def print_outcomes(scores: Sequence[Score]) -> None:
     """Print how often the outcome agrees with the truth."""
     decided = [one for one in scores if one.right_outcome is not None]
+    judged = [one for one in decided if one.outcome != OutcomeKind.TOO_SHORT]
     print(f"\nOutcome right: {share(sum(one.right_outcome is True for one in decided), len(decided))}; goal ≥ .95.")
+    print(
+        f"Of those that are not too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}."
+    )
     pairs = Counter((one.truth.split()[0], one.outcome) for one in decided if not one.right_outcome)
     for (truth, outcome), count in pairs.most_common():
         names = ", ".join(

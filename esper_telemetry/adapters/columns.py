@@ -8,7 +8,9 @@ Shapes: T steps, B environments, N rows, A actions, D action dimensions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
@@ -174,3 +176,49 @@ def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> Episod
     """Return the event of a rollout's episodes; None where none finished."""
     columns = [list(column) for column in zip(*episodes, strict=True)]
     return EpisodeEnd(env_step, *columns) if columns else None
+
+
+class EpisodeCounter:
+    """Finds the episodes that finish in one rollout after another, without a loop over its steps.
+
+    Args:
+        num_envs: B, environments.
+        complete: no episode has begun before the first rollout; else the first one of each environment is left out.
+    """
+
+    def __init__(self, num_envs: int, device: torch.device | str, *, complete: bool) -> None:
+        self._sums = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self._lengths = torch.zeros_like(self._sums)
+        self._complete = torch.full((num_envs,), complete, device=device)
+
+    def episodes(self, rewards: Tensor, ended: Tensor, env_step: int) -> EpisodeEnd | None:
+        """Return the event of the episodes that finished in a rollout with these columns [T, B]; None where none did."""
+        numbers = torch.arange(len(ended), device=ended.device).unsqueeze(1)
+        sums, lengths = rewards.double().cumsum(0) + self._sums, numbers + 1 + self._lengths
+        last_end = torch.where(ended, numbers, -1).cummax(0).values
+        before = torch.cat(
+            [last_end.new_full((1, ended.shape[1]), -1), last_end]
+        )  # [T + 1, B], the last end before each step
+
+        def since(totals: Tensor, ends: Tensor) -> Tensor:
+            """Return what had been counted at the last end, 0 where there is none."""
+            return torch.where(ends >= 0, totals.gather(0, ends.clamp(min=0)), 0.0)
+
+        counted = ended & ((before[:-1] >= 0) | self._complete)
+        returned, taken = sums - since(sums, before[:-1]), lengths - since(lengths, before[:-1])
+        self._sums = sums[-1] - since(sums, before[-1:])[0]
+        self._lengths = lengths[-1] - since(lengths, before[-1:])[0]
+        self._complete = self._complete | ended.any(0)
+        columns = torch.stack([returned[counted], taken[counted], numbers.expand_as(ended)[counted].double()])
+        finished = zip(*columns.tolist(), strict=True)
+        return episodes_event([FinishedEpisode(total, int(n), int(t)) for total, n, t in finished], env_step)
+
+
+def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that a trainer has logged, under keys that every backend takes: `Loss/value` becomes `rsl_rl/loss/value`."""
+    numbers = {}
+    for name, value in logged.items():
+        if isinstance(value, Real):
+            segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in str(name).lower().split("/") if part]
+            numbers["/".join([prefix, *segments])] = float(value)
+    return numbers

@@ -28,7 +28,7 @@ FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
 
 
-OF_THE_LOSS = frozenset({"sign", "other_std", "variance"})
+LOSS_EXPLANATIONS = frozenset({"sign", "other_std", "variance"})
 """Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
 
 
@@ -159,7 +159,7 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
     over: Scope = "minibatch" if event.normalized else "nothing"
     check = check_normalized_advantages(event.raw[None], event.used[None], over=over, precision=precision)
     names = {one.hypothesis.name for one in check.explanations}
-    if check.matches or (names and not names & OF_THE_LOSS):
+    if check.matches or (names and not names & LOSS_EXPLANATIONS):
         yield lambda: check
 
 

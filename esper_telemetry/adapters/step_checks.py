@@ -235,10 +235,10 @@ class StepProbe:
 
     def _step_check(self, step: CheckedStep) -> EquationCheck:
         objective, rate = step.objective, step.objective.learning_rate
-        if objective.by_name and _only_rate(objective.optimizer) != _only_rate_of(step.steps):
-            rate = (
-                step.rate
-            )  # programs may set the rate after the backward pass; one that is back already was another one
+        rates = {float(one.settings.lr) for one in step.steps if one.settings is not None}
+        if objective.by_name and _only_rate(objective.optimizer) != (rates.pop() if len(rates) == 1 else None):
+            # programs may set the rate after the backward pass; one that is back already was another one
+            rate = step.rate
         default = settings_of(objective.optimizer, objective.optimizer.param_groups[0])
         if default is None:
             return unchecked(OPTIMIZER_STEP, f"the update rule of {type(objective.optimizer).__name__} is not known")
@@ -267,11 +267,6 @@ def _certain(check: EquationCheck) -> EquationCheck:
 
 def _only_rate(optimizer: Optimizer) -> float | None:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
-    return rates.pop() if len(rates) == 1 else None
-
-
-def _only_rate_of(steps: Sequence[ParameterStep]) -> float | None:
-    rates = {float(step.settings.lr) for step in steps if step.settings is not None}
     return rates.pop() if len(rates) == 1 else None
 
 

@@ -88,8 +88,9 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 
 @contextmanager
 def without_trace(policy: nn.Module) -> Iterator[None]:
-    """Within it passes through `policy` reach no listener, and random numbers come from copies of the generators; after it the policy's
-    buffers are what they were.
+    """Context in which passes through `policy` reach no listener, and random numbers come from copies of the generators.
+
+    After it the policy's buffers are what they were.
     """
     taps = [value for module in policy.modules() for value in vars(module).values() if isinstance(value, Tap)]
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
@@ -109,7 +110,7 @@ def without_trace(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(policy: nn.Module, *, training: bool, set_mode: Callable[[bool], object] | None = None) -> Iterator[None]:
-    """Within it `policy` and its modules are in that mode, as `set_mode` sets it; after it each is in its own again."""
+    """Context in which `policy` and its modules are in that mode, as `set_mode` sets it; after it each is in its own again."""
     modes = [(module, module.training) for module in policy.modules()]
     (set_mode or policy.train)(training)
     try:

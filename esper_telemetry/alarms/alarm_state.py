@@ -13,8 +13,7 @@ import numpy as np
 from esper_telemetry.alarms.incidents import Incident
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding
 from esper_telemetry.alarms.verdict.remedies import PART_FAMILIES, fact_remedy, key_remedy
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
 
 Change = Literal["RAISE", "CLEAR"]
@@ -161,7 +160,7 @@ class AlarmState:
         worst = self._worst()
         self.severity = worst.severity if worst else 0.0
         if worst is not None and not was:
-            self.since = update - max(longest, lasting) + 1
+            self.since = max(1, update - max(longest, lasting) + 2 - max(worst.held, 1))
             self.reported_severity = self.severity
             return AlarmChange(AlarmEvent.RAISE, worst, longest)
         if worst is not None and self.severity >= self.reported_severity + WORSE_SEVERITY:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, spread
+from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, spread
 
 WINDOW = 100
 """Healthy values that are stored of each key."""

@@ -31,7 +31,13 @@ from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, fai
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
-from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
+from esper_telemetry.alarms.verdict.published_settings import (
+    PUBLISHED,
+    is_outside,
+    range_sentence,
+    settings_of,
+    with_logged_rate,
+)
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
@@ -267,7 +273,11 @@ class Detectors:
         began = min(
             (state.since or self._update for state in raised if state.rule.type in reported), default=self._update
         )
-        incident = self._incidents.raised(reported, self._update, claims, began=began) if reported else None
+        earlier = [state for state in self._states.values() if state.instances and state not in raised]
+        lasting = {state.rule.type for state in earlier if state.incident is self._incidents.open}
+        incident = (
+            self._incidents.raised(reported, self._update, claims, began=began, lasting=lasting) if reported else None
+        )
         for state in raised:
             state.incident, state.muted = incident, state.rule.type not in reported
         alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
@@ -384,7 +394,7 @@ def unusual_settings(rule: AlarmRule, view: View) -> list[str]:
     """Sentences on the settings that a rule's advice would change, of those outside of all published values."""
     if not rule.settings:
         return []
-    values = settings_of(view.facts)
+    values = settings_of(with_logged_rate(view.facts, view.get("opt/lr")))
     return [
         f"{range_sentence(name, values[name], view.facts)}."
         for name in rule.settings

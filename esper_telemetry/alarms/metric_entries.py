@@ -9,8 +9,7 @@ from esper_telemetry.alarms.registry import alarms_reading
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
 from esper_telemetry.core.catalogue import catalogue, families, family_name, groups
-from esper_telemetry.core.derived import Derived
-from esper_telemetry.core.metric import Metric, declared
+from esper_telemetry.core.metric import Derived, Metric, declared
 from esper_telemetry.core.record import Level, MetricInfo
 from esper_telemetry.history.derive import histories
 

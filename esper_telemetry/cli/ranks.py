@@ -160,9 +160,9 @@ def _from_all(value: Any) -> list[Any]:
 def _lost_within(processes: list[RankProcess], seconds: float) -> list[int]:
     """Return the ranks of this host whose process has ended; the end of a killed process may take a moment to show."""
     deadline = time.monotonic() + seconds
-    here = [rank for rank, process in enumerate(processes) if process.host == socket.gethostname()]
+    local_ranks = [rank for rank, process in enumerate(processes) if process.host == socket.gethostname()]
     while True:
-        lost = [rank for rank in here if not _is_running(processes[rank].pid)]
+        lost = [rank for rank in local_ranks if not _is_running(processes[rank].pid)]
         if lost or time.monotonic() >= deadline:
             return lost
         time.sleep(SEARCH_POLL_SECONDS)

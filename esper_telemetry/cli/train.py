@@ -20,7 +20,6 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
-from esper_telemetry.cli.profiling import UpdateProfiler
 from esper_telemetry.cli.ranks import (
     RankLostError,
     agreed,
@@ -46,6 +45,11 @@ from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
+from collections.abc import Callable
+
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+
+from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
 MIN_THREADED_WIDTH = 256  # of a network; measured for LSTMs of 64 and 256
 DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
@@ -80,15 +84,11 @@ def train(options: Train) -> int:
         code = _run(trainer, telemetry, options)
         if is_first_rank():
             status = STATUSES.get(code, RunStatus.FAILED)
-            summary.show(session_of(telemetry).run_end(status, _resume_line(telemetry.run_dir)))
+            run_dir, resume_line = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
+            if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
+                resume_line = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
+            summary.show(session_of(telemetry).run_end(status, resume_line))
         return code
-
-
-def _resume_line(run_dir: Path | None) -> str:
-    """Return the line on how the run goes on, if it was interrupted."""
-    if run_dir is None or not resume.latest_checkpoint(run_dir).is_file():
-        return "the run cannot go on, as it has no checkpoint"
-    return f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
 
 
 def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
@@ -214,7 +214,9 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
                 )
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
-            code = _exit_code(trainer, options, largest_over_ranks(max(signals, default=0)))
+            code, received = DONE, largest_over_ranks(max(signals, default=0))
+            if received and trainer.env_steps < options.total_steps:  # training with all its steps is done anyway
+                code = TERMINATED if received == signal.SIGTERM else INTERRUPTED
             # There is no training to stop any more: Ctrl-C ends the wait for backends.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             telemetry.close(STATUSES[code])
@@ -227,13 +229,6 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
         traceback.print_exc()
         return FAILED
     return code if saved else code or FAILED
-
-
-def _exit_code(trainer: TrainingRun, options: Train, number: int) -> int:
-    """Return the exit code of training that returned after that signal, 0 for none; training with all its steps is done anyway."""
-    if not number or trainer.env_steps >= options.total_steps:
-        return DONE
-    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
@@ -310,3 +305,92 @@ def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+WAIT, WARM_UP, ACTIVE = 3, 1, 2
+
+
+class Range:
+    """A named range of time in the trace, one at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: record_function | None = None
+
+    def begin(self, _: object = None) -> None:
+        """End the open range and begin a new one."""
+        self.end()
+        self._open = record_function(self._name)
+        self._open.__enter__()
+
+    def end(self, _: object = None) -> None:
+        """End the open range, if there is one."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+class UpdateProfiler:
+    """Traces `active` updates into `directory`, after `wait` that it ignores and `warm_up` that it discards.
+
+    Raises:
+        ValueError: for numbers of updates that are negative, or none to trace.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, wait: int = WAIT, warm_up: int = WARM_UP, active: int = ACTIVE
+    ) -> None:
+        if min(wait, warm_up) < 0 or active < 1:
+            raise ValueError(
+                "a profile waits 0 or more updates, warms up 0 or more and traces 1 or more, "
+                f"got {wait}, {warm_up} and {active}"
+            )
+        self.directory = Path(directory)
+        self.updates = wait + warm_up + active
+        self._schedule = schedule(wait=wait, warmup=warm_up, active=active, repeat=1)
+
+    @property
+    def traces(self) -> list[Path]:
+        """The files written so far."""
+        return sorted(self.directory.glob("*.pt.trace.json.gz"))
+
+    @contextmanager
+    def around(self, hooks: Hooks, attach: Callable[[], object]) -> Iterator[None]:
+        """Trace what happens inside.
+
+        Args:
+            hooks: of the trainer.
+            attach: registers telemetry; its hooks then run between those of the profiler, as a range of their own.
+        """
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}
+        handler = tensorboard_trace_handler(str(self.directory), use_gzip=True)
+        with profile(
+            activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True
+        ) as profiler:
+            removers = [
+                hooks.on(RolloutEnd, ranges["rollout"].end),
+                hooks.on(RolloutEnd, ranges["telemetry"].begin),
+                hooks.on(MinibatchEnd, ranges["minibatch"].end),
+                hooks.on(UpdateEnd, ranges["minibatch"].end),
+                hooks.on(UpdateEnd, ranges["update"].end),
+                hooks.on(UpdateEnd, ranges["telemetry"].begin),
+            ]
+            attach()
+            removers += [
+                hooks.on(RolloutEnd, ranges["telemetry"].end),
+                hooks.on(RolloutEnd, ranges["update"].begin),
+                hooks.on(RolloutEnd, ranges["minibatch"].begin),
+                hooks.on(MinibatchEnd, ranges["minibatch"].begin),
+                hooks.on(UpdateEnd, ranges["telemetry"].end),
+                hooks.on(UpdateEnd, lambda _: profiler.step()),
+                hooks.on(UpdateEnd, ranges["rollout"].begin),
+            ]
+            ranges["rollout"].begin()
+            try:
+                yield
+            finally:
+                for remove in removers:
+                    remove()
+                for named_range in reversed(ranges.values()):
+                    named_range.end()

@@ -15,9 +15,8 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from types import ModuleType
 
-from esper_telemetry.core.derived import Derived
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, MetricFamily, declared
+from esper_telemetry.core.metric import Derived, Metric, MetricFamily, declared
 
 DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.history", "esper_telemetry.alarms")
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"

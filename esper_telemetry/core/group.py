@@ -257,7 +257,9 @@ class PackedWindow:
             return reader.statistic(_merge_key(reader, slots)) if len(slots) else math.nan
         if metric.over == "slope":
             epochs = self._epochs[_select(metric.rows, self._steps, self._epochs)]
-            return _slope([reader.statistic(_merge_key(reader, slots[epochs == epoch])) for epoch in np.unique(epochs)])
+            y = np.array([reader.statistic(_merge_key(reader, slots[epochs == epoch])) for epoch in np.unique(epochs)])
+            x = np.arange(len(y)) - (len(y) - 1) / 2
+            return float(x @ y / (x @ x)) if len(y) > 1 else math.nan
         defined = [value for row in slots.tolist() if not math.isnan(value := reader.statistic(row))]
         return (max if metric.over == "max" else min)(defined, default=math.nan)
 
@@ -284,14 +286,6 @@ def _merge_key(reader: RowReader, slots: Array) -> list[float]:
 
 def _is_histogram(reader: RowReader) -> bool:
     return reader.field.reduction is Counts
-
-
-def _slope(values: Sequence[float]) -> float:
-    """Least-squares slope against the index; undefined for one value."""
-    if len(values) < 2:
-        return math.nan
-    x = np.arange(len(values)) - (len(values) - 1) / 2
-    return float(x @ np.array(values) / (x @ x))
 
 
 def _select(rows: Rows, steps: Index, epochs: Index) -> Any:

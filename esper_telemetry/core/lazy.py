@@ -36,7 +36,7 @@ else:
         """Type of `Tensor`."""
 
         def __instancecheck__(cls, value: object) -> bool:
-            """Before torch is imported there are no tensors."""
+            """Return True for a tensor; before torch is imported there are none."""
             return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
     class Tensor(metaclass=TensorType):

@@ -116,14 +116,14 @@ def _command(pid: int) -> bytes:
 
 def _descendants(pid: int) -> Iterator[tuple[int, int]]:
     """Yield (process, its parent)."""
-    waiting, count = [pid], 0
-    while waiting and count < MAX_CHILDREN:
-        parent = waiting.pop()
+    unvisited, count = [pid], 0
+    while unvisited and count < MAX_CHILDREN:
+        parent = unvisited.pop()
         with suppress(OSError):
             for task in (PROC / str(parent) / "task").iterdir():
                 with suppress(OSError):
                     children = [int(child) for child in (task / "children").read_text().split()]
-                    waiting += children
+                    unvisited += children
                     count += len(children)
                     yield from ((child, parent) for child in children)
 
@@ -162,5 +162,5 @@ def _devices() -> tuple[int | None, float | None]:
     with suppress(RuntimeError):
         reserved = {device: torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count())}
         free = [torch.cuda.mem_get_info(device) for device, count in reserved.items() if count]
-        return sum(reserved.values()), max((1 - left / total for left, total in free), default=None)
+        return sum(reserved.values()), max((1 - unused / total for unused, total in free), default=None)
     return None, None

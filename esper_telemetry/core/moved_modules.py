@@ -15,13 +15,16 @@ PACKAGE: Final = "esper_telemetry."
 
 MOVED: Final = {
     "catalogue": "core.catalogue",
-    "derived": "core.derived",
+    "core.derived": "core.metric",
+    "derived": "core.metric",
     "detectors": "alarms",
     "environments": "ppo.environments",
     "environments.morphogenesis": "lab.morphogenesis",
     "faults": "lab.faults",
     "foreign": "importers",
     "group": "core.group",
+    "history.change": "history.deviations",
+    "history.outliers": "history.deviations",
     "hooks": "events",
     "metric": "core.metric",
     "record": "core.record",

@@ -1,4 +1,4 @@
-"""Tensor arithmetic that the trainer and the metric functions share: masks, entropy, gradient norms, clipping."""
+"""Tensor arithmetic that the trainer and the metric functions share: masks, gradient norms, clipping."""
 
 from __future__ import annotations
 
@@ -15,30 +15,9 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 Norms = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
 
-def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over the entries where `mask` holds, 0-d; NaN without any. Masked entries, even NaN, have no influence."""
-    if mask is None:
-        return values.mean()
-    return torch.where(mask, values, values.new_zeros(())).sum() / mask.sum()
-
-
 def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Return logits with the most negative finite number for forbidden actions. Shapes: [..., A] both, mask bool."""
     return logits if mask is None else logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-
-
-def masked_entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the entropy [...] in nats of the categorical over the allowed actions, without NaN in value or gradient.
-
-    Args:
-        logits: [..., A], unnormalised.
-        mask: [..., A], bool, at least one action allowed per row; None where all are.
-    """
-    log_probs = torch.log_softmax(mask_logits(logits, mask), -1)
-    terms = log_probs.exp() * log_probs
-    if mask is not None:
-        terms = torch.where(mask, terms, terms.new_zeros(()))
-    return -terms.sum(-1)
 
 
 def public_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

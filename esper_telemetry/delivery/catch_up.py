@@ -158,13 +158,13 @@ def replay(
     if not follow:
         run_info(run_dir)
     _await_other_delivery(directory, sink_name(sink))
-    wanted = None
+    needs_update = None
     if missing:
         result = audit(directory, sink)
-        wanted = (lambda update: True) if result is None else repair_filter(sink, result)
+        needs_update = (lambda update: True) if result is None else repair_filter(sink, result)
     patience = None if follow else MAX_REPLAY_FAILURES
     delivery = Delivery(
-        sink, JournalReader(path.absolute()), cursors=Cursors(directory), patience=patience, wanted=wanted
+        sink, JournalReader(path.absolute()), cursors=Cursors(directory), patience=patience, needs_update=needs_update
     )
     before = delivery.cursor.quarantined
     if not follow:

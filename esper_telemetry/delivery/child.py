@@ -62,7 +62,11 @@ def main() -> None:
     log.setFormatter(_MaskingFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(handlers=[log])
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
-    trainer = TrainerLink(_take_stdin(), int(sys.argv[1]))
+    messages = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a client that prompts must read nothing
+    os.close(nothing)
+    trainer = TrainerLink(messages, int(sys.argv[1]))
     settings = trainer.settings()
     sys.argv = settings["command"]  # backends note which program made the run
     run_dir = Path(settings["run_dir"])
@@ -100,7 +104,12 @@ def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, c
     while not all(delivery.over for delivery in deliveries):
         status = trainer.listen(TICK_SECONDS)
         if trainer.gone and detached_at is None:
-            detached_at, status = time.monotonic(), _end_run(run_dir, status or end or RunStatus.KILLED)
+            detached_at, status = time.monotonic(), status or end or RunStatus.KILLED
+            await_release(
+                run_dir, Role.WRITER, MAX_WRITER_SECONDS
+            )  # the worker of the trainer may still write a record
+            with suppress(OSError):  # a full disk: the sinks are closed without the line
+                end_if_open(run_dir, status)
             # a client that holds the interpreter lock stops all threads, this one too
             faulthandler.dump_traceback_later(MAX_DETACHED_SECONDS + 2 * MAX_EXIT_SECONDS, exit=True)
         if status is not None:
@@ -133,14 +142,6 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
     for thread in threads:
         thread.start()
     return threads
-
-
-def _end_run(run_dir: Path, status: RunStatus) -> RunStatus:
-    """End the run of a trainer that is gone, after the last record that its worker still writes; return the status."""
-    await_release(run_dir, Role.WRITER, MAX_WRITER_SECONDS)
-    with suppress(OSError):  # a full disk: the sinks are closed without the line
-        end_if_open(run_dir, status)
-    return status
 
 
 def _end(
@@ -279,15 +280,6 @@ class TrainerLink:
             return None
         self._received = rest
         return line
-
-
-def _take_stdin() -> int:
-    """Return standard input under another number: a client that prompts must read nothing."""
-    messages = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return messages
 
 
 def _unpickle_sink(text: str) -> Sink:

@@ -83,7 +83,7 @@ class Delivery:
         patience: failures in a row that end the delivery; None for any number.
         in_child: whether this is the sink process, which the sink may prepare; the delivery rests between batches there.
         failures: in a row so far, where another process has tried before.
-        wanted: says of an update whether to send it, where a backend lacks some; None to go by the cursor.
+        needs_update: says of an update whether to send it, where a backend lacks some; None to go by the cursor.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Delivery:
         patience: int | None = None,
         in_child: bool = False,
         failures: int = 0,
-        wanted: Callable[[int], bool] | None = None,
+        needs_update: Callable[[int], bool] | None = None,
     ) -> None:
         self.sink = sink
         self.name = name or sink_name(sink)
@@ -107,7 +107,7 @@ class Delivery:
         self._batch_lines = batch
         self._patience = patience
         self._must_prepare = self._in_child = in_child
-        self._wanted = wanted
+        self._needs_update = needs_update
         self._caught_up = False
         self._state = SinkState.OPENING
         self._calls = SinkCalls(self.name)
@@ -120,7 +120,7 @@ class Delivery:
         self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self._calls)
         self._saved = Cursor() if cursors is None else cursors.load(self.name)
         self._saved_at = 0.0
-        self.cursor = self._saved if wanted is None else Cursor()
+        self.cursor = self._saved if needs_update is None else Cursor()
         if self.cursor.offset:
             self._reader.offset = self.cursor.offset
             self._info = self._reader.head()
@@ -250,8 +250,13 @@ class Delivery:
 
     def _add(self, entry: Entry) -> None:
         match entry:
+            case RunInfo() if self._info is not None and self._opened:
+                # the sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that
+                self._info.metrics.update(entry.metrics)
+                self._move(end=None, closed=False)
             case RunInfo():
-                self._describe(entry)
+                entry.metrics.update({**(self._info.metrics if self._info else {}), **entry.metrics})
+                self._info = entry
                 self._move(end=None, closed=False)
             case Record() if self._is_held(entry.axes.update):
                 self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
@@ -270,15 +275,7 @@ class Delivery:
 
     def _is_held(self, update: int) -> bool:
         """Return whether the backend has the update already."""
-        return update <= self._held_update or (self._wanted is not None and not self._wanted(update))
-
-    def _describe(self, info: RunInfo) -> None:
-        """Take a `run` line. The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
-        if self._info is None or not self._opened:
-            earlier, self._info = self._info, info
-            info.metrics.update({**(earlier.metrics if earlier else {}), **info.metrics})
-        else:
-            self._info.metrics.update(info.metrics)
+        return update <= self._held_update or (self._needs_update is not None and not self._needs_update(update))
 
     def _open(self, info: RunInfo) -> None:
         with self._calls.timed():
@@ -289,24 +286,21 @@ class Delivery:
             if self._in_child:
                 gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
             self._opened = True
-            if self._wanted is None and isinstance(self.sink, SupportsHeldUpdate):
-                self._reconcile(self.sink.held(info))
+            if self._needs_update is None and isinstance(self.sink, SupportsHeldUpdate):
+                held_update = self.sink.held(info)
+                if held_update is not None:  # go through the journal again, and pass over these updates
+                    self._held_update = held_update
+                    self._sender.batch.clear()
+                    self._reader.offset = 0
+                    self._move(offset=0, seq=0, records=0, end=None)
             self._recall()
         self._record_success()
-
-    def _reconcile(self, held_update: int | None) -> None:
-        """Go through the journal again where the backend says which updates it holds, and pass over these."""
-        if held_update is not None:
-            self._held_update = held_update
-            self._sender.batch.clear()
-            self._reader.offset = 0
-            self._move(offset=0, seq=0, records=0, end=None)
 
     def _recall(self) -> None:
         """Give the sink the alarms that it was sent before it was opened this time."""
         if not isinstance(self.sink, SupportsRecall):
             return
-        from_start = self._held_update or self._wanted is not None
+        from_start = self._held_update or self._needs_update is not None
         alarms = self._reader.alarms(None if from_start else self.cursor.offset)
         earlier = [alarm for alarm in alarms if not from_start or self._is_held(alarm.axes.update)]
         if earlier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -67,7 +67,7 @@ class SinkCheck:
         return f"{self.name}: {'; '.join(part for part in parts if part)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the check as plain values, for programs."""
         check = {
             "name": self.name,
             "equal": self.equal,
@@ -152,9 +152,11 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     contents = read_contents(directory)
     ended = contents.status is not None and not under_way
     delivering = deliveries_under_way(directory)
-    uris = sorted(_uris(directory).items())
+    uris = {name: name for name in Cursors(directory).names()}
+    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
+    uris = {name: uri for name, uri in uris.items() if uri}  # a sink that exists in a program only has no spelling
     sinks = []
-    for number, (name, uri) in enumerate(uris, 1):
+    for number, (name, uri) in enumerate(sorted(uris.items()), 1):
         progress(f"{name} ({number} of {len(uris)})")
         check = _check_uri(directory, name, uri, ended=ended)
         if name in delivering and not check.equal:  # what is missing needs no repair yet
@@ -164,13 +166,6 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
         *(contents.records, contents.status, under_way, closed, contents.lost, tuple(sinks)),
         *(contents.recorded, contents.failure, contents.damaged),
     )
-
-
-def _uris(directory: Path) -> Mapping[str, str]:
-    """Spelling of each sink that the run has, or was replayed into; a sink that exists in a program only has none."""
-    uris = {name: name for name in Cursors(directory).names()}
-    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
-    return {name: uri for name, uri in uris.items() if uri}
 
 
 def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:

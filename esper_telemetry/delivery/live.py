@@ -310,10 +310,10 @@ class Deliveries:
 
 def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
     """Log one line for each sink that needs help, and one for all that a background process feeds."""
-    going_on = [sink for sink in report.sinks if sink.goes_on]
+    unfinished = [sink for sink in report.sinks if sink.goes_on]
     for sink in report.sinks:
-        if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
+        if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):
             _logger.warning("esper-telemetry: %s", sink)
-    if going_on:
-        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
+    if unfinished:
+        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in unfinished]
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)

@@ -60,7 +60,12 @@ class SinkProcess:
         self.run_dir = run_dir
         self.statuses = {name: SinkStatus(name) for name in sinks}
         self.over = False
-        self._sinks = {name: _pickled(name, sink) for name, sink in sinks.items()}
+        self._sinks: dict[str, str] = {}  # pickles as text, for the first line to the process
+        for name, sink in sinks.items():
+            try:
+                self._sinks[name] = base64.b64encode(pickle.dumps(sink)).decode()
+            except Exception as error:
+                raise TypeError(f"sink {name} runs in another process and cannot be pickled: {error}") from error
         self._supervisor = ProcessSupervisor(
             ENTRY, run_dir / LOG_NAME, max_restarts=MAX_RESTARTS, max_silent_seconds=MAX_SILENT_SECONDS
         )
@@ -206,11 +211,3 @@ class SinkProcess:
         self._warned.add("died")
         message = "esper-telemetry: the process that feeds the sinks %s (exit code %s)%s, see %s"
         _logger.warning(message, event, code, next_step, self._supervisor.log)
-
-
-def _pickled(name: str, sink: Sink) -> str:
-    """Return the sink as text; raises TypeError naming one that cannot be pickled."""
-    try:
-        return base64.b64encode(pickle.dumps(sink)).decode()
-    except Exception as error:
-        raise TypeError(f"sink {name} runs in another process and cannot be pickled: {error}") from error

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 
 FAST = 0.9
 SLOW = 0.99

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
 CORRELATION_WINDOW = 50
 N_MIN = 20

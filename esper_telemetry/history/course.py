@@ -8,6 +8,7 @@ fall is a rise of the negated series.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -23,6 +24,19 @@ FIRST_LENGTHS: Final = 2.0
 
 FIRST_EPISODES: Final = 20
 """Episodes of the level that a series begins with."""
+LAST_SHARE: Final = 0.2
+LAST_EPISODES: Final = 10
+"""Share of the updates whose level a series ends with, and its episodes, at least."""
+SHIFT_ERRORS: Final = 3.5
+SCAN_ERRORS: Final = 4.5
+SHIFT_STDS: Final = 0.75
+MAX_UNEXPLAINED: Final = 2.0
+MIN_SHRINKAGE: Final = 0.1
+"""Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
+differ where it is no chance; and the variance of blocks over that which the spread of their episodes explains, up to which these have
+nothing else in common."""
+MIN_CLEAR_BLOCKS: Final = 8
+"""Blocks that must all differ from the first level by `SHIFT_STDS` where its side is clear however much they vary among themselves."""
 
 MIN_TREND_SCORE: Final = 3.2
 """Corrected Mann-Kendall score against a straight trend: its residuals hold whatever is no trend, so it is strict."""
@@ -33,22 +47,33 @@ MIN_PERSISTENT_NOISE: Final = 4.0
 MIN_HEIGHT_NOISE: Final = 9.0
 """Height in units of the noise, with and without the correction for its persistence."""
 
+MAX_RETURN: Final = 1e100
+MAX_EPISODES: Final = 1e15
+"""Limits of what is followed, so that squares and their sums stay finite."""
+
 Array = npt.NDArray[np.float64]
 
 
 class EpisodeBlock(NamedTuple):
-    """Updates taken together: their mean, their episodes, and the first and last of them."""
+    """Updates taken together: their mean, their episodes, the first and last of them, and the squared deviations of all episodes."""
 
     mean: float
     episodes: float
     begin: int
     end: int
+    squares: float = 0.0
 
     def joined(self, other: EpisodeBlock) -> EpisodeBlock:
         """Return both as one, weighted by episodes."""
-        episodes = self.episodes + other.episodes
-        mean = self.mean + (other.mean - self.mean) * (other.episodes / episodes)
-        return EpisodeBlock(mean, episodes, self.begin, other.end)
+        episodes, difference = self.episodes + other.episodes, other.mean - self.mean
+        mean = self.mean + difference * (other.episodes / episodes)
+        squares = self.squares + other.squares + difference**2 * (self.episodes * other.episodes / episodes)
+        return EpisodeBlock(mean, episodes, self.begin, other.end, squares)
+
+    @property
+    def variance(self) -> float:
+        """Variance of the episodes, as far as updates report their spread."""
+        return self.squares / max(1.0, self.episodes - 1)
 
 
 @dataclass(slots=True)
@@ -70,16 +95,29 @@ class Blocks:
     count: int = 0
     lengths: float = 0.0
 
-    def add(self, value: float, episodes: float, update: int, length: float = 0.0, steps: float = math.inf) -> None:
+    def add(
+        self,
+        value: float,
+        episodes: float,
+        update: int,
+        *,
+        std: float = 0.0,
+        length: float = 0.0,
+        steps: float = math.inf,
+    ) -> None:
         """Add the value of an update.
 
         Args:
             value, episodes: mean and number of what the update has.
             update: its number.
-            length: mean steps of its episodes, 0 where nobody says.
+            std: spread of its episodes, 0 where nobody says.
+            length: mean steps of its episodes, likewise.
             steps: per environment so far.
         """
-        block = EpisodeBlock(value, episodes, update, update)
+        if not episodes > 0:
+            return
+        value, std, episodes = clamped(value), clamped(std), min(episodes, MAX_EPISODES)
+        block = EpisodeBlock(value, episodes, update, update, std * std * episodes)
         self.open = block if self.open is None else self.open.joined(block)
         self.count += 1
         self.lengths = max(self.lengths, length)
@@ -106,20 +144,95 @@ class Blocks:
         return sum(block.episodes for block in self.blocks) + (self.open.episodes if self.open else 0.0)
 
     @property
+    def has_spread(self) -> bool:
+        """True where updates report the spread of their episodes."""
+        return any(block.squares > 0 for block in self.blocks)
+
+    @property
     def constant(self) -> float | None:
         """The value that all updates have, but for rounding; None where they differ."""
         values = [block.mean for block in self.blocks + ([self.open] if self.open else [])]
         return values[0] if max(values) - min(values) <= 1e-9 * max(map(abs, values)) else None
 
     @property
-    def first_level(self) -> float | None:
-        """Mean of the first blocks with `FIRST_EPISODES` episodes; None where there is no block."""
+    def first_level(self) -> EpisodeBlock | None:
+        """The first blocks with `FIRST_EPISODES` episodes; None where there is no block."""
         level: EpisodeBlock | None = None
         for block in self.blocks:
             level = block if level is None else level.joined(block)
             if level.episodes >= FIRST_EPISODES:
                 break
-        return None if level is None else level.mean
+        return level
+
+    def shift(self, noise: Noise) -> int:
+        """Return 1 where the last fifth of the updates is above the first level, -1 where it is below, 0 where neither is known.
+
+        Means of episodes are compared, whose standard error follows from their spread, or from the noise between blocks where that
+        is larger: episodes of an update may have much in common. Noise that their spread does not explain may last.
+        """
+        first, last = self.first_level, self._fifth_before(len(self.blocks))
+        if first is None or last.begin <= first.end:
+            return 0
+        about = noise_about_course(self.values if last.mean > first.mean else -self.values)
+        far = self._errors(noise, about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
+        return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
+
+    def lost(self, noise: Noise) -> bool:
+        """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""
+        first, last = self.first_level, self._fifth_before(len(self.blocks))
+        fifths = map(self._fifth_before, range(2, len(self.blocks)))
+        between = [one for one in fifths if first and one.begin > first.end and one.end < last.begin]
+        if first is None or not between:
+            return False
+        best = max(between, key=lambda level: level.mean)
+        if best.mean <= first.mean or not _differ(first, best) or best.mean - last.mean <= (best.mean - first.mean) / 2:
+            return False
+        if self._is_clear(first, best):
+            return abs(best.mean - last.mean) >= SCAN_ERRORS * _error((best, last))
+        risen = self._errors(noise, noise.lasting, first, best) >= SCAN_ERRORS
+        return risen and self._errors(noise, noise.lasting, best, last) >= SHIFT_ERRORS
+
+    def _fifth_before(self, end: int) -> EpisodeBlock:
+        """Return the blocks before that place which make up a fifth of the updates and enough episodes, as one."""
+        level, updates = self.blocks[end - 1], self.blocks[-1].end
+        for block in self.blocks[: end - 1][::-1]:
+            if level.episodes >= LAST_EPISODES and level.end - level.begin >= LAST_SHARE * updates:
+                break
+            level = block.joined(level)
+        return level
+
+    def _is_clear(self, first: EpisodeBlock, other: EpisodeBlock) -> bool:
+        """Return True where all blocks after the first level lie on the side of `other`.
+
+        A return that rises fast, or rises and falls, varies by what is learned, which `noise_of` cannot tell from noise.
+        """
+        later, above = [block for block in self.blocks if block.begin > first.end], other.mean > first.mean
+        apart = all(_differ(first, block) and (block.mean > first.mean) is above for block in later)
+        return apart and len(later) >= MIN_CLEAR_BLOCKS
+
+    def _errors(self, noise: Noise, lasting: float, *levels: EpisodeBlock) -> float:
+        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks that their episodes do not explain."""
+        per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
+        explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
+        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else lasting
+        error = _error(levels, scale**2 * per_block)
+        first, second = levels
+        return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
+
+
+def clamped(value: float) -> float:
+    """Return a return, or its spread, within the limits of what is followed."""
+    return min(max(value, -MAX_RETURN), MAX_RETURN)
+
+
+def _error(levels: Sequence[EpisodeBlock], least: float = 0.0) -> float:
+    """Return the standard error of a difference of levels, whose episodes have at least that variance."""
+    return math.sqrt(sum(max(level.variance, least) / level.episodes for level in levels))
+
+
+def _differ(first: EpisodeBlock, other: EpisodeBlock) -> bool:
+    """Return whether two levels are so far apart that it matters."""
+    return abs(other.mean - first.mean) > max(SHIFT_STDS * math.sqrt(first.variance), 1e-9 * abs(first.mean))
 
 
 class Noise(NamedTuple):
@@ -202,6 +315,13 @@ def trend_scores(values: Array) -> tuple[float, float]:
     line = float(np.median(differences / (later - earlier))) * np.arange(count)
     course = monotone(values) if statistic > 0 else -monotone(-values)
     return score * _shrinkage(values - line), score * _shrinkage(values - course)
+
+
+def noise_about_course(values: Array) -> float:
+    """Return the standard deviation of a series about its nearest course that never falls, larger where neighbours deviate together."""
+    residuals = values - monotone(values)
+    shrinkage = max(_shrinkage(residuals), MIN_SHRINKAGE)
+    return float(np.std(residuals)) / shrinkage
 
 
 @lru_cache(maxsize=MAX_BLOCKS)

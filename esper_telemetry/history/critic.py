@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.trend import theil_sen
 
@@ -146,23 +145,19 @@ def critic_fit(measured: CriticMoments, earlier: VarianceAverage) -> tuple[Criti
     floor = VARIANCE_FLOOR * earlier.mean
     if variance <= floor:
         return CriticFit(loss_norm=loss_norm), average
+    corr: float | None = None
+    if measured.value_std:  # Pearson's r of V and R, from Var(V - R) = Var V + Var R - 2 r σ_V σ_R
+        r = (measured.value_std**2 + variance - error_std**2) / (2 * measured.value_std * return_std)
+        corr = max(-1.0, min(1.0, r))
     fit = CriticFit(
         explained_variance=1 - error_std**2 / variance,
         r2=1 - mse / variance,
         bias_over_std=bias / return_std,
-        corr=_correlation(error_std, measured.value_std, return_std),
+        corr=corr,
         nrmse=math.sqrt(mse) / (return_std + math.sqrt(floor)),
         loss_norm=loss_norm,
     )
     return fit, average
-
-
-def _correlation(error_std: float, value_std: float | None, return_std: float) -> float | None:
-    """Pearson's r of V and R, from Var(V - R) = Var V + Var R - 2 r σ_V σ_R."""
-    if not value_std:
-        return None
-    r = (value_std**2 + return_std**2 - error_std**2) / (2 * value_std * return_std)
-    return max(-1.0, min(1.0, r))
 
 
 MAGNITUDE_FLOOR = 1e-6  # of the largest magnitude: rounding noise of float32

@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import segment
+from esper_telemetry.core.metric import Array, Derived, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
-from esper_telemetry.history.change import Changes, ChangeState, TwoSided
 from esper_telemetry.history.correlation import CORRELATION_WINDOW as PAIRS
 from esper_telemetry.history.correlation import lr_response
 from esper_telemetry.history.critic import (
@@ -32,8 +30,17 @@ from esper_telemetry.history.critic import (
     entropy_rate,
     largest_shift,
 )
+from esper_telemetry.history.deviations import (
+    N_MIN,
+    SCALE_MIN,
+    Changes,
+    ChangeState,
+    RobustHistory,
+    TwoSided,
+    decades,
+    robust_z,
+)
 from esper_telemetry.history.gradients import GradientHistory
-from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, RobustHistory, decades, robust_z
 from esper_telemetry.history.pairs import PairHistories
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 
@@ -124,7 +131,7 @@ class KeyHistories:
         facts = facts or {}
         self._rows = key_histories(facts.get("groups", ()))
         self._keys = tuple([row.key for row in self._rows])
-        self._wanted = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
+        self._history_keys = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
         self._positive = np.array([row.positive for row in self._rows])
         self._scale_min = np.array([row.scale_min for row in self._rows])
         self._cycle = _cycle(facts.get("horizon"), facts.get("num_steps"))
@@ -150,7 +157,9 @@ class KeyHistories:
         groups = [*self._steps(x, scaled, np.isfinite(x))]
         if self._updates % TEST_EVERY_UPDATES == 0:
             groups += self._tests(np.isfinite(x))
-        result = {key: number for group in groups for key, number in group.values(level).items() if key in self._wanted}
+        result = {
+            key: number for group in groups for key, number in group.values(level).items() if key in self._history_keys
+        }
         return result | self._response(values, level)
 
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:

@@ -15,12 +15,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import FAST, Ema
 from esper_telemetry.history.correlation import CORRELATION_WINDOW, advantage_gradient
-from esper_telemetry.history.outliers import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,10 +331,14 @@ def gradient_condition(
     if not np.isfinite(norms).all():
         return GradientCondition(health=0.0, nonfinite=True, cause="nonfinite")
     weights = np.full(norms.size, 1.0 / norms.size) if layer_weights is None else np.asarray(layer_weights)
+    largest, imbalance = float(norms.max()), 0.0
+    if largest > 0.0:
+        smallest_norm = max(float(norms.min()), IMBALANCE_FLOOR * largest)
+        imbalance = _ramp(math.log10(largest) - math.log10(smallest_norm), *IMBALANCE)
     severities = {
         "vanish": float(weights @ vanish_severity(norms, tau_vanish)),
         "explode": float(explode_severity(norms, tau_explode).max()),
-        "imbalance": _imbalance(norms),
+        "imbalance": imbalance,
         "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
     }
     factors = [
@@ -345,14 +348,6 @@ def gradient_condition(
     smallest = min(factors)
     cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equals
     return GradientCondition(health=math.prod(factors), cause=cause, **severities)  # type: ignore[arg-type]  # four floats
-
-
-def _imbalance(norms: Array) -> float:
-    largest = float(norms.max())
-    if largest == 0.0:
-        return 0.0
-    smallest = max(float(norms.min()), IMBALANCE_FLOOR * largest)
-    return _ramp(math.log10(largest) - math.log10(smallest), *IMBALANCE)
 
 
 def _ramp(x: float, start: float, end: float) -> float:

@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from esper_telemetry.core.derived import Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Derived, Metric, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.outliers import N_MIN, RobustHistory, decades, robust_z
+from esper_telemetry.history.deviations import N_MIN, RobustHistory, decades, robust_z
 
 Cause = Literal["disconnected", "undefined", "ok", "dormant", "saturated", "host_fast", "indeterminate"]
 
@@ -90,7 +89,7 @@ def pair_intensity(
 
 
 def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
-    """Why a module's intensity ratio is what it is; a ratio of `low` or more is fine."""
+    """Reason of a module's intensity ratio; a ratio of `low` or more is fine."""
     if not (evidence.grads_exist and evidence.upstream_exists):
         return PairDiagnosis("disconnected")
     if evidence.ratio is None:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
 
 
 @dataclass(frozen=True, slots=True)

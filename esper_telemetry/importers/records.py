@@ -52,7 +52,7 @@ FACTS: Final = {
 }
 """Settings that detectors read, with the names that trainers have for them."""
 
-STAND_INS: Final = {
+SUBSTITUTES: Final = {
     "policy/kl_max": (KL, "the mean in place of the largest"),
     "value/r2": (FIT, "blind to a constant error"),
 }
@@ -240,7 +240,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")
     sources = dict(table.sources)
     facts = facts_of(logged.config)
-    rows = _with_normalized_entropy([_with_stand_ins(row, sources) for row in table.rows], sources)
+    rows = _with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources)
     history = RunHistory(facts)
     records = tuple(
         Record(
@@ -265,9 +265,9 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _with_stand_ins(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:
+def _with_substitutes(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:
     values = dict(row.values)
-    for key, (source, note) in STAND_INS.items():
+    for key, (source, note) in SUBSTITUTES.items():
         if source in values and key not in values:
             values[key] = values[source]
             sources[key] = f"{sources[source].partition(' (')[0]} ({note})"

@@ -108,7 +108,11 @@ class Journal:
         Raises FileNotFoundError where there is none.
         """
         path = journal_path(run_dir)
-        path = _unpack(path) if path.suffix == PACKED_SUFFIX else path
+        if path.suffix == PACKED_SUFFIX:
+            packed, path = path, path.with_suffix("")
+            with _draft_of(path) as draft, gzip.open(packed, "rb") as source, draft.open("wb") as target:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+            packed.unlink()
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
         journal = cls(path.parent.absolute(), fd)
         journal.go_on()
@@ -444,15 +448,6 @@ def _pack(path: Path) -> Path:
                 raise OSError(f"{path} was changed while it was packed")
     path.unlink()
     return packed
-
-
-def _unpack(packed: Path) -> Path:
-    """Decompress a journal, and remove the compressed one."""
-    path = packed.with_suffix("")
-    with _draft_of(path) as draft, gzip.open(packed, "rb") as source, draft.open("wb") as target:
-        shutil.copyfileobj(source, target, CHUNK_BYTES)
-    packed.unlink()
-    return path
 
 
 @contextmanager

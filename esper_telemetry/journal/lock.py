@@ -50,7 +50,12 @@ class TrainerLock:
         except OSError:
             pass  # a file system without locks: no process can see who trains
         reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _closed_in_fork(reference()))
+
+        def close_copy() -> None:
+            if (lock := reference()) is not None:
+                lock.close()
+
+        os.register_at_fork(after_in_child=close_copy)
 
     def release(self) -> None:
         """Give the lock up; harmless when repeated."""
@@ -118,8 +123,3 @@ def is_held(run_dir: Path, role: Role) -> bool:
 
 def _opened(run_dir: Path, role: Role) -> int:
     return os.open(run_dir / role, os.O_CREAT | os.O_RDWR, 0o644)
-
-
-def _closed_in_fork(lock: TrainerLock | None) -> None:
-    if lock is not None:
-        lock.close()

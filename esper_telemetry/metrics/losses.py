@@ -29,7 +29,7 @@ LOSSES_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerms(MetricGroup):
+class LossComponents(MetricGroup):
     """Losses of the minibatches, weighted by their number of valid rows."""
 
     policy: Mean = reports(
@@ -91,7 +91,7 @@ def loss_terms(
     total: ArrayLike | None = None,
     *,
     count: ArrayLike = 1.0,
-) -> LossTerms:
+) -> LossComponents:
     """Return the losses that the trainer computed.
 
     Args:
@@ -110,7 +110,7 @@ def loss_terms(
     same_shape(terms=terms[0], count=rows if rows.ndim else None)
     weights = finite * rows
     means = map(Mean, torch.where(finite, terms * weights, 0.0), weights)
-    return LossTerms(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
+    return LossComponents(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
 @inference_mode
@@ -126,7 +126,7 @@ def ppo_losses(
     entropy_coef: float,
     valid: ArrayLike | None = None,
     dim: int | None = None,
-) -> LossTerms:
+) -> LossComponents:
     """Return the loss terms computed from their inputs, for trainers that do not report them.
 
     policy = mean max(-A r, -A clip(r, 1 - ε, 1 + ε)); value = 0.5 mean (V - R)²; entropy = -mean H;
@@ -152,7 +152,7 @@ def ppo_losses(
     policy, value, bonus = (s.values.sum(-1) / s.count for s in (surrogate, squared, negative))
     total = policy + value_coef * value + entropy_coef * bonus
     defined = ~total.isnan()
-    return LossTerms(
+    return LossComponents(
         policy=surrogate.mean(surrogate.values),
         value=squared.mean(squared.values),
         entropy=negative.mean(negative.values),

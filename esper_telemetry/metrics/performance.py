@@ -8,10 +8,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.memory import MIB, MemoryUsage
-from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
 
@@ -264,7 +263,7 @@ class SinkHealth(Derived):
     )
 
 
-class DeliveryStats(Protocol):
+class SinkStats(Protocol):
     """State of all sinks."""
 
     @property
@@ -325,7 +324,7 @@ def telemetry_health(
     undefined: int,
     copies: int,
     level: Level,
-    stats: DeliveryStats,
+    stats: SinkStats,
     dropped: int = 0,
     metric_errors: int = 0,
     cpu_seconds: float | None = None,

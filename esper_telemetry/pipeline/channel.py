@@ -345,11 +345,11 @@ def _read_exactly(count: int, parent: int) -> bytearray:
     content = bytearray(count)
     rest = memoryview(content)
     while rest:
-        gone = os.getppid() != parent
+        is_orphan = os.getppid() != parent
         try:
             received = os.readv(0, [rest])
         except BlockingIOError:
-            if gone:
+            if is_orphan:
                 raise EOFError from None
             time.sleep(POLL_SECONDS)
             continue

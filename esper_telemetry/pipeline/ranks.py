@@ -217,7 +217,7 @@ class Peers:
     size: int
     group: dist.ProcessGroup | None
     _length: int = 1024
-    _known: dict[float, Signature] = field(default_factory=dict)
+    _signature_by_digest: dict[float, Signature] = field(default_factory=dict)
 
     @classmethod
     def meet(cls) -> Peers | None:
@@ -304,14 +304,14 @@ class Peers:
         """Return what every rank's vector holds. All ranks know the same signatures, so all or none exchange them."""
         if len(set(digests)) == 1:
             return [own] * self.size
-        if not self._known.keys() >= set(digests):
+        if not self._signature_by_digest.keys() >= set(digests):
             messages: list[Any] = [None] * self.size
             dist.all_gather_object(messages, dumped(own), group=self.group)
             signatures = [loaded(message, rank) for rank, message in enumerate(messages)]
-            if len(self._known) > MAX_KNOWN_SIGNATURES:
-                self._known.clear()
-            self._known.update(zip(digests, signatures, strict=True))
-        return [self._known[value] for value in digests]
+            if len(self._signature_by_digest) > MAX_KNOWN_SIGNATURES:
+                self._signature_by_digest.clear()
+            self._signature_by_digest.update(zip(digests, signatures, strict=True))
+        return [self._signature_by_digest[value] for value in digests]
 
 
 def _portable(error: Exception) -> Exception:

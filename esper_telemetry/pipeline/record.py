@@ -39,7 +39,14 @@ from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
-from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, update_events, weak
+from esper_telemetry.updates.evidence import (
+    AlarmedUpdate,
+    EvidenceChoice,
+    captures,
+    evidence_of,
+    update_events,
+    weak_pairs,
+)
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
@@ -315,22 +322,22 @@ class InProcessPipeline:
         alarms = verdict.alarms
         if alarms:
             sources = update.updates + update.evidence_updates
-            scene = Scene(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
-            alarms = tuple(self._with_evidence(alarm, scene) for alarm in alarms)
+            alarmed = AlarmedUpdate(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
+            alarms = tuple(self._with_evidence(alarm, alarmed) for alarm in alarms)
         self._report(alarms, verdict.remaining)
         yield encode_record(replace(record, values={**record.values, **verdict.values}))
         yield from map(encode_alarm, alarms)
         for kind, data in verdict.events:
             yield encode_event(JournalEvent(kind, data, seq=record.seq, axes=record.axes))
 
-    def _with_evidence(self, alarm: Alarm, scene: Scene) -> Alarm:
+    def _with_evidence(self, alarm: Alarm, alarmed: AlarmedUpdate) -> Alarm:
         """Return an alarm with the evidence of the update that raised it; without where that raises, or it is not raised now."""
         if alarm.event is not AlarmEvent.RAISE:
             return alarm
         choice = self._detector.rule(alarm.type) if self._detector else None
         evidence = [alarm.evidence]
         self._containment.attempt(
-            lambda: plain({**alarm.evidence, **evidence_of(alarm, scene, choice)}), evidence.append
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), evidence.append
         )
         return replace(alarm, evidence=evidence[-1])
 
@@ -358,9 +365,9 @@ class InProcessPipeline:
         if self._journal.run_dir is None:
             return
         pairs = self._pairs()
-        causes = {name: why["cause"] for name, why in weak(pairs).items()}
+        causes = {name: why["cause"] for name, why in weak_pairs(pairs).items()}
         if update.level is Level.NORMAL and causes and causes != self._causes:
-            self._append_evidence(Capture("pairs", weak(pairs)), update)
+            self._append_evidence(Capture("pairs", weak_pairs(pairs)), update)
         self._causes = causes
         snapshots = update.updates + update.evidence_updates
         for snapshot in snapshots if update.level >= Level.NORMAL else ():

@@ -1,4 +1,4 @@
-"""Which updates are sampled, so that telemetry stays within its share of the wall time.
+"""Choice of the updates that are sampled, so that telemetry stays within its share of the wall time.
 
 Metrics of the cost class "free" are measured in every update. Those that cost a pass over gradients or over the optimizer's state are
 measured in every k-th, their hooks unregistered in between. k is the smallest power of two that the budget allows, by the cost of sampled

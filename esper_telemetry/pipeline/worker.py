@@ -10,7 +10,6 @@ the run as killed. Where the worker dies or hangs, the training process reads in
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import os
@@ -52,6 +51,14 @@ from esper_telemetry.pipeline.record import (
     SinkBacklog,
 )
 from esper_telemetry.updates.data import KINDS
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "esper_telemetry.Telemetry does not run on this system, which has no file locks (Python's module fcntl): use Linux or macOS,"
+        " or WSL 2 on Windows. Metric functions, the trainer and commands that read a run work here."
+    ) from error
 
 LOG_NAME: Final = "summary.log"
 ENTRY: Final = "from esper_telemetry.pipeline.worker import main; main()"
@@ -286,21 +293,28 @@ class WorkerPipeline:
         self._read()
         self._supervisor.reap()
         remove_lock(self._run_dir, Role.WRITER)
-        waiting = [message.load() for message in self._unanswered]
+        calls = [message.load() for message in self._unanswered]
         self._unanswered.clear()
         self._outbox.clear()
-        last = self._last_seq([_seq(*call) for call in waiting])
+        numbers = [_seq(*call) for call in calls]
+        last = self._last_seq(numbers)
         self._journal.go_on()
         self._fallback = InProcessPipeline(self._journal, self._settings)
         if self._info is not None and last >= 0:
             self._fallback.resume(self._info)
-        self._recover_alarms([_seq(*call) for call in waiting], last)
-        for method, arguments in waiting:
-            if _seq(method, arguments) > last:
+        first = min((number for number in numbers if 0 < number <= last), default=None)
+        if (
+            first is not None
+        ):  # the worker could not send the alarms of these; for how long they raise the level is lost
+            with suppress(OSError):  # a journal that cannot be read has no alarms
+                lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
+                self._reports.append(AlarmReport(lost, 0))
+        for number, (method, arguments) in zip(numbers, calls, strict=True):
+            if number > last:
                 self._journal.records -= method == "record"  # it was counted when it was sent
                 getattr(self._fallback, method)(*arguments)
 
-    def _last_seq(self, waiting: Sequence[int]) -> int:
+    def _last_seq(self, numbers: Sequence[int]) -> int:
         """Return the number of the last line in the journal, which may not be answered yet; -1 where the run line is not there.
 
         Where the journal cannot be read it is that of the last answered line: some updates may have two records, of which readers take
@@ -311,15 +325,7 @@ class WorkerPipeline:
         except ValueError:
             return -1
         except OSError:
-            return min(waiting, default=0) - 1
-
-    def _recover_alarms(self, waiting: Sequence[int], last: int) -> None:
-        """Read in the journal the alarms that the worker could not send; for how many updates they raise the level is lost."""
-        first = min((seq for seq in waiting if 0 < seq <= last), default=None)
-        if first is not None:
-            with suppress(OSError):  # a journal that cannot be read has no alarms
-                lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
-                self._reports.append(AlarmReport(lost, 0))
+            return min(numbers, default=0) - 1
 
     def _warn(self, text: str) -> None:
         if not self._warned:

@@ -329,10 +329,10 @@ def load(trainer: PPO, path: str | Path) -> None:
 def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     """Return this rank's part of a checkpoint; raise ValueError naming the first thing in which it does not fit."""
     state = read(path)
-    saved_by, here = 1 + len(state.get("others", ())), ranks.size
-    if saved_by != here:
-        saved = f"{path} was saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}"
-        raise ValueError(f"{saved}, here {'is' if here == 1 else 'are'} {here}")
+    saved_ranks, present_ranks = 1 + len(state.get("others", ())), ranks.size
+    if saved_ranks != present_ranks:
+        saved = f"{path} was saved by {saved_ranks} {'rank' if saved_ranks == 1 else 'ranks'}"
+        raise ValueError(f"{saved}, here {'is' if present_ranks == 1 else 'are'} {present_ranks}")
     for name, present in made_of.items():
         saved = state["made_of"].get(name)
         if present != saved:

@@ -43,7 +43,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.ppo.environments.protocol import Environment
 from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
-from esper_telemetry.ppo.objective import ObjectiveResult, gradient
+from esper_telemetry.ppo.objective import ObjectiveResult, TrunkOutputs
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
@@ -183,14 +183,12 @@ class TrainerEvents:
             )
             self._hooks.emit(event)
 
-    def trunk_backward(
-        self, place: tuple[int, int], outputs: tuple[Tensor, ...], actor: Tensor, critic: Tensor
-    ) -> None:
-        """Emit `TrunkBackward` of pass `place[0]`, step `place[1]`; `actor` and `critic` are leaves with their gradients."""
+    def trunk_backward(self, epoch: int, step: int, outputs: tuple[Tensor, ...], leaves: TrunkOutputs) -> None:
+        """Emit `TrunkBackward`, once the leaves have their gradients."""
         if self._hooks.wants(TrunkBackward):
             policy = self._trainer.policy
             shared = list(policy.actor.parameters()) if policy.critic is None else []
-            self._hooks.emit(TrunkBackward(*place, outputs, gradient(actor), gradient(critic), shared))
+            self._hooks.emit(TrunkBackward(epoch, step, outputs, *leaves.gradients(), shared))
 
     def backward_end(self, epoch: int, step: int, gradients: Mapping[str, Tensor], norms: Tensor | None) -> None:
         """Emit `BackwardEnd`, and keep the norms for `BackwardsEnd`.

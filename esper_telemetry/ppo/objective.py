@@ -92,7 +92,7 @@ def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, *
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).mean()
 
 
-def same(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Return the value as it is."""
     return value
 
@@ -123,22 +123,22 @@ class UpdateSteps:
         learning_rate: rate of the next update by the schedule -> the one to use; not called where the rate follows the KL.
     """
 
-    rewards: Callable[[Tensor], Tensor] = same
-    observations: Callable[[Tensor], Tensor] = same
-    action_masks: Callable[[Tensors], Tensors] = same
-    relevance: Callable[[Tensors], Tensors] = same
-    initial_state: Callable[[Tensors], Tensors] = same
-    resets: Callable[[Array], Array] = same
+    rewards: Callable[[Tensor], Tensor] = identity
+    observations: Callable[[Tensor], Tensor] = identity
+    action_masks: Callable[[Tensors], Tensors] = identity
+    relevance: Callable[[Tensors], Tensors] = identity
+    initial_state: Callable[[Tensors], Tensors] = identity
+    resets: Callable[[Array], Array] = identity
     advantages: Callable[[Rollout, float, float], Tensor] = generalized_advantages
     returns: Callable[[Tensor, Tensor], Tensor] = operator.add
     normalize: Callable[[Tensor], Tensor] = standardize
     minibatches: Callable[[Batch, int, torch.Generator], Iterable[Batch]] = shuffled_minibatches
-    scores: Callable[[Tensors], Tensors] = same
-    log_probs: Callable[[Tensors], Tensors] = same
+    scores: Callable[[Tensors], Tensors] = identity
+    log_probs: Callable[[Tensors], Tensors] = identity
     policy_loss: Callable[[Tensor, Tensor, float], Tensor] = clipped_surrogate
     value_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = squared_error
     entropy_loss: Callable[[Tensor], Tensor] = torch.neg
-    learning_rate: Callable[[float], float] = same
+    learning_rate: Callable[[float], float] = identity
 
     def transform(self, rollout: Rollout) -> Rollout:
         """Return the rollout as the update sees it."""
@@ -167,11 +167,20 @@ def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
     return steps
 
 
-class ObjectiveLeaves(NamedTuple):
-    """Trunk outputs [N, F] that the losses are computed from."""
+class TrunkOutputs(NamedTuple):
+    """Trunk outputs [N, F] that the losses are computed from, the same one twice where actor and critic share a trunk."""
 
     actor: Tensor
     critic: Tensor
+
+    def leaves(self) -> TrunkOutputs:
+        """Return the outputs cut off from their trunks: what is computed from a leaf leaves its gradient in `.grad`."""
+        return TrunkOutputs(self.actor.detach().requires_grad_(), self.critic.detach().requires_grad_())
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of two leaves; zero where no loss reached one."""
+        actor, critic = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self)
+        return actor, critic
 
 
 class ObjectiveResult(NamedTuple):
@@ -192,14 +201,14 @@ class ObjectiveResult(NamedTuple):
 
 
 def objective(
-    policy: ActorCritic, steps: UpdateSteps, batch: Batch, leaves: ObjectiveLeaves, *, clip: float, bonus: bool
+    policy: ActorCritic, steps: UpdateSteps, batch: Batch, outputs: TrunkOutputs, *, clip: float, bonus: bool
 ) -> ObjectiveResult:
     """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
-    scores = steps.scores(policy.scores(leaves.actor))
+    scores = steps.scores(policy.scores(outputs.actor))
     normalized = policy.normalize(scores, batch.action_masks)
     log_probs = steps.log_probs(policy.log_probs(normalized, batch.actions, batch.relevance))
     log_ratio = add(list(log_probs.values())) - batch.log_probs
-    values = policy.values(leaves.critic)
+    values = policy.values(outputs.critic)
     losses = {
         "policy": steps.policy_loss(log_ratio, batch.advantages, clip),
         "value": steps.value_loss(values, batch.returns, batch.values),
@@ -210,8 +219,15 @@ def objective(
 
 
 @contextmanager
-def loss_rows(policy: ActorCritic, batch: Batch, given: Batch, config: PPOConfig) -> Iterator[LossRows]:
-    """Pass a minibatch through the policy, untouched by the steps of the update; `given` are its rows before normalisation."""
+def loss_rows(policy: ActorCritic, batch: Batch, raw_advantages: Tensor, config: PPOConfig) -> Iterator[LossRows]:
+    """Pass a minibatch through the policy, untouched by the steps of the update.
+
+    Args:
+        policy: the policy.
+        batch: the minibatch.
+        raw_advantages: [N], its advantages before it was normalised itself.
+        config: settings of the trainer.
+    """
     outputs = policy.trunks(batch.observations, batch.grid())
     normalized = policy.normalize(policy.scores(outputs[0]), batch.action_masks)
     log_probs = add(list(policy.log_probs(normalized, batch.actions, batch.relevance).values()))
@@ -223,20 +239,10 @@ def loss_rows(policy: ActorCritic, batch: Batch, given: Batch, config: PPOConfig
         advantages=batch.advantages,
         old_values=batch.values,
         returns=batch.returns,
-        raw_advantages=None if config.normalize_advantages and not config.normalize_minibatches else given.advantages,
+        raw_advantages=None if config.normalize_advantages and not config.normalize_minibatches else raw_advantages,
         clip=config.clip,
         clip_value=config.clip_value,
     )
-
-
-def leaf(output: Tensor) -> Tensor:
-    """Return a trunk output, cut off from the trunk: what is computed from it leaves its gradient in `.grad`."""
-    return output.detach().requires_grad_()
-
-
-def gradient(tensor: Tensor) -> Tensor:
-    """Gradient of a leaf; zero where no loss reached it."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def backward_losses(losses: Tensors, weights: Tensors) -> None:
@@ -245,11 +251,12 @@ def backward_losses(losses: Tensors, weights: Tensors) -> None:
     torch.autograd.backward([losses[name] for name in names], [weights[name] for name in names])
 
 
-def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) -> None:
-    """Take the gradients at the trunk outputs on to the parameters: their sum where both read the same output.
+def backward_trunks(outputs: Sequence[Tensor], leaves: TrunkOutputs) -> None:
+    """Take the gradients of the leaves on to the parameters: their sum where both were cut off the same output.
 
     A trunk whose parameters are all frozen has no graph and is passed over.
     """
+    actor, critic = leaves.gradients()
     gradients = [actor + critic] if len(outputs) == 1 else [actor, critic]
     pairs = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad]
     if pairs:
@@ -284,13 +291,6 @@ def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     by_parameter = {id(parameter): part for parameter, part in zip(trainable, gradients, strict=True)}
     parts = (by_parameter[id(p)] if id(p) in by_parameter else torch.zeros_like(p) for p in parameters)
     return torch.cat([part.reshape(-1) for part in parts])
-
-
-def learning_rate(config: PPOConfig, current: float, remaining: float) -> float:
-    """Rate of the next update, where `remaining` of the run, 1 to 0, is left."""
-    if config.desired_kl is not None:
-        return current
-    return config.learning_rate * remaining if config.anneal_learning_rate else config.learning_rate
 
 
 def adapted_rate(rate: float, kl: float, desired: float) -> float:

@@ -2,7 +2,7 @@
 
 bf16 is autocast of the trunks alone, in acting as in training, so the first minibatch finds the probabilities of collection again. Two
 passes are compiled where the settings ask for it: trunks without a memory, and losses. The cut between them, where the gradients of the
-two losses are told apart, stays. CUDA graphs are left out: minibatches change their size where rows are invalid, and events outlive a
+two losses are kept separate, stays. CUDA graphs are left out: minibatches change their size where rows are invalid, and events outlive a
 replay.
 """
 

@@ -21,7 +21,7 @@ from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, Trunk
-from esper_telemetry.ppo.rollout import Batch, Rollout, RolloutRecurrence, columns, flatten, on
+from esper_telemetry.ppo.rollout import Batch, Rollout, RolloutRecurrence, columns, flatten, index_on
 
 Flags = npt.NDArray[np.bool_]
 
@@ -46,7 +46,7 @@ def state_gradients(
     if not len(envs_with_memory):
         return None
     device = rollout.rewards.device
-    columns_index = on(envs_with_memory, device)
+    columns_index = index_on(envs_with_memory, device)
     first = memory.states["actor"][:, :, columns_index].detach().requires_grad_()
     with policy.autocast():
         features, outputs = unroll(
@@ -55,7 +55,7 @@ def state_gradients(
     features = features.float()
     batch = columns.map(lambda column: column[:, columns_index].flatten(0, 1))
     if memory.valid is not None:
-        rows = on(np.flatnonzero(memory.valid[:, envs_with_memory]), device)
+        rows = index_on(np.flatnonzero(memory.valid[:, envs_with_memory]), device)
         batch, features = batch.map(lambda column: column[rows]), features[rows]
     at_first, at_outputs = torch.autograd.grad(loss(batch, features), [first, outputs], materialize_grads=True)
     return StateGradients(at_first[:, 0], at_outputs[-1])
@@ -89,7 +89,7 @@ SAMPLE_ROWS = 512
 
 
 class TrainerReplay:
-    """A `Replay` of the bundled trainer.
+    """A `PolicyReplay` of the bundled trainer.
 
     Args:
         policy: as it is when a method is called.
@@ -107,32 +107,32 @@ class TrainerReplay:
         self._loss, self._envs = loss, envs
 
     def stored(self) -> Outputs:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         return self._outputs(_select_rows(self._rollout.scores, self._rows), self._rows, self._memory(self._rows))
 
     @torch.no_grad()
     def outputs(self) -> Outputs:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         features, memory = self._forward()
         return self._outputs(self._policy.scores(features), self._rows, memory)._replace(features=features)
 
     def stored_part(self) -> Outputs:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         return self._outputs(_select_rows(self._rollout.scores, self._sample), self._sample, self._memory(self._sample))
 
     @torch.no_grad()
     def without_memory(self) -> Outputs | None:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         trunk = self._policy.actor
         if not isinstance(trunk, RecurrentTrunk):
             return None
         with self._policy.autocast():
-            features = alone(trunk, self._observations).float()
+            features = memoryless_features(trunk, self._observations).float()
         return self._outputs(self._policy.scores(features), self._sample, None)
 
     @torch.no_grad()
     def activations(self) -> Activations:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         trunk = self._policy.actor
         if not isinstance(trunk, RecurrentTrunk):
             return responses({"trunk": trunk}, self._observations)
@@ -143,7 +143,7 @@ class TrainerReplay:
         return Activations({**encoder.layers, "core": memory, **decoder.layers}, decoder.last)
 
     def state_gradients(self) -> StateGradients | None:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         if not isinstance(self._policy.actor, RecurrentTrunk):
             return None
         empty = torch.zeros_like(self._returns)  # rows that are no transitions have an advantage of 0
@@ -152,9 +152,9 @@ class TrainerReplay:
         return state_gradients(self._policy, self._rollout, table, self._loss, envs=self._envs)
 
     def copy(self) -> Copy:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         trunk = copy.deepcopy(self._policy.actor)
-        network = (lambda rows: alone(trunk, rows)) if isinstance(trunk, RecurrentTrunk) else trunk
+        network = (lambda rows: memoryless_features(trunk, rows)) if isinstance(trunk, RecurrentTrunk) else trunk
         return Copy(network, [p for p in trunk.parameters() if p.requires_grad], self._observations)
 
     def collection(self, event: RolloutEnd) -> CollectionReplay:
@@ -278,7 +278,7 @@ def _select_rows(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:
     return {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
 
 
-def alone(trunk: RecurrentTrunk, observations: Tensor) -> Tensor:
+def memoryless_features(trunk: RecurrentTrunk, observations: Tensor) -> Tensor:
     """Features [n, F] of observations [n, ...], each as the first of an episode."""
     state = torch.zeros(trunk.core.state_shape(len(observations)), device=observations.device)
     return trunk.step(observations, state)[0]

@@ -122,8 +122,8 @@ class Sequences:
         device = next(iter(self.states.values())).device
         behind = np.flatnonzero(top)
         return Grid(
-            on(cells, device),
-            on((top[behind] - 1) * columns + column[behind], device) if len(behind) else None,
+            index_on(cells, device),
+            index_on((top[behind] - 1) * columns + column[behind], device) if len(behind) else None,
             height,
             columns,
             self._begin(columns, column[self.carried]),
@@ -132,7 +132,7 @@ class Sequences:
     def _begin(self, columns: int, carried: Array) -> dict[str, Tensor]:
         """Per trunk the states in which the columns begin: stored ones in the columns `carried`, zero in the others."""
         device = next(iter(self.states.values())).device
-        targets, sources = on(carried, device), on(self.envs[self.carried], device)
+        targets, sources = index_on(carried, device), index_on(self.envs[self.carried], device)
         return {
             name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy_(
                 2, targets, state.index_select(2, sources)
@@ -160,7 +160,7 @@ def pack(lengths: Array, carried: Array, room: int) -> tuple[Array, Array]:
     return columns, offsets
 
 
-def on(indices: Array, device: torch.device) -> Tensor:
+def index_on(indices: Array, device: torch.device) -> Tensor:
     """Indices on a device, without waiting for it."""
     return torch.from_numpy(indices.astype(np.int64, copy=False)).to(device, non_blocking=True)
 
@@ -312,7 +312,7 @@ class Batch:
     def whole(self, parts: Sequence[EnvironmentPart]) -> Batch:
         """The rows of some environments, as `Sequences.environments` names them, with their order in time."""
         assert self.sequences is not None
-        rows = on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
+        rows = index_on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
         sequences = self.sequences.take(np.concatenate([part.runs for part in parts]))
         return self.map(lambda column: column.index_select(0, rows), sequences)
 

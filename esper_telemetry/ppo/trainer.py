@@ -25,15 +25,12 @@ from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon
 from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.objective import (
     STOP_FACTOR,
-    ObjectiveLeaves,
     ObjectiveResult,
+    TrunkOutputs,
     adapted_rate,
     backward_losses,
     backward_trunks,
     entropy_coef,
-    gradient,
-    leaf,
-    learning_rate,
     loss_rows,
     mean_kl,
     objective,
@@ -216,12 +213,12 @@ class PPO:
 
     def _schedule(self, remaining: float) -> None:
         """Set the learning rate and the weights of the losses, where `remaining` of the run, 1 to 0, is left."""
-        for group in self.optimizer.param_groups:
-            rate = learning_rate(self.config, group["lr"], remaining)
-            if self.config.desired_kl is None:
-                self._learning_rate, rate = rate, self.steps.learning_rate(rate)
-            group["lr"] = rate
-        weights = {"policy": 1.0, "value": self.config.value_coef, "entropy": entropy_coef(self.config, remaining)}
+        config = self.config
+        if config.desired_kl is None:
+            self._learning_rate = config.learning_rate * (remaining if config.anneal_learning_rate else 1.0)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.steps.learning_rate(self._learning_rate)
+        weights = {"policy": 1.0, "value": config.value_coef, "entropy": entropy_coef(config, remaining)}
         if weights != self.coefficients:
             self.coefficients = weights
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
@@ -264,7 +261,7 @@ class PPO:
                 for minibatch in self.steps.minibatches(batch, config.num_minibatches, self.generator):
                     log_ratios.append(self._optimize(minibatch, epoch, step))
                     step += 1
-                if self._is_last(epoch, log_ratios):
+                if self._finish_pass(epoch, log_ratios):
                     break
         finally:
             self.events.minibatches_end()
@@ -283,12 +280,15 @@ class PPO:
 
     def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
         """Part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
-        losses = self._losses(batch, actor, actor).losses
+        losses = self._losses(batch, TrunkOutputs(actor, actor)).losses
         names = [name for name in losses if name != "value" or self.policy.critic is None]
         return add([self._weights[name] * losses[name] for name in names])
 
-    def _is_last(self, epoch: int, log_ratios: list[Tensor]) -> bool:
-        """Return True where a pass moved the policy so far that it is the last; it reads the device only where a setting asks."""
+    def _finish_pass(self, epoch: int, log_ratios: list[Tensor]) -> bool:
+        """Adapt the learning rate after the last pass; return True where a pass moved the policy so far that it is the last.
+
+        It reads the device only where a setting asks for the KL divergence.
+        """
         config, last = self.config, epoch + 1 == self.config.num_epochs
         if config.target_kl is None and (config.desired_kl is None or not last):
             return False
@@ -305,18 +305,18 @@ class PPO:
         The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic: their
         gradients there separate the two at no cost, and the trunk is backed up through once.
         """
-        given = batch
+        raw_advantages = batch.advantages
         if self.config.normalize_advantages and self.config.normalize_minibatches:
-            batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
+            batch = replace(batch, advantages=self.steps.normalize(raw_advantages))
         self.events.minibatch_start(epoch, step, self._shards, batch)
-        rows = partial(loss_rows, self.policy, batch, given, self.config)
+        rows = partial(loss_rows, self.policy, batch, raw_advantages, self.config)
         self.events.minibatch_objective(epoch, step, rows, self._learning_rate)
         outputs = self.policy.trunks(batch.observations, batch.grid())
-        actor, critic = leaf(outputs[0]), leaf(outputs[-1])
-        result = self._losses(batch, actor, critic)
+        leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()
+        result = self._losses(batch, leaves)
         backward_losses(result.losses, self._weights)
-        self.events.trunk_backward((epoch, step), outputs, actor, critic)
-        backward_trunks(outputs, gradient(actor), gradient(critic))
+        self.events.trunk_backward(epoch, step, outputs, leaves)
+        backward_trunks(outputs, leaves)
         self._descend(epoch, step, len(batch))
         self.events.minibatch_end(epoch, step, batch, result)
         return result.log_ratio.detach()
@@ -326,27 +326,27 @@ class PPO:
 
         def loss(part: Batch) -> Tensor:
             outputs = self.policy.trunks(part.observations, part.grid())
-            losses = self._losses(part, outputs[0], outputs[-1]).losses
+            losses = self._losses(part, TrunkOutputs(outputs[0], outputs[-1])).losses
             return add([self._weights[name] * loss for name, loss in losses.items()])
 
         return shard_gradients(batch, count, loss, list(self.parameters.values()))
 
-    def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> ObjectiveResult:
+    def _losses(self, batch: Batch, outputs: TrunkOutputs) -> ObjectiveResult:
         """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         bonus = self.coefficients["entropy"] > 0
-        leaves = ObjectiveLeaves(actor, critic)
-        return self._objective(self.policy, self.steps, batch, leaves, clip=self.config.clip, bonus=bonus)
+        return self._objective(self.policy, self.steps, batch, outputs, clip=self.config.clip, bonus=bonus)
 
     def _descend(self, epoch: int, step: int, rows: int) -> None:
         """Average the gradients of all ranks, clip them by their global norm, step the optimizer and drop them."""
-        config = self.config
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.ranks.average(list(gradients.values()), rows)
-        clip = config.max_grad_norm
-        norms = None if clip is None else ops.gradient_norms(list(gradients.values()))
-        self.events.backward_end(epoch, step, gradients, norms)
-        if clip is not None and norms is not None:
-            ops.clip_gradients(list(gradients.values()), norms, clip)
+        named = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        gradients, max_norm = list(named.values()), self.config.max_grad_norm
+        self.ranks.average(gradients, rows)
+        if max_norm is None:
+            self.events.backward_end(epoch, step, named, norms=None)
+        else:
+            norms = ops.gradient_norms(gradients)
+            self.events.backward_end(epoch, step, named, norms)
+            ops.clip_gradients(gradients, norms, max_norm)
         self.optimizer.step()
         self.events.optimizer_step(epoch, step)
         for parameter in self.parameters.values():

@@ -162,7 +162,7 @@ class BackwardGradients(NamedTuple):
 
 
 class GradientSample(NamedTuple):
-    """Whole gradients and optimizer states of a sampled update: d entries of K parameters, one after the other.
+    """Complete gradients and optimizer states of a sampled update: d entries of K parameters, one after the other.
 
     Attributes:
         names, numels: of the K parameters.

@@ -39,8 +39,8 @@ class EnvironmentTable:
         columns = self._follow(rewards, rollout.ended[:, :count].numpy().astype(bool))
         constant = update.context.constant
         if constant is None and rollout.observations is not None and len(rewards) > 1:
-            seen = rollout.observations[:, :count].flatten(2) if rollout.observations.dim() > 2 else None
-            constant = None if seen is None else (seen == seen[:1]).all(-1).all(0)
+            visible = rollout.observations[:, :count].flatten(2) if rollout.observations.dim() > 2 else None
+            constant = None if visible is None else (visible == visible[:1]).all(-1).all(0)
         table = {name: [_plain(value) for value in column.tolist()] for name, column in columns.items()}
         flags = None if constant is None else constant[:count].tolist()
         return {"environments": int(rollout.rewards.shape[1]), **table, "constant": flags}

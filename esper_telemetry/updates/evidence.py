@@ -35,7 +35,7 @@ MAX_OFFENDERS: Final = 8
 MAX_VALUES: Final = 32
 MAX_HISTOGRAMS: Final = 4
 
-UNREMARKABLE: Final = ("ok", "undefined", "host_fast")
+CAUSES_WITHOUT_EVIDENCE: Final = ("ok", "undefined", "host_fast")
 """Causes of an intensity ratio that need no attention."""
 
 
@@ -108,7 +108,11 @@ def _steps(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[StepEvidenc
     epochs: Sequence[int] = [epoch for part in update.gradients for epoch in part.epochs]
     divergences: list[float | None] = []
     if update.minibatches is not None:
-        epochs, divergences = update.minibatches.epochs, _divergences(update.minibatches)
+        counts, epochs = list(update.minibatches.counts), update.minibatches.epochs
+        ratios, flags = update.minibatches.log_ratio.double().split(counts), _valid(update.minibatches).split(counts)
+        parts = [ratio[flag & torch.isfinite(ratio)] for ratio, flag in zip(ratios, flags, strict=True)]
+        # k3 of each minibatch over its valid, finite rows
+        divergences = [float((torch.expm1(x.clamp(-20, 20)) - x).mean()) if len(x) else None for x in parts]
     for step, epoch in enumerate(epochs):
         kl = divergences[step] if step < len(divergences) else None
         yield StepEvidence(step, epoch, kl, **(norms[step] if step < len(norms) else {}))
@@ -136,14 +140,6 @@ def _table(mean: Mean | None) -> list[list[float | None]]:
     totals, counts = torch.as_tensor(mean.total), torch.as_tensor(mean.count)
     defined = torch.where(counts > 0, totals, torch.nan)
     return [[None if n != n else n for n in row] for row in defined.reshape(len(defined), -1).tolist()]
-
-
-def _divergences(minibatches: MinibatchesEnd) -> list[float | None]:
-    """k3 of each minibatch over its valid, finite rows."""
-    ratios = minibatches.log_ratio.double().split(list(minibatches.counts))
-    flags = _valid(minibatches).split(list(minibatches.counts))
-    parts = [ratio[flag & torch.isfinite(ratio)] for ratio, flag in zip(ratios, flags, strict=True)]
-    return [float((torch.expm1(ratio.clamp(-20, 20)) - ratio).mean()) if len(ratio) else None for ratio in parts]
 
 
 def _valid(minibatches: MinibatchesEnd) -> Tensor:
@@ -330,7 +326,7 @@ def _tensors(update: UpdateData) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class AlarmedUpdate:
     """An update in which an alarm was raised.
 
     Attributes:
@@ -364,14 +360,14 @@ class EvidenceChoice(Protocol):
         """Beginnings of the keys of its histograms."""
 
 
-def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> dict[str, Any]:
-    """Return the evidence for an alarm that the update of `scene` raised, by name, as plain values.
+def evidence_of(alarm: Alarm, alarmed: AlarmedUpdate, choice: EvidenceChoice | None) -> dict[str, Any]:
+    """Return the evidence for an alarm that the update of `alarmed` raised, by name, as plain values.
 
     `values` are the metrics that it reads; by its declaration come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
     and `pairs`, the cause of unhealthy gradients (`health_cause`), and with several ranks the `rank` of the rows. Without a declaration
     there is the deciding value alone.
     """
-    values = scene.record.values
+    values = alarmed.record.values
     if choice is None:
         return {"values": {key: value for key, value in values.items() if key == alarm.key}}
     templates = dict.fromkeys(choice.inputs)
@@ -379,25 +375,25 @@ def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> di
     evidence: dict[str, Any] = {
         "values": {key: values[key] for key in [key for key in dict.fromkeys(keys) if key in values][:MAX_VALUES]}
     }
-    histograms = scene.record.histograms
+    histograms = alarmed.record.histograms
     related = [key for key in histograms if key.startswith(choice.histogram_keys)][:MAX_HISTOGRAMS]
     if related:
         evidence["histograms"] = {key: asdict(histograms[key]) for key in related}
     for collect in [COLLECTORS[piece] for piece in choice.pieces if piece in COLLECTORS]:
-        for update in scene.updates[-1:]:
-            evidence.update(collect(update, scene.facts))
-    for extension in chain.from_iterable(update.extensions for update in scene.updates):
+        for update in alarmed.updates[-1:]:
+            evidence.update(collect(update, alarmed.facts))
+    for extension in chain.from_iterable(update.extensions for update in alarmed.updates):
         if isinstance(extension, SupportsAlarmEvidence):
             evidence |= extension.alarm_evidence(alarm)
     if "pairs" in choice.pieces:
-        evidence |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
-    whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
+        evidence |= {"pairs": weak_pairs(alarmed.pairs), "health_cause": alarmed.health_cause}
+    whose = {"rank": 0} if alarmed.facts.get("ranks", 1) > 1 else {}
     return {name: piece for name, piece in evidence.items() if piece} | whose
 
 
-def weak(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def weak_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the pairs, by name, whose module does not learn well beside its host."""
-    return {name: why for name, why in pairs.items() if why["cause"] not in UNREMARKABLE}
+    return {name: why for name, why in pairs.items() if why["cause"] not in CAUSES_WITHOUT_EVIDENCE}
 
 
 def _flight(update: UpdateData, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,7 +434,7 @@ COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Mapping[str, Any]], dict[st
 def captures(
     update: UpdateData, facts: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Iterator[Capture]:
-    """Yield the evidence that the journal keeps of an update at DEBUG: all of it; `pairs` as in `Scene`."""
+    """Yield the evidence that the journal keeps of an update at DEBUG: all of it; `pairs` as in `AlarmedUpdate`."""
     yield Capture("stability", asdict(stability_report(update)))
     yield Capture("flight", asdict(flight_of(update, facts)))
     if pairs:

@@ -32,7 +32,7 @@ MAX_ENVIRONMENTS = 64
 """Environments that are named."""
 
 
-class Closes(Protocol):
+class SupportsClose(Protocol):
     """A context manager, as far as its end is concerned."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -130,7 +130,7 @@ def named_tensors(name: str, value: object) -> Iterator[Candidate]:
             yield Candidate(part_name, part.detach().clamp(min=torch.finfo(part.dtype).min))
 
 
-def at_exit(telemetry: Closes) -> Callable[[], None]:
+def at_exit(telemetry: SupportsClose) -> Callable[[], None]:
     """Close `telemetry` at interpreter exit; unregister the returned function when it is closed before.
 
     The registration keeps it alive: a function that makes one and returns has not ended the run. An exception that ended the script is in

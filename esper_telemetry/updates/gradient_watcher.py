@@ -260,8 +260,8 @@ def group_names(model: nn.Module, members: Members) -> list[str]:
             names = [name for name in named if name == member or name.startswith(f"{member}.")]
         else:
             shown = f"a {type(member).__name__}"
-            wanted = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
-            names = [name for name, parameter in named.items() if id(parameter) in wanted]
+            searched = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
+            names = [name for name, parameter in named.items() if id(parameter) in searched]
         if not names:
             raise ValueError(f"{shown} is no part of the model, which has {', '.join(named) or 'no parameters'}")
         group.update(dict.fromkeys(names))

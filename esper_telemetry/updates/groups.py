@@ -66,7 +66,7 @@ from esper_telemetry.metrics.integrity import (
     rows_repeated,
 )
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
-from esper_telemetry.metrics.losses import LossTerms, entropy_gradients, loss_terms, loss_weights
+from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
@@ -355,7 +355,7 @@ def _features(
 
 def _losses(
     minibatches: MinibatchesEnd, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
-) -> LossTerms:
+) -> LossComponents:
     """Measure the losses; those that the trainer did not compute are made of those that it did."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]
     bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")

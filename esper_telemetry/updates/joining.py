@@ -118,7 +118,10 @@ class RolloutHistory:
         )
         if sampled:
             context = context._replace(previous_targets=self._targets)
-        self._targets = _first_targets(event)
+        # the targets of the first environment [6, T], so that a sampled update can tell whether advantages are stale
+        valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
+        columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
+        self._targets = torch.stack([column.to(event.rewards.dtype) for column in columns])
         counted = {head: rows_that_count(event.valid, event.relevance.get(head)) for head in event.actions}
         self._choices = {
             head: copied(ActionChoices(event.actions[head], counted[head]))
@@ -146,13 +149,6 @@ class RolloutHistory:
         ages = state_ages(size.empty, None if self._ages is None else self._ages.to(size.empty.device))
         self._ages = ages[-1] + 1
         return RecurrentState(size, ages, layers)
-
-
-def _first_targets(event: RolloutEnd) -> Tensor:
-    """Return `TARGET_COLUMNS` of the first environment, [6, T], so that a sampled update can tell whether advantages are stale."""
-    valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
-    columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
-    return torch.stack([column.to(event.rewards.dtype) for column in columns])
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
@@ -196,6 +192,8 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         return None
     counts = tuple(map(len, columns["log_ratio"]))
     spreads = zip(columns["log_std"], counts, strict=True)
+    flags = zip(columns["valid"], counts, strict=True)
+    example = next((valid for valid in columns["valid"] if valid is not None), None)
     ratios = columns["head_log_ratios"]
     losses = _by_name(columns["losses"], torch.stack)
     return MinibatchesEnd(
@@ -203,7 +201,9 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         counts=counts,
         log_ratio=torch.cat(columns["log_ratio"]),
         advantages=torch.cat(columns["advantages"]),
-        valid=_valid(columns["valid"], counts),
+        valid=None
+        if example is None
+        else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
         losses={name: column for name, column in losses.items() if len(column) == len(counts)},
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
@@ -250,15 +250,6 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
     )
 
 
-def _valid(valid: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
-    """Rows that count, [R]; None where all do."""
-    example = next((flags for flags in valid if flags is not None), None)
-    if example is None:
-        return None
-    parts = zip(valid, counts, strict=True)
-    return torch.cat([example.new_ones(count) if flags is None else flags for flags, count in parts])
-
-
 def _whole(columns: Sequence[Tensor | None]) -> Tensor | None:
     """A column of all minibatches, [R]; None where one lacks it."""
     present = [column for column in columns if column is not None]
@@ -282,8 +273,8 @@ class TrunkGradients(NamedTuple):
 
 def joined_backwards(backwards: Sequence[BackwardEnd]) -> BackwardsEnd:
     """Return all passes, at least one, of a source that emits each alone."""
-    epochs, _, _, names, norms, _, heads = zip(*backwards, strict=True)
-    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads)
+    epochs, _, _, names, norms, _, heads, applied = zip(*backwards, strict=True)
+    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads, applied)
 
 
 def stacked_backwards(backwards: BackwardsEnd, trunk: Sequence[TrunkGradients]) -> tuple[BackwardGradients, ...]:
@@ -297,13 +288,18 @@ def stacked_backwards(backwards: BackwardsEnd, trunk: Sequence[TrunkGradients]) 
 def _stacked(backwards: BackwardsEnd, names: tuple[str, ...]) -> BackwardGradients:
     """The passes with gradients in the parameters of these names."""
     passes = [index for index, own in enumerate(backwards.names) if own == names]
-    heads = [backwards.heads[index] for index in passes] if backwards.heads else []
-    present = [norms for norms in heads if norms is not None]
+
+    def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
+        """One row of each pass; None where a pass has none."""
+        present = [row for index in passes if columns and (row := columns[index]) is not None]
+        return torch.stack(present) if present and len(present) == len(passes) else None
+
     return BackwardGradients(
         epochs=tuple([backwards.epochs[index] for index in passes]),
         names=names,
         numels=tuple([backwards.parameters[name].numel() for name in names]),
         norms=torch.stack([backwards.norms[index] for index in passes]),
         max_norm=backwards.max_norm,
-        heads=torch.stack(present) if present and len(present) == len(heads) else None,
+        heads=of_passes(backwards.heads),
+        applied=of_passes(backwards.applied),
     )

@@ -31,6 +31,9 @@ UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names 
 SHIFTED_ENDS = ("ends_late", "ends_early")
 """Hypotheses that a script shows as well whose flags mean the step before or after; only its environments tell."""
 
+RECOMPUTED_FACT = "recomputes_advantages"
+"""Fact of a run whose advantages and targets are computed again before each pass (2006.05990, section 3.5): the first pass is checked."""
+
 OWN_NORMALIZATION = "stable-baselines3"
 """Beginning of the fact `trainer` where the adapter normalises advantages itself, because the trainer keeps its own to itself."""
 
@@ -47,6 +50,8 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
         yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
     yield partial(certain, facts, partial(_returns, rollout, facts))
     if minibatches is not None and collected is not None:
+        if facts.get(RECOMPUTED_FACT):
+            minibatches, collected = _first_pass(minibatches, collected)
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
         if not str(facts.get("trainer", "")).startswith(OWN_NORMALIZATION) and facts.get("ranks", 1) == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
@@ -79,6 +84,8 @@ def _advantages(
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
     limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
+    if limits is not None:
+        next_values = next_values.where(~limits, 0.0)
     inputs = GaeInputs(
         rewards=side_by_side(rollout.rewards).double(),
         values=side_by_side(rollout.values).double(),
@@ -98,13 +105,7 @@ def _advantages(
     check = compare_advantages(following_values(inputs, last), precision=facts.get("precision"))
     if limits is None or check.matches or check.explanations or not inputs.gamma or not bool(limits.any()):
         return check
-    return _with_implied_values(inputs, limits, last, check, facts)
-
-
-def _with_implied_values(
-    inputs: GaeInputs, limits: Tensor, last: Tensor | None, check: EquationCheck, facts: Mapping[str, Any]
-) -> EquationCheck:
-    """Return the check with the values after time limits that the claimed advantages imply, where these explain the numbers."""
+    # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
     other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))
@@ -171,6 +172,29 @@ def _returns_in_use(
     passes = torch.tensor([-1, *minibatches.epochs], device=returns.device).diff() != 0
     first = torch.repeat_interleave(passes, counts)
     return compared(valid=first if valid is None else first & valid, precision=facts.get("precision"))
+
+
+def _first_pass(minibatches: MinibatchesEnd, collected: CollectedRows) -> tuple[MinibatchesEnd, CollectedRows]:
+    """Return what the checks of targets need of the minibatches of the first pass."""
+    count = minibatches.epochs.count(minibatches.epochs[0])
+    rows = slice(sum(minibatches.counts[:count]))
+
+    def cut(column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[rows]
+
+    first = MinibatchesEnd(
+        epochs=minibatches.epochs[:count],
+        counts=minibatches.counts[:count],
+        log_ratio=minibatches.log_ratio[rows],
+        advantages=minibatches.advantages[rows],
+        valid=cut(minibatches.valid),
+        losses={},
+        rows=cut(minibatches.rows),
+        values=cut(minibatches.values),
+        old_values=cut(minibatches.old_values),
+        returns=cut(minibatches.returns),
+    )
+    return first, CollectedRows(advantages=collected.advantages[rows])
 
 
 def _normalized(

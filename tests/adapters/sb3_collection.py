@@ -19,7 +19,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecEnvWrapper, VecNormalize
 from torch import Tensor, nn
 
-from esper_telemetry.lab.faults.sb3.models import MaskedArms
+from esper_telemetry.lab.faults.sb3_models import MaskedArms
 
 SETTINGS: Mapping[str, Any] = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "device": "cpu"}
 

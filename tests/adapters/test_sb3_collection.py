@@ -16,6 +16,8 @@ from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.core.record import Record
 from esper_telemetry.journal import Run, read_run
 
+pytestmark = pytest.mark.sb3
+
 OWN = ("log_probs", "replayed_log_probs", "values", "actions", "transitions", "stored_rewards", "executed_actions")
 """Equations of collection."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from healthy_run import FACTS, Values, alarms, judged, multiplied, raised, record, run, set_to, values
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from esper_telemetry.alarms import Detectors, Thresholds, diagnose
@@ -125,6 +125,44 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
         ("policy/kl_spike", "policy/kl_spike"),
         ("integrity/gae_identity", "integrity/gae_identity"),
     ]
+
+
+def test_an_effect_belongs_to_the_cause_that_still_lasts() -> None:
+    """The policy stands still from update 20 on, ratios collapse from 40 on; a broken mask at 50 is a mistake of its own."""
+    standing = during(range(20, 61), {"policy/kl_max": 0.0})
+    records = [
+        record(
+            one.axes.update,
+            dict(one.values)
+            | ({"policy/ratio/p01": 0.01} if one.axes.update >= 40 else {})
+            | ({"integrity/mask_violation": 1.0} if one.axes.update >= 50 else {}),
+        )
+        for one in standing
+    ]
+
+    reported = [alarm for alarm in alarms(judged(records)) if alarm.event is AlarmEvent.RAISE]
+
+    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in reported] == [
+        ("policy/kl_stall", 1, "policy/kl_stall"),
+        ("policy/ratio_collapse", 1, "policy/kl_stall"),
+        ("integrity/mask_violation", 2, "integrity/mask_violation"),
+    ]
+
+
+def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
+    """KL is high in updates 30 to 32 and 45 to 47, ratios have collapsed from 30 on: one incident; without them two."""
+
+    def of(lasting: dict[str, float]) -> list[int]:
+        records = during(range(30, 61), lasting)
+        spikes = {*range(30, 33), *range(45, 48)}
+        records = [
+            record(one.axes.update, {**one.values, **({"policy/kl": 2.0} if one.axes.update in spikes else {})})
+            for one in records
+        ]
+        return [a.incident for a in alarms(judged(records)) if a.event is AlarmEvent.RAISE and a.type.endswith("spike")]
+
+    assert of({"policy/ratio/p01": 0.01}) == [1, 1]
+    assert of({}) == [1, 2]
 
 
 def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
@@ -347,7 +385,10 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
     ),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@example([{"opt/lr": 1e-320}], False)
+@example([*[{"grad/layer/core_weight/norm": 1e-320}] * 4, {"grad/layer/core_weight/norm": 1e117}], False)
+@example([{"episode/return_mean": 1e300, "episode/return_std": 1e300, "episode/count": 0.0}], False)
+@settings(max_examples=50, deadline=None)
 def test_no_value_makes_it_raise(spoiled: list[dict[str, float]], known: bool) -> None:
     """Whatever the numbers are, and whatever is missing; an intervention on the way changes nothing about that."""
     detectors = Detectors(FACTS if known else {})

@@ -90,6 +90,15 @@ def test_a_remark_is_no_alarm_and_diagnose_lists_it() -> None:
     assert verdict.remarks[0]["value"] == 0.1
 
 
+def test_a_log_without_settings_tells_its_learning_rate_by_what_it_logged() -> None:
+    """Not below the published ones: a schedule may warm up."""
+    unknown = {name: value for name, value in FACTS.items() if name != "learning_rate"}
+
+    assert "learning_rate is 0.1" in remarks(unknown, {"opt/lr": 0.1}, 1)["learning_rate"]
+    assert "learning_rate" not in remarks(unknown, {"opt/lr": 1e-7}, 1)
+    assert "learning_rate" not in remarks({**FACTS, "learning_rate": 1e-3}, {"opt/lr": 0.1}, 1)
+
+
 def test_an_initial_standard_deviation_of_50_is_remarked() -> None:
     assert "50" in remarks(FACTS, {"policy/head/op/std/mean": 50.0}, 1)["initial std op"]
     by_state = {"policy/head/op/std/mean": 3.9, "policy/head/op/std/min": 1.0}

@@ -107,6 +107,21 @@ def test_a_constant_reward_of_episodes_that_all_last_as_long_is_named() -> None:
     assert "reward/constant" not in raised(judged(run(80, costs, since=1)))
 
 
+@pytest.mark.parametrize(("threshold", "cut", "told"), [(475.0, 0.0, True), (-110.0, 0.0, False), (475.0, 1.0, False)])
+def test_a_penalty_per_step_contradicts_a_threshold_above_0(threshold: float, cut: float, told: bool) -> None:
+    """CartPole with its reward turned. MountainCar is solved at -110; episodes that the time limit cuts off may have missed the goal."""
+
+    def penalty(metrics: Values, ago: int) -> None:
+        metrics.update({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0, "episode/count": 4.0})
+        metrics.update({"episode/length_mean": 20.0 + ago % 3, "episode/truncated_frac": cut})
+
+    facts = {**FACTS, "reward_threshold": threshold}
+    said = [alarm for alarm in alarms(judged(run(20, penalty, since=1), facts)) if alarm.type == "reward/constant"]
+
+    assert bool(said) is told
+    assert not told or "Turn the sign of the reward" in said[0].text
+
+
 def test_observations_that_change_at_resets_alone_are_constant() -> None:
     """Every environment begins elsewhere, and sees nothing of what it does: four updates of 32 steps."""
     blind = set_to({"obs/constant_frac": 0.0, "obs/still_frac": 1.0})

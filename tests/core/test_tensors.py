@@ -105,22 +105,3 @@ def test_fused_norms_are_used_where_they_agree(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "_foreach_norm", lambda tensors, order, dtype: [torch.zeros(()) for _ in tensors])
     assert ops.choose_norms(device) is ops.public_norms
     ops.choose_norms.cache_clear()
-
-
-def test_masked_entries_have_no_influence() -> None:
-    values = torch.tensor([1.0, math.nan, 3.0])
-
-    assert ops.masked_mean(values, torch.tensor([True, False, True])) == 2
-    assert ops.masked_mean(torch.tensor([1.0, 3.0])) == 2
-
-
-def test_entropy_is_over_the_allowed_actions() -> None:
-    """Three equal logits, one forbidden: ln 2. A forced choice: 0. Neither gives NaN in the gradient."""
-    logits = torch.zeros(2, 3, requires_grad=True)
-    mask = torch.tensor([[True, True, False], [False, True, False]])
-
-    entropy = ops.masked_entropy(logits, mask)
-    entropy.sum().backward()
-
-    assert torch.allclose(entropy, torch.tensor([math.log(2), 0.0]))
-    assert logits.grad is not None and torch.isfinite(logits.grad).all()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esper_telemetry.core.derived import Array
+from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import LogDrift
-from esper_telemetry.history.change import ChangeState, Cusum, TwoSided, prewhitened_z
 from esper_telemetry.history.derive import ALL_SUFFIXES, HEADLINES, KeyHistories
+from esper_telemetry.history.deviations import ChangeState, Cusum, TwoSided, prewhitened_z
 from esper_telemetry.history.trend import goertzel, theil_sen
 
 FACTS: dict[str, Any] = {"groups": {"actor": [], "head:op": []}, "horizon": 200, "num_steps": 20}

@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from esper_telemetry.core.derived import Array
-from esper_telemetry.history.change import CUSUM_LEVEL, Cusum, PageHinkley, prewhitened_z
+from esper_telemetry.core.metric import Array
+from esper_telemetry.history.deviations import CUSUM_LEVEL, Cusum, PageHinkley, prewhitened_z
 from esper_telemetry.history.trend import (
     acf,
     fisher_p,

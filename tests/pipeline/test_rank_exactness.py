@@ -15,8 +15,7 @@ from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.core.catalogue import catalogue, groups
-from esper_telemetry.core.derived import Derived
-from esper_telemetry.core.metric import declared
+from esper_telemetry.core.metric import Derived, declared
 from esper_telemetry.core.record import template_of
 from esper_telemetry.metrics.statistics import Quantiles
 

@@ -18,7 +18,7 @@ from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.networks import mlp
 from esper_telemetry.ppo.networks.mlp import MLP
-from esper_telemetry.ppo.objective import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.objective import TrunkOutputs, backward_losses, backward_trunks
 from esper_telemetry.ppo.rollout import Batch, flatten
 
 Make = Callable[..., PPO]
@@ -38,15 +38,15 @@ def gradients(trainer: PPO) -> list[Tensor]:
 
 def split_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
     outputs = trainer.policy.trunks(batch.observations, batch.grid())
-    actor, critic = leaf(outputs[0]), leaf(outputs[-1])
-    backward_losses(trainer._losses(batch, actor, critic).losses, trainer._weights)
-    backward_trunks(outputs, gradient(actor), gradient(critic))
+    leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()
+    backward_losses(trainer._losses(batch, leaves).losses, trainer._weights)
+    backward_trunks(outputs, leaves)
     return gradients(trainer)
 
 
 def plain_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
     outputs = trainer.policy.trunks(batch.observations, batch.grid())
-    losses = trainer._losses(batch, outputs[0], outputs[-1]).losses
+    losses = trainer._losses(batch, TrunkOutputs(outputs[0], outputs[-1])).losses
     total = sum(trainer._weights[name] * loss for name, loss in losses.items())
     assert isinstance(total, Tensor)
     total.backward()
@@ -95,14 +95,13 @@ def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make)
     trainer = make(shared_trunk=True)
     batch = first_batch(trainer)
     outputs = trainer.policy.trunks(batch.observations)
-    actor, critic = leaf(outputs[0]), leaf(outputs[-1])
-    backward_losses(trainer._losses(batch, actor, critic).losses, trainer._weights)
+    leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()
+    backward_losses(trainer._losses(batch, leaves).losses, trainer._weights)
     shared = list(trainer.policy.actor.parameters())
     parts = [
-        torch.autograd.grad(outputs[0], shared, grad_outputs=gradient(part), retain_graph=True)
-        for part in (actor, critic)
+        torch.autograd.grad(outputs[0], shared, grad_outputs=part, retain_graph=True) for part in leaves.gradients()
     ]
-    backward_trunks(outputs, gradient(actor), gradient(critic))
+    backward_trunks(outputs, leaves)
 
     for ours, theirs, parameter in zip(*parts, shared, strict=True):
         assert parameter.grad is not None

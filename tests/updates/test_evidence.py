@@ -20,7 +20,7 @@ from esper_telemetry.journal import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.updates.data import BackwardGradients, GradientSample, UpdateData
-from esper_telemetry.updates.evidence import Scene, evidence_of, flight_of, layer_table, stability_report
+from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
 
 
@@ -155,9 +155,9 @@ def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl"
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
     updates = () if update is None else (update,)
-    scene = Scene(record, updates, {}, named.pop("pairs", {}), **named)
+    alarmed = AlarmedUpdate(record, updates, {}, named.pop("pairs", {}), **named)
     choice = next((rule for rule in alarm_rules() if rule.type == kind), None)
-    pieces = evidence_of(alarm(kind, key), scene, choice)
+    pieces = evidence_of(alarm(kind, key), alarmed, choice)
     loaded: dict[str, Any] = json.loads(json.dumps(plain(pieces)))
     return loaded
 

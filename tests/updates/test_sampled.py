@@ -16,6 +16,7 @@ from esper_telemetry.adapters import sampled
 from esper_telemetry.adapters.sampled import GradientProbe
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchStart, OptimizerStep, RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.ppo.objective import TrunkOutputs
 from esper_telemetry.updates import groups
 from esper_telemetry.updates.data import GradientSample
 
@@ -143,7 +144,8 @@ def test_the_cosine_is_that_of_the_two_losses_own_gradients(tmp_path: Path) -> N
         if step == 0:
             (output,) = source.policy.trunks(batch.observations)
             weighted = {
-                name: source._weights[name] * loss for name, loss in losses(batch, output, output).losses.items()
+                name: source._weights[name] * loss
+                for name, loss in losses(batch, TrunkOutputs(output, output)).losses.items()
             }
             parameters = list(source.policy.actor.parameters())
             terms = {"actor": weighted["policy"] + weighted["entropy"], "critic": weighted["value"]}

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array
+from esper_telemetry.core.metric import Array
 from esper_telemetry.history.averages import Ema, LogDrift
-from esper_telemetry.history.change import Cusum, PageHinkley
 from esper_telemetry.history.correlation import advantage_gradient, lr_response
+from esper_telemetry.history.deviations import Cusum, PageHinkley, decades, robust_z
 from esper_telemetry.history.gradients import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
-from esper_telemetry.history.outliers import decades, robust_z
 from esper_telemetry.history.pairs import PairEvidence, diagnose_pair, pair_intensity
 from esper_telemetry.history.trend import acf, goertzel, mann_kendall, periods, prewhiten, theil_sen
 

@@ -5,12 +5,10 @@ Each `learn` has a `ModelListener`, which turns calls of the model's policy, buf
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +23,8 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
+from esper_telemetry.adapters.clipping import listen_to_clipping
+from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.sb3.collection import CollectionPasses, copied_weights, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
@@ -37,7 +37,7 @@ from esper_telemetry.adapters.sb3.facts import (
     parameters_by_name,
     progress_of,
 )
-from esper_telemetry.adapters.sb3.gradients import TrunkListener, listen_to_clipping
+from esper_telemetry.adapters.sb3.gradients import TrunkListener
 from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
 from esper_telemetry.adapters.sb3.replay import CallbackReplay, stored_rollout
 from esper_telemetry.adapters.sb3.rollouts import (
@@ -434,11 +434,11 @@ class LogCopy(KVWriter):
 
     def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
         """Keep the numbers of a dump."""
-        self._numbers.update(_numbers(key_values))
+        self._numbers.update(numbers_by_key("sb3", key_values))
 
     def take(self) -> dict[str, float]:
         """Return the numbers that were dumped since the last call, and the newer ones that wait for the next dump."""
-        numbers = {**self._numbers, **_numbers(self._logger.name_to_value)}
+        numbers = {**self._numbers, **numbers_by_key("sb3", self._logger.name_to_value)}
         self._numbers = {}
         return numbers
 
@@ -448,14 +448,4 @@ class LogCopy(KVWriter):
             self._logger.output_formats.remove(self)
 
     def close(self) -> None:
-        """Nothing is open."""
-
-
-def _numbers(key_values: Mapping[str, Any]) -> dict[str, float]:
-    """Single numbers under keys that every backend takes: `rollout/ep_rew_mean` becomes `sb3/rollout/ep_rew_mean`."""
-    numbers = {}
-    for name, value in key_values.items():
-        if isinstance(value, Real):
-            segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in str(name).lower().split("/") if part]
-            numbers["/".join(["sb3", *segments])] = float(value)
-    return numbers
+        """Do nothing: nothing is open."""

@@ -24,8 +24,8 @@ from esper_telemetry.adapters.columns import (
     join_columns,
     next_values,
 )
+from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.transitions import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.taps import without_trace
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale, Transitions
 
@@ -117,7 +117,7 @@ class RolloutRecorder:
         """Forget all steps: a rollout begins."""
         self._raw_rewards: list[Array] = []
         self._ends: list[End] = []
-        self._taken = self._shown = 0
+        self._step_count = self._shown_steps = 0
         self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
@@ -143,8 +143,8 @@ class RolloutRecorder:
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
         self.environment_seconds += perf_counter() - self._acted_at
-        step = self._taken
-        self._taken += 1
+        step = self._step_count
+        self._step_count += 1
         dones, rewards = variables.get("dones"), variables.get("rewards")
         if not (isinstance(dones, np.ndarray) and isinstance(rewards, np.ndarray) and "infos" in variables):
             return  # a loop of the user's own, with names of its own
@@ -157,7 +157,7 @@ class RolloutRecorder:
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
         self._steps.after_step(variables)
-        self._shown += 1
+        self._shown_steps += 1
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
@@ -165,7 +165,7 @@ class RolloutRecorder:
             self._join_captures()
         buffer = self._model.rollout_buffer
         rewards = paid = buffer.rewards.copy()
-        ends_known = self._shown == self._taken == len(rewards)
+        ends_known = self._shown_steps == self._step_count == len(rewards)
         if ends_known:
             ended, paid = np.zeros(rewards.shape, bool), self._steps.rewards().astype(rewards.dtype)
         else:  # what the buffer has, which does not tell time limits
@@ -406,5 +406,5 @@ def _joined(arrays: Sequence[Array], device: torch.device) -> Tensor:
 
 
 def _on_device(array: Array, device: torch.device) -> Tensor:
-    """The same numbers on the model's device; in place where that is the host."""
+    """Return the numbers on the model's device; in place where that is the host."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

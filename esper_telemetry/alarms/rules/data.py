@@ -112,7 +112,8 @@ NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any
 
 @dataclass(slots=True)
 class ConstantRewardJudge:
-    """A reward that is always the same, and was not before; none from the start; or one that cannot tell any two policies apart.
+    """A reward that is always the same, and was not before; none from the start; one that cannot tell any two policies apart; or a penalty
+    for every step of a task that pays its threshold, so that ending early is best.
 
     An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long. So from
     the start it counts where all episodes are as long as each other: no policy can be better than another one then, as far as the run has
@@ -127,6 +128,7 @@ class ConstantRewardJudge:
         episodes: that have ended since the start.
         lengths: their smallest and largest length.
         updates_with_ends: updates in which any ended.
+        terminated: episodes that have ended by themselves.
         most: largest magnitude so far.
     """
 
@@ -138,6 +140,7 @@ class ConstantRewardJudge:
     episodes: float = 0.0
     lengths: tuple[float, float] | None = None
     updates_with_ends: int = 0
+    terminated: float = 0.0
     most: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
@@ -164,13 +167,25 @@ class ConstantRewardJudge:
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
         equal = not self.varied and self._equal_lengths() and len(self.paid) == 1 and value > 0
         useless = equal and transitions >= limits[CONSTANT_STEPS]
-        episodes = number(self.episodes)
-        yield Finding(hard(gone or never or useless), "reward/std", spread, 0.0).with_text(
+        threshold = float(view.facts.get("reward_threshold") or 0.0)
+        penalty = not self.varied and len(self.paid) == 1 and value < 0 < threshold
+        penalty = penalty and self.terminated >= MIN_EQUAL_EPISODES and transitions >= limits[CONSTANT_STEPS]
+        episodes, ended = number(self.episodes), number(self.terminated)
+        finding = Finding(
+            hard(gone or never or useless or penalty), "reward/std", spread, 0.0, held=max(1, self.updates)
+        )
+        finding = finding.with_advice(
+            (lambda: "Turn the sign of the reward, or look for the wrapper that does.") if penalty else None
+        )
+        yield finding.with_text(
             lambda: (
                 f"every one of {transitions:,} steps has been paid the same reward, {number(value)}"
                 + (
                     f", and all {episodes} episodes have been as long as each other: nothing tells good from bad"
                     if useless
+                    else f", in {ended} episodes that ended by themselves, where the environment is solved at a return of "
+                    f"{number(threshold)}: its sign is wrong, and to end early is best"
+                    if penalty
                     else ""
                 )
             )
@@ -180,7 +195,9 @@ class ConstantRewardJudge:
         lengths = [length for key in EPISODE_LENGTHS if (length := view.get(key)) is not None]
         if lengths:
             self.lengths = min([*lengths, *(self.lengths or ())]), max([*lengths, *(self.lengths or ())])
-            self.episodes += view.get("episode/count") or 0.0
+            ended = view.get("episode/count") or 0.0
+            self.episodes += ended
+            self.terminated += ended * (1 - (view.get("episode/truncated_frac") or 0.0))
             self.updates_with_ends += 1
 
     def _survives(self, view: View) -> bool:
@@ -287,7 +304,7 @@ RULES = (
         judge=ConstantRewardJudge(),
         bounds=(CONSTANT_STEPS, NEVER_STEPS),
         source="A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before, or "
-        "come with episodes that are all as long as each other.",
+        "come with episodes that are all as long as each other; or be a penalty in a task whose threshold is above 0.",
         rank=140,
         hard=True,
         n_off=1,

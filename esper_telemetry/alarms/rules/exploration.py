@@ -9,6 +9,7 @@ from typing import Any
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, below, hard, number, percent
 from esper_telemetry.alarms.rules.gradients import STARVED_SHARE
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 EARLY = 0.25
 """Share of the run in which entropy should not crash, and after which it should have fallen."""
@@ -190,7 +191,7 @@ ENTROPY_STARVED = below(
 
 @dataclass(slots=True)
 class EntropyExplosionJudge:
-    """A policy that has become random again, or stays so because clipping leaves the actor nothing.
+    """A policy that has become random again, or stays so because clipping leaves the actor nothing, or the bonus outweighs the task.
 
     Attributes:
         recent: normalised entropy of the latest updates.
@@ -213,13 +214,19 @@ class EntropyExplosionJudge:
         share = view.get("grad/interference/critic_share") or 0.0
         rose = lowest < limits[ENTROPY_WAS]
         starved = coef is not None and coef < limits[ENTROPY_STARVED] and share > limits[STARVED_SHARE]
-        wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved)
+        starved = starved and view.course.risen is False
+        paid = bonus_outweighs(view)
+        wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved or paid)
         reason = (
-            f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
+            f"from {percent(lowest)} before"
+            if rose
+            else "which is what it is paid for"
+            if paid
+            else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
         )
         yield (
             Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION])
-            .with_advice(lambda: calm_advice(view, starved=starved and not rose))
+            .with_advice(lambda: calm_advice(view, starved=starved and not rose and not paid))
             .with_text(
                 lambda: (
                     f"the policy is random: its entropy is {percent(entropy)} of the largest, {reason}, and updates move it by "
@@ -227,6 +234,17 @@ class EntropyExplosionJudge:
                 )
             )
         )
+
+
+BONUS_FACTOR = 10.0
+"""Weight of the entropy over the largest published one, from which on the bonus leads the policy where advantages are normalised."""
+
+
+def bonus_outweighs(view: View) -> bool:
+    """True where the policy goes where the bonus for entropy leads it, not where advantages do."""
+    weight = view.values.get("loss/entropy_coef", view.facts.get("entropy_coef"))
+    large = isinstance(weight, int | float) and weight > BONUS_FACTOR * PUBLISHED["entropy_coef"].highest
+    return large and view.facts.get("normalize_advantages") is not False
 
 
 def calm_advice(view: View, *, starved: bool) -> str:
@@ -310,7 +328,7 @@ RULES = (
         judge=EntropyExplosionJudge(),
         bounds=(ENTROPY_EXPLOSION, ENTROPY_WAS, ENTROPY_STARVED),
         source="SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
-        "critic must fill the clip limit.",
+        "critic must fill the clip limit, or the bonus weigh ten times what any published one does.",
         required=("policy/entropy_norm", "policy/kl"),
         facts=("total_steps",),
         applies=categorical,
@@ -323,6 +341,7 @@ RULES = (
     ),
     AlarmRule(
         type="policy/action_shift",
+        effect=True,
         inputs=("policy/action_shift_js", "policy/head/{head}/action_shift_js"),
         meaning="The mix of actions changed abruptly between two rollouts.",
         action="Look at the update before: KL, ratios and the learning rate; check for a change of the environment.",

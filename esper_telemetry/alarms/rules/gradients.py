@@ -70,7 +70,7 @@ def vanish(view: View) -> Iterator[Finding]:
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES:
             continue
-        fallen = log10(median / value) if value > 0 else 99.0
+        fallen = 99.0 if value <= 0 else log10(median) - log10(value) if median > 0 else 0.0
         if layer in critics and value > 0:
             fallen -= solved
         if value > limits[VANISH_SHARE] * clip:
@@ -286,6 +286,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/interference",
+        effect=True,
         inputs=("grad/interference/cos", "grad/interference/cancel"),
         meaning="Actor and critic pull the shared network in opposite directions.",
         action="Use separate networks, or lower value_coef.",
@@ -301,6 +302,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/clip_saturated",
+        effect=True,
         inputs=("grad/clip/coef", "grad/clip/coef_min", "grad/clip/excess_log10"),
         meaning="Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
         action="Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",

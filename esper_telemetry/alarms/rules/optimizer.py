@@ -33,7 +33,8 @@ RATE_JUMP = above("rate_jump", 4.0, "learning rate over that of the update befor
 class UpdateSizeJudge:
     """Optimizer steps that change the weights by a large share of themselves.
 
-    Between the updates in which this is measured, the learning rate says how it has changed: steps of Adam are proportional to it.
+    Between the updates in which this is measured, the learning rate says how it has changed: steps of Adam are proportional to it. A rate
+    that follows the KL divergence says nothing: RSL-RL changes it with every step, by a factor of a hundred within an update.
     """
 
     size_per_rate: float | None = None
@@ -44,7 +45,7 @@ class UpdateSizeJudge:
         value, rate = view.get(SIZE), view.get(RATE)
         if value is not None and rate:
             self.size_per_rate = value / rate
-        if rate is None or self.size_per_rate is None:
+        if rate is None or self.size_per_rate is None or (value is None and view.facts.get("desired_kl")):
             return
         size = self.size_per_rate * rate
         yield Finding(
@@ -215,6 +216,7 @@ RULES = (
     ),
     AlarmRule(
         type="opt/rms_spike",
+        effect=True,
         inputs=("opt/stable_rms", "opt/beta2"),
         meaning="Gradients have outgrown Adam's memory of them: the loss tends to jump some steps later.",
         action="Lower beta2 (0.95), warm up the learning rate, clip gradients.",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.alarms.rules.exploration import bonus_outweighs
 from esper_telemetry.alarms.rules.gradients import CLIP_FALL
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE, KL_STALL
 
@@ -58,6 +59,7 @@ class WrongDirectionJudge:
             or (spread or 0.0) < STILL_STD
             or follows_critic(view)
             or restarts
+            or bonus_outweighs(view)
         ):
             yield Finding(0.0, key, value)
             return

@@ -120,7 +120,8 @@ NEVER_FIT_UPDATES = count("never_fit_updates", 30, "updates in a row in which th
 NEVER_FIT = below("never_fit", -0.5, "R² of the critic, median over these updates")
 NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these updates")
 LEARNING_CRITIC = 0.7
-"""Ratio of the later to the earlier half's error from which on a critic is still learning."""
+CLOSER_CRITIC = 0.93
+"""Ratio of the later to the earlier half's error, over the variance and over the size of returns, below which a critic still learns."""
 
 
 @dataclass(slots=True)
@@ -129,9 +130,11 @@ class NeverFitJudge:
 
     Attributes:
         fits: the latest R².
+        errors: the latest errors over the size of returns.
     """
 
     fits: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, limits = "value/r2", view.limits
@@ -140,12 +143,14 @@ class NeverFitJudge:
             return
         fits, needed = self.fits, int(limits[NEVER_FIT_UPDATES]) * view.patience
         fits.append(value)
-        del fits[:-needed]
+        self.errors.append(relative_error(view))
+        del fits[:-needed], self.errors[:-needed]
         middle, half = median(fits), max(1, len(fits) // 2)
         learning = median(fits[half:] or fits) - 1 > LEARNING_CRITIC * (median(fits[:half]) - 1)
+        learning = learning or median(self.errors[half:] or self.errors) < CLOSER_CRITIC * median(self.errors[:half])
         never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
-        never = never and not learning and view.course.risen is not True and relative_error(view) > LARGE_ERROR
-        yield Finding(hard(never), key, value, limits[NEVER_FIT]).with_text(
+        never = never and not learning and view.course.risen is False and self.errors[-1] > LARGE_ERROR
+        yield Finding(hard(never), key, value, limits[NEVER_FIT], held=len(fits)).with_text(
             lambda: (
                 f"the critic has been worse than a constant in each of the last {len(fits)} updates, and does not become better: its R² is "
                 f"{number(middle)} (a constant has 0)"

@@ -102,7 +102,8 @@ class OverheadJudge:
         shares.append(value)
         del shares[:-OVERHEAD_UPDATES]
         mean = sum(shares) / len(shares)
-        self.milliseconds.append(view.values.get("perf/telemetry_ms", MIN_OVERHEAD_MS))
+        own = view.values.get("perf/telemetry_cpu_ms", view.values.get("perf/telemetry_ms", MIN_OVERHEAD_MS))
+        self.milliseconds.append(own)
         del self.milliseconds[:-OVERHEAD_UPDATES]
         noticed = sum(self.milliseconds) / len(self.milliseconds) >= MIN_OVERHEAD_MS or mean > LARGE_SHARE
         yield Finding(

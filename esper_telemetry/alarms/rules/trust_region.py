@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from statistics import median
 
 from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
@@ -21,10 +22,12 @@ from esper_telemetry.alarms.rule import (
     above,
     below,
     count,
+    hard,
     number,
     percent,
     times,
 )
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 RATIO_EVIDENCE = (
     "policy/ratio/*",
@@ -167,7 +170,11 @@ SLOW_UPDATES = 20
 """Updates in which the policy must have hardly moved."""
 
 DECIDED_ENTROPY = 0.03
-"""Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
+"""Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
+anything that could move it."""
+
+MIN_LOWERED = 1e-12
+"""Least factor by which a schedule lowers the KL that is expected."""
 
 MIN_MOVED = 1e-5
 """KL over whole distributions from which on a policy has moved, whatever its ratios say."""
@@ -177,8 +184,10 @@ MIN_MOVED = 1e-5
 class KlStallJudge(AnnealedRate):
     """A policy that does not move, or hardly for long while the return does not rise, though its learning rate is not annealed.
 
+    The KL of a step goes with the square of the learning rate, so that a schedule lowers what may be expected.
+
     Attributes:
-        moves: largest KL of the latest updates.
+        moves: largest KL of the latest updates, as it would be at the highest learning rate so far.
         exact: KL over whole distributions in the latest sampled update, 0 after an update whose ratios have moved: it says nothing of a
             later standstill.
     """
@@ -194,18 +203,27 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        moves.append(value)
+        lowered = 1.0
+        if rate is not None and 0 < rate < self.highest and not self.abrupt:
+            lowered = max(MIN_LOWERED, (rate / self.highest) ** 2)
+        moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
-        decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+        entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
+        decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
+        bound *= lowered
         stalled = value < bound and not annealed and not decided
         slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
         slow = slow and not annealed and not stalled
         elsewhere = exact > MIN_MOVED
         at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
         finding = Finding(
-            1.0 if stalled else WARNING_SEVERITY if slow else 0.0, key, value, view.limits[KL_SLOW] if slow else bound
+            1.0 if stalled else WARNING_SEVERITY if slow else 0.0,
+            key,
+            value,
+            view.limits[KL_SLOW] if slow else bound,
+            held=SLOW_UPDATES if slow else 1,
         )
-        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate)).with_text(
+        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
                 "log-probabilities are computed anew, so nothing is clipped"
@@ -222,16 +240,23 @@ WARNING_SEVERITY = 0.5
 """Severity of a policy that moves too little to learn."""
 
 
-def stall_advice(rate: float | None) -> str:
-    """What to try where the policy does not move, by the learning rate."""
+def stall_advice(rate: float | None, *, slow: bool) -> str:
+    """What to try where the policy does not move, or hardly, by the learning rate."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."
+    published = PUBLISHED["learning_rate"]
+    if rate is not None and 0 < rate < published.lowest:
+        return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
+    if slow:
+        return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
 
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
+
+CLIP_KL = above("clip_kl", 0.02, "KL divergence up to which leaving a narrow trust region is no harm, nats")
 
 MIN_SAMPLES = 512
 """Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
@@ -260,7 +285,7 @@ class ClipSaturationJudge:
             return
         mean = sum(share * steps for share, steps in shares) / total
         yield Finding(
-            limits.severity(CLIP_FRAC, mean),
+            limits.severity(CLIP_FRAC, mean) * hard(view.values.get("policy/kl", inf) > limits[CLIP_KL]),
             key,
             mean,
             limits.middle(CLIP_FRAC),
@@ -291,6 +316,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_explosion",
+        effect=True,
         inputs=(
             "policy/ess_frac_min",
             "policy/ratio/max",
@@ -310,6 +336,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_collapse",
+        effect=True,
         inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
@@ -326,6 +353,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/clip_saturation",
+        effect=True,
         inputs=(
             "policy/clip_frac",
             "policy/clip_frac_active",
@@ -336,9 +364,9 @@ RULES = (
         meaning="Much of the batch has left the trust region and teaches nothing more.",
         action="Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
         judge=ClipSaturationJudge(),
-        bounds=(CLIP_FRAC,),
+        bounds=(CLIP_FRAC, CLIP_KL),
         source="common practice; healthy runs stay below 0.17, but for their first updates. A rollout of a few steps is a sample of a few, "
-        "so the share is that of the last 512 steps.",
+        "so the share is that of the last 512 steps. At a KL of 0.01, below all stop rules, half of the samples may leave a clip of 0.1.",
         histories=("policy/clip_frac",),
         warmup=15,
         n_on=2,

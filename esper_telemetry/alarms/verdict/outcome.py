@@ -5,7 +5,8 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 
 - failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
   records, and it has not learned;
-- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks; for a flat curve fewer than `MIN_FLAT_UPDATES` updates or
+- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks, unless the spread of the episodes in `MIN_FAR_BLOCKS` shows
+  a rise or a fall; for a flat curve fewer than `MIN_FLAT_UPDATES` updates or
   `MIN_FLAT_EPISODES` episodes;
 - solved: rose, has not declined, and a mean over `SOLVED_EPISODES` episodes has passed the environment's own threshold;
 - converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
@@ -14,7 +15,7 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 - flat: neither rose above the first rollouts nor fell below them.
 
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
-which is strict where few blocks rise slowly. `ReturnCourse.shift` says so besides, by the spread of the episodes within updates.
+which is strict where few blocks rise slowly. `Blocks.shift` says so besides, by the first episodes and those of the last fifth.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 
 from esper_telemetry.alarms.number_text import number
-from esper_telemetry.alarms.verdict.return_course import STD, ReturnCourse
+from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 
@@ -40,9 +42,11 @@ OUTCOME: Final = "outcome"
 
 MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
+MIN_FAR_BLOCKS: Final = 4
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
-"""A flat curve needs more than a rising one: learning may begin late."""
+MIN_FLAT_AVERAGED_EPISODES: Final = 300
+"""A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
 BLOCK_EPISODES: Final = 5
 AVERAGED_BLOCK_EPISODES: Final = 25
 """Episodes of a block; more where the logged value is itself the mean of the last hundred."""
@@ -67,6 +71,12 @@ NAMES: Final = {
     REWARD: "mean reward",
     LENGTH: "length of episodes",
 }
+
+
+@lru_cache(maxsize=4096)
+def is_success(key: str) -> bool:
+    """Return whether a key is a success rate; cached, as every update has the same keys."""
+    return SUCCESS.fullmatch(key) is not None
 
 
 class OutcomeKind(StrEnum):
@@ -141,7 +151,6 @@ class OutcomeJudge:
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending = ""
-        self._levels = ReturnCourse()
         self.outcome = Outcome()
 
     def step(self, record: Record) -> Outcome | None:
@@ -186,11 +195,11 @@ class OutcomeJudge:
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
-            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(SUCCESS.fullmatch, values)):
+            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
-                    self._put(key, values[key], episodes, update, length=length, passed=passed)
-        if STD in values and RETURN in self._series and self._series[RETURN].blocks:
-            self._levels.add(values)
+                    std = values.get(STD, 0.0) if key == RETURN else 0.0
+                    std = std if 0 <= std <= MAX_RETURN else 0.0
+                    self._put(key, values[key], episodes, update, std=std, length=length, passed=passed)
         if EVALUATION in values:
             self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
         if facts.get("normalize_rewards") is False and REWARD in values:
@@ -200,11 +209,20 @@ class OutcomeJudge:
             self._passed_since = update if max(recent, self._latest_mean()) >= threshold else None
 
     def _put(
-        self, key: str, value: float, episodes: float, update: int, *, length: float = 0.0, passed: float = math.inf
+        self,
+        key: str,
+        value: float,
+        episodes: float,
+        update: int,
+        *,
+        std: float = 0.0,
+        length: float = 0.0,
+        passed: float = math.inf,
     ) -> None:
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
             least = AVERAGED_BLOCK_EPISODES if key == RECENT_RETURN else BLOCK_EPISODES
-            self._series.setdefault(key, Blocks(least)).add(value, episodes, update, length, passed)
+            blocks = self._series.setdefault(key, Blocks(least))
+            blocks.add(value, episodes, update, std=std, length=length, steps=passed)
 
     def _latest_mean(self) -> float:
         """Return the mean of the last blocks with `SOLVED_EPISODES` episodes; minus infinity where there are fewer."""
@@ -237,7 +255,7 @@ class OutcomeJudge:
         value = self._series[key].constant
         if value is None:
             return self._by_series(key)
-        successes = sorted(filter(SUCCESS.fullmatch, self._series))
+        successes = sorted(filter(is_success, self._series))
         varied = [name for name in (*successes, LENGTH) if name in self._series and self._series[name].constant is None]
         if not varied or (varied[0] == LENGTH and value == 0):
             return self._by_series(key)
@@ -253,20 +271,26 @@ class OutcomeJudge:
             updates=self._updates,
             episodes=round(blocks.episodes),
             threshold=threshold,
-            first=blocks.first_level,
+            first=level.mean if (level := blocks.first_level) else None,
         )
         name = NAMES.get(key, key)
-        if len(blocks.blocks) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES:
+        values = sign * blocks.values
+        few = len(blocks.blocks) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
+        judged = len(values) >= MIN_FAR_BLOCKS and blocks.episodes >= MIN_FLAT_EPISODES if few else True
+        shift = round(sign) * blocks.shift(noise_of(values)) if judged and (not few or blocks.has_spread) else 0
+        if few and not shift:
             counted = f"{base.episodes:,} episodes in {len(blocks.blocks)} groups of updates"
             least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
-        course = Course.of(sign * blocks.values)
+        course = Course.of(values)
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = course.kind, None
-        if kind is OutcomeKind.FLAT and key == RETURN and self._levels.shift:
-            kind = OutcomeKind.LEARNING if self._levels.shift > 0 else OutcomeKind.DECLINING
-        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < MIN_FLAT_EPISODES):
+        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
+            kind = OutcomeKind.DECLINING
+        elif shift and (few or kind is OutcomeKind.FLAT):
+            kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
+        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < flat_episodes(key)):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
             kind, since = OutcomeKind.SOLVED, self._passed_since
@@ -323,6 +347,11 @@ def _stable_from(values: Array, levels: Array, last: float, height: float, noise
     return begin if abs(change) <= STABLE_BAND / 2 * height + 2 * noise.scale / math.sqrt(third) else count
 
 
+def flat_episodes(key: str) -> int:
+    """Return the episodes from which on a series can be called flat."""
+    return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
+
+
 def _levels(outcome: Outcome) -> str:
     """Return `21 -> 340 in 48 updates`."""
     first, last = (0.0 if level is None else level for level in (outcome.first, outcome.last))
@@ -340,11 +369,11 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
         case OutcomeKind.CONVERGED:
             return f", stable since update {outcome.since:,}{passed}"
         case OutcomeKind.FLAT:
-            return f", never above the first rollouts{passed}"
+            return f", never significantly above the first rollouts{passed}"
         case OutcomeKind.DECLINING:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
-            least = f"{MIN_FLAT_UPDATES} updates and {MIN_FLAT_EPISODES} episodes"
+            least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
             return f", no change yet; a flat curve is told from {least} on"
         case _:
             return passed

@@ -153,6 +153,12 @@ def range_sentence(name: str, value: float, facts: Mapping[str, Any]) -> str:
     return f"{published.sb3 if theirs else name} is {mine}; published settings lie between {low} and {high}"
 
 
+def with_logged_rate(facts: Mapping[str, Any], rate: float | None) -> Mapping[str, Any]:
+    """Return facts with the learning rate that was logged, where they have none and it is no warm-up: logs of others have no settings."""
+    known = facts.get("learning_rate") is not None or rate is None or rate <= PUBLISHED["learning_rate"].highest
+    return facts if known else {**facts, "learning_rate": rate}
+
+
 def outside_settings(facts: Mapping[str, Any]) -> Iterator[OutsideSetting]:
     """Yield the settings of a run that no published configuration has."""
     for name, value in settings_of(facts).items():

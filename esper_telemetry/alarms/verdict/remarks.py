@@ -18,6 +18,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     is_outside,
     outside_settings,
     spread_sentence,
+    with_logged_rate,
 )
 
 REMARK: Final = "remark"
@@ -116,7 +117,7 @@ class Remarks:
 
     def _remarks(self, view: View) -> Iterator[Remark]:
         if view.update == 1:
-            for name, value, limit, text in outside_settings(view.facts):
+            for name, value, limit, text in outside_settings(with_logged_rate(view.facts, view.get("opt/lr"))):
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
         self._ends.add(view)

@@ -26,10 +26,6 @@ CLEAR_ERRORS = 3.0
 CLEAR_SHARE = 0.02
 """Share of the first level by which they must differ besides."""
 
-SHIFT_ERRORS = 5.0
-SHIFT_STDS = 1.0
-"""Standard errors, and standard deviations of the first episodes, by which levels differ beyond what any course of noise does."""
-
 
 @dataclass(slots=True)
 class ReturnLevel:
@@ -86,16 +82,6 @@ class ReturnCourse:
             return None
         (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
         return bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
-
-    @property
-    def shift(self) -> int:
-        """1 where the latest episodes are far above the first ones, -1 where they are far below, 0 where neither is known."""
-        if not self.latest.full:
-            return 0
-        (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
-        spread = (error * sum(count for _, _, count in self.first.parts)) ** 0.5
-        far = max(SHIFT_ERRORS * (error + error_now) ** 0.5, SHIFT_STDS * spread, CLEAR_SHARE * abs(before))
-        return 0 if abs(now - before) <= far else 1 if now > before else -1
 
     def sentence(self) -> str:
         """What the return has done: `The return has not risen: 21.3 after 20.9.`; empty before there are enough episodes."""

@@ -160,7 +160,7 @@ class EquationResult(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to change, by the first hypothesis that says so."""
+        """Advice of the first hypothesis that gives any."""
         return next((one.advice for one in self.explanations if one.advice), self.equation.advice)
 
 

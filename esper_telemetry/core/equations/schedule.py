@@ -115,8 +115,8 @@ class ScheduleInputs(NamedTuple):
         curve = self.schedule.curve
         shifts = (-1 / (len(curve) - 1), 0.0, 1 / (len(curve) - 1)) if curve else (0.0,)
         near = np.stack([rate_at(np.maximum(self.progress + shift, 0.0)) for shift in shifts])
-        result: Array = np.take_along_axis(near, np.abs(near - rates).argmin(0)[None], 0)[0]
-        return result
+        nearest: Array = np.take_along_axis(near, np.abs(near - rates).argmin(0)[None], 0)[0]
+        return nearest
 
     def defective(self, name: str, rates: Array) -> tuple[float, Array] | None:
         """Return the share of the run in which the configured curve is sound, and its rates; None unless it has the defect of that name."""
@@ -194,13 +194,13 @@ def compare_rates(
         tolerance = max(MIN_TOLERANCE, UPDATE_SHARES * float(widths.max()))
     conventions = inputs, inputs._replace(progress=inputs.progress - widths)
 
+    def error_under(convention: ScheduleInputs) -> float:
+        return error_of(convention.nearest(rates, lambda share: equation.compute(convention._replace(progress=share))))
+
     def error_of(values: Array) -> float:
         return float(np.abs(rates - values).max()) / scale if scale else 0.0
 
-    def reference_error(own: ScheduleInputs) -> float:
-        return error_of(own.nearest(rates, lambda share: equation.compute(own._replace(progress=share))))
-
-    error = min(map(reference_error, conventions))
+    error = min(map(error_under, conventions))
     if error <= tolerance:
         return RateComparison(error, tolerance, ())
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -160,7 +159,11 @@ def score(options: Score) -> int:
     with wrong_use():
         plan = _plan(options)
         run_dirs = None if options.from_ is None else list_runs(Path(options.from_))
-    with worker_pool(options.workers) as pool, _progress_bar(make_console(stderr=True)) as bar:
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
+    console = make_console(stderr=True)  # the bar draws nothing where this is no terminal
+    progress = Progress(*columns, console=console, disable=not is_live(console))
+    with worker_pool(options.workers) as pool, progress as bar:
         if run_dirs is None:
             with _journal_directory(options.keep) as directory:
                 runs = _train(plan, directory, pool, bar, options)
@@ -182,7 +185,7 @@ def _plan(options: Score) -> list[FaultRun]:
         raise ValueError(f"seeds must be 0 or more, and at least one, got {options.seeds}")
     if options.trainer == "sb3":
         try:
-            from esper_telemetry.lab.faults.sb3.runs import plan_sb3_runs
+            from esper_telemetry.lab.faults.sb3_runs import plan_sb3_runs
         except ModuleNotFoundError as missing:
             raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
         faults = _faults_with_doses(options)
@@ -236,18 +239,11 @@ def _journal_directory(keep: str | None) -> Iterator[Path]:
         yield Path(directory)
 
 
-def _progress_bar(console: Console) -> Progress:
-    """Return a bar, which draws nothing where the output is no terminal."""
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
-    return Progress(*columns, console=console, disable=not is_live(console))
-
-
 def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progress, options: Score) -> list[FaultRun]:
     task = bar.add_task("training, updates", total=sum(run.trained_updates for run in plan))
     train = train_all
     if options.trainer == "sb3":
-        from esper_telemetry.lab.faults.sb3.runs import train_all_sb3 as train
+        from esper_telemetry.lab.faults.sb3_runs import train_all_sb3 as train
     done = []
     for run in train(plan, directory, pool, options.level):
         bar.advance(task, run.trained_updates)

@@ -136,7 +136,7 @@ HEALTHY_KINDS: Mapping[str, HealthyKind] = {
     ),
     "plateau": HealthyKind("a solved task is trained on", 250, ("cue-recall", "cartpole")),
     "slow": HealthyKind(
-        "the learning rate is a hundredth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-5}
+        "the learning rate is a tenth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-4}
     ),
     "rewards_x3": HealthyKind(
         "rewards grow threefold, and the user says so",
@@ -307,7 +307,7 @@ def _use_one_thread() -> None:
 
 def train_all(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: str = "normal") -> Iterator[FaultRun]:
     """Train the runs that the directory does not hold yet, and yield every run when it is done or does not apply."""
-    waiting: dict[Path, list[FaultRun]] = {}
+    runs_by_prefix: dict[Path, list[FaultRun]] = {}
     running: dict[Future[Any], Path | None] = {}
     for run in runs:
         if (directory / run.name).exists():
@@ -315,8 +315,8 @@ def train_all(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: 
         elif run.fault is None:
             running[pool.submit(run_healthy, run, directory, level)] = None
         else:
-            waiting.setdefault(run.prefix_dir(directory), []).append(run)
-    for prefix, broken in waiting.items():
+            runs_by_prefix.setdefault(run.prefix_dir(directory), []).append(run)
+    for prefix, broken in runs_by_prefix.items():
         running[pool.submit(_run_prefix, broken[0], directory, level)] = prefix
     while running:
         for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -324,7 +324,7 @@ def train_all(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: 
             if result is not None:
                 yield result
             if shared is not None:
-                running |= {pool.submit(_run_fault, run, directory, level): None for run in waiting.pop(shared)}
+                running |= {pool.submit(_run_fault, run, directory, level): None for run in runs_by_prefix.pop(shared)}
     for prefix in {run.prefix_dir(directory) for run in runs}:
         shutil.rmtree(prefix, ignore_errors=True)
 

@@ -8,9 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
 from esper_telemetry.lab.morphogenesis.kinds import Stage
-from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, anatomy, newborn, presence
+from esper_telemetry.lab.morphogenesis.network import (
+    ANATOMY,
+    INERT,
+    Mixing,
+    Network,
+    Owners,
+    anatomy,
+    newborn,
+    presence,
+)
 from esper_telemetry.lab.morphogenesis.slots import ALIVE, LEARNING, Slots, among
 from esper_telemetry.lab.morphogenesis.training import (
     OPTIMIZERS,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import Hooks
-from esper_telemetry.lab.morphogenesis import rewards
+from esper_telemetry.lab.morphogenesis import feedback
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
+from esper_telemetry.lab.morphogenesis.feedback import VERSION, HostState, StepReport, feature_names, observe
 from esper_telemetry.lab.morphogenesis.gradient_health import (
     INTENSITY_DECAY,
     CauseHistory,
@@ -21,10 +22,8 @@ from esper_telemetry.lab.morphogenesis.gradient_health import (
     vanishing,
 )
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, StepReport, feature_names, observe
 from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Slots, TransitionGates, among
-from esper_telemetry.lab.morphogenesis.snapshot import GrowthHistory
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
@@ -79,9 +78,9 @@ class Morphogenesis:
         for name, value, least in (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if slots > rewards.MAX_SLOTS:
-            raise ValueError(f"slots must be at most {rewards.MAX_SLOTS}, got {slots}")
-        for name, chosen, known in (("reward", reward, rewards.REWARDS), ("optimizer", optimizer, OPTIMIZERS)):
+        if slots > feedback.MAX_SLOTS:
+            raise ValueError(f"slots must be at most {feedback.MAX_SLOTS}, got {slots}")
+        for name, chosen, known in (("reward", reward, feedback.REWARDS), ("optimizer", optimizer, OPTIMIZERS)):
             if chosen not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
         self.num_envs, self.device, self.horizon, self.slot_count = num_envs, torch.device(device), horizon, slots
@@ -125,7 +124,7 @@ class Morphogenesis:
     @torch.no_grad()
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
         """Take one action per head, [B] each; an impossible one is WAIT."""
-        slots, before = self._slots, rewards.potentials(self._slots)
+        slots, before = self._slots, feedback.potentials(self._slots)
         masks = self.action_masks() if self.hooks.wants(GrowthStep) else {}
         weights = slots.alpha
         outcome = act(slots, actions, self._gates, self._host.val_accuracy)
@@ -142,12 +141,12 @@ class Morphogenesis:
         components = self._reward_components(result, outcome, velocity)
         faded = slots.tick(self._host.val_accuracy)
         self.colony.drop(faded)
-        components["shaping"] = rewards.shaping(before, rewards.potentials(slots), self._gamma, last=last)
+        components["shaping"] = feedback.shaping(before, feedback.potentials(slots), self._gamma, last=last)
         score = self._host.val_accuracy - self.colony.task.price * self._host.parameters
         components["final"] = score if last else torch.zeros_like(score)
         if last:
             self.score = score
-        reward = rewards.total(components, self._reward)
+        reward = feedback.total(components, self._reward)
         if self.hooks.wants(GrowthStep):
             gone = outcome.pruned | pruned | faded
             context = self.colony, self.horizon, self._growth
@@ -211,7 +210,7 @@ class Morphogenesis:
         entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
         ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
         smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
-        contribution = rewards.contributions(result.accuracy)
+        contribution = feedback.contributions(result.accuracy)
         effective = among(slots.stage, EFFECTIVE) & (slots.alpha > 0)
         severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
         slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
@@ -259,10 +258,10 @@ class Morphogenesis:
         slots, host = self._slots, self._host
         return {
             "accuracy_delta": host.delta,
-            "attribution": rewards.attribution(slots, host.val_accuracy),
-            "rent": rewards.rent(host.parameters),
+            "attribution": feedback.attribution(slots, host.val_accuracy),
+            "rent": feedback.rent(host.parameters),
             "alpha_shock": velocity.square().sum(1),
-            "op_cost": rewards.op_cost(outcome.op),
+            "op_cost": feedback.op_cost(outcome.op),
             "fossil_bonus": (outcome.fossilized * slots.contribution.clamp(min=0)).sum(1),
             "rollback": result.verdict.panic.float(),
         }

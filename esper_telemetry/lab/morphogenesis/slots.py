@@ -111,13 +111,11 @@ def progress(done: Tensor, total: Tensor, curve: Tensor) -> Tensor:
     Every curve is monotonic from 0 to 1; sigmoids are stretched to reach both ends.
     """
     t = torch.where(total > 0, (done / total.clamp(min=1)).clamp(0, 1), 1.0)
-    shapes = [t, (1 - torch.cos(torch.pi * t)) / 2, *(_sigmoid(t, steepness) for steepness in STEEPNESS)]
+    shapes = [t, (1 - torch.cos(torch.pi * t)) / 2]
+    for steepness in STEEPNESS:
+        low, high = (1 / (1 + exp(-end * steepness / 2)) for end in (-1.0, 1.0))
+        shapes.append((torch.sigmoid(steepness * (t - 0.5)) - low) / (high - low))
     return torch.stack(shapes, -1).gather(-1, curve.unsqueeze(-1)).squeeze(-1)
-
-
-def _sigmoid(t: Tensor, steepness: float) -> Tensor:
-    low, high = (1 / (1 + exp(-end * steepness / 2)) for end in (-1.0, 1.0))
-    return (torch.sigmoid(steepness * (t - 0.5)) - low) / (high - low)
 
 
 @dataclass(slots=True)

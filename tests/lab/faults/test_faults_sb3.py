@@ -15,9 +15,8 @@ from esper_telemetry.lab.faults.__main__ import run as command
 from esper_telemetry.lab.faults.catalogue import FAULTS as CATALOGUE
 from esper_telemetry.lab.faults.catalogue import find
 from esper_telemetry.lab.faults.runs import FaultRun
-from esper_telemetry.lab.faults.sb3.breaks import BREAKS
-from esper_telemetry.lab.faults.sb3.models import MODELS, BreakableVecEnv, ModelNotApplicableError
-from esper_telemetry.lab.faults.sb3.runs import plan_sb3_runs, train_run
+from esper_telemetry.lab.faults.sb3_models import MODELS, BreakableVecEnv, ModelNotApplicableError
+from esper_telemetry.lab.faults.sb3_runs import BREAKS, plan_sb3_runs, train_run
 from esper_telemetry.lab.faults.score import BrokenRun
 from esper_telemetry.lab.faults.verdicts import RuleDetector, detect, read_journaled_run
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from esper_telemetry import PPOConfig, Telemetry, attach, read_run
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
-from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
+from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
 from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
 from esper_telemetry.lab.morphogenesis.kinds import Op
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
@@ -112,7 +112,7 @@ class Churn(OracleController):
 @pytest.mark.slow
 def test_a_reward_for_operations_raises_reward_hacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward pays for operations instead of charging for them, and after five episodes the controller exploits it."""
-    monkeypatch.setitem(rewards.REWARDS, "shaped", {"op_cost": 1.0})
+    monkeypatch.setitem(feedback.REWARDS, "shaped", {"op_cost": 1.0})
     run = ScriptedRun(Morphogenesis(8, seed=0), PPOConfig(policy="oracle", num_steps=32))
 
     def learn(event: UpdateEnd) -> None:

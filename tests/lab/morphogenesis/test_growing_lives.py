@@ -8,7 +8,7 @@ from growing import play, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
+from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
 from esper_telemetry.lab.morphogenesis import training as watchdog
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, RandomController
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, CauseHistory, diagnose, exploding, vanishing
@@ -56,7 +56,7 @@ def test_features_stay_in_range_with_nonfinite_weights() -> None:
 def test_shaping_telescopes(gamma: float) -> None:
     """The first state has potential 0, so the discounted sum of the shaping over every episode is 0."""
     env, shaping = tiny(32, gamma=gamma), list[torch.Tensor]()
-    weight = rewards.REWARDS["shaped"]["shaping"]
+    weight = feedback.REWARDS["shaped"]["shaping"]
     env.hooks.on(GrowthStep, lambda event: shaping.append(event.rewards["shaping"] / weight))
 
     play(env, env.horizon)
@@ -66,7 +66,7 @@ def test_shaping_telescopes(gamma: float) -> None:
     assert torch.as_tensor(total).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("mode", rewards.REWARDS)
+@pytest.mark.parametrize("mode", feedback.REWARDS)
 def test_rewards_are_the_sum_of_their_components(mode: str) -> None:
     env, sums = tiny(reward=mode), list[torch.Tensor]()
     env.hooks.on(GrowthStep, lambda event: sums.append(torch.stack(list(event.rewards.values())).sum(0)))

@@ -9,10 +9,19 @@ import torch
 from growing import plain_loss
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
+from esper_telemetry.lab.morphogenesis.feedback import contributions, shapley_values
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, STYLES
-from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, Packing, anatomy, newborn, presence
-from esper_telemetry.lab.morphogenesis.rewards import contributions, shapley_values
+from esper_telemetry.lab.morphogenesis.network import (
+    ANATOMY,
+    INERT,
+    Mixing,
+    Network,
+    Owners,
+    Packing,
+    anatomy,
+    newborn,
+    presence,
+)
 from esper_telemetry.lab.morphogenesis.training import AdamMoments, Data, adam, clip, gradients, scores, sgd, validate
 
 ENVS, SLOTS = 8, 2

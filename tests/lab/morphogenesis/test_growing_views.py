@@ -19,8 +19,7 @@ from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.snapshot import STATUSES, GrowthHistory
-from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
+from esper_telemetry.lab.morphogenesis.telemetry import STATUSES, GrowthHistory, GrowthStep
 from esper_telemetry.lab.morphogenesis.views import (
     environment_detail,
     environments_table,

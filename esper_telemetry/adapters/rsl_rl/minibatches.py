@@ -1,0 +1,244 @@
+"""Minibatches of an RSL-RL update: references between the trainer's steps, joined columns when it is over.
+
+RSL-RL clips the gradients of the actor and then those of the critic, each by a norm of its own. So all norms are taken before the first
+clip, and emitted with what both clips leave of them.
+
+Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environments, D action dimensions; K parameters with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.adapters.columns import LossColumns, policy_loss
+from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, parameters_of, raw_model
+from esper_telemetry.adapters.taps import ErrorHandler, Tap
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.events import BackwardEnd, BeforeUpdate, Hooks, MinibatchesEnd, OptimizerStep
+
+
+class StorageMinibatch(NamedTuple):
+    """A minibatch that the storage has given out.
+
+    Attributes:
+        columns: the storage's own minibatch.
+        epoch: pass over the rollout, from 0.
+        rows: [N], transitions of the rollout, counted time by time; None where the storage does not show them.
+    """
+
+    columns: Any
+    epoch: int
+    rows: Tensor | None
+
+
+class BatchesTap(Tap):
+    """Stands before a storage's generator of minibatches and shows each to a listener, before the trainer receives it.
+
+    Numbers of rows are read from the suspended generator, which keeps them to itself.
+    """
+
+    def __init__(
+        self, storage: Any, name: str, listener: Callable[[StorageMinibatch], object], on_error: ErrorHandler
+    ) -> None:
+        super().__init__(storage, name)
+        self._storage, self._listener, self._on_error = storage, listener, on_error
+        vars(storage)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The generator's minibatches."""
+        generator = self._method(*args, **kwargs)
+        for columns in generator:
+            try:
+                variables = getattr(getattr(generator, "gi_frame", None), "f_locals", {})
+                epoch = int(variables.get("epoch", variables.get("ep", 0)))
+                self._listener(StorageMinibatch(columns, epoch, self._rows(variables)))
+            except Exception as error:  # a bug of ours must not reach the trainer
+                self._on_error(self._listener, error)
+            yield columns
+
+    def _rows(self, variables: Mapping[str, Any]) -> Tensor | None:
+        """Rows of a feed-forward minibatch, or all steps of the environments of a recurrent one."""
+        rows = variables.get("batch_idx")
+        if isinstance(rows, Tensor):
+            return rows
+        start, stop, storage = variables.get("start"), variables.get("stop"), self._storage
+        if start is None or stop is None:
+            return None
+        numbers = torch.arange(storage.num_transitions_per_env * storage.num_envs, device=storage.device)
+        return numbers.view(-1, storage.num_envs)[:, start:stop].flatten()
+
+
+class MinibatchRow(NamedTuple):
+    """An evaluated minibatch: its batch, advantages as used, log-probabilities and the distribution's parameters now, then values now."""
+
+    batch: StorageMinibatch
+    advantages: Tensor
+    log_probs: Tensor
+    parameters: tuple[Tensor, ...]
+    values: Tensor
+
+
+class StorageMinibatchListener:
+    """Emits gradients and steps at once, and all minibatches when the update is over.
+
+    Attributes:
+        step: optimizer steps so far in this update.
+        divergences: KL divergences by which RSL-RL sets its learning rate, one tensor of rows per minibatch.
+        learning_rates: of the steps so far in this update.
+    """
+
+    def __init__(self, alg: Any, hooks: Hooks) -> None:
+        self._alg, self._hooks = alg, hooks
+        self._actor_ids = [*map(id, raw_model(alg, "actor").parameters())]
+        ids = [{*map(id, raw_model(alg, part).parameters())} for part in ("actor", "critic")]
+        named = parameters_of(alg)
+        self._members = [{name for name, parameter in named.items() if id(parameter) in own} for own in ids]
+        self.begin()
+
+    def begin(self) -> None:
+        """An update begins."""
+        self.step = 0
+        self.divergences: list[Tensor] = []
+        self.learning_rates: list[float] = []
+        self._parameters = {name: p for name, p in parameters_of(self._alg).items() if p.requires_grad}
+        self._gaussian = is_gaussian(self._alg)
+        self._batch: StorageMinibatch | None = None
+        self._evaluated: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
+        self._values: Tensor | None = None
+        self._emitted = False
+        self._rows: list[MinibatchRow] = []
+        self._sampled = self._hooks.wants(BeforeUpdate)
+        self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
+
+    def after_batch(self, batch: StorageMinibatch) -> None:
+        """The storage has given out a minibatch."""
+        self._batch, self._evaluated, self._values, self._emitted = batch, None, None, False
+
+    def after_log_probs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+        """The actor gave the log-probabilities of a minibatch's actions; its advantages are normalised by now."""
+        batch = self._batch
+        if batch is not None:
+            parameters = self._alg.actor.output_distribution_params if self._gaussian else ()
+            self._evaluated = batch.columns.advantages, result.detach(), tuple([p.detach() for p in parameters])
+
+    def after_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+        """The critic estimated the values of a minibatch."""
+        if self._batch is not None:
+            self._values = result.detach()
+
+    def after_divergence(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+        """The trainer compared the policy with the one that acted."""
+        self.divergences.append(result.detach())
+
+    def owns(self, parameters: Sequence[Tensor]) -> bool:
+        """Return True for the parameters of the actor while a minibatch is open."""
+        return self._batch is not None and [*map(id, parameters)] == self._actor_ids
+
+    def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
+        """The actor's gradients are about to be clipped, and then those of the critic."""
+        self._emit_gradients(float(max_norm))
+
+    def after_optimizer_step(self, optimizer: Any) -> None:
+        """The optimizer took a step."""
+        batch, evaluated, values = self._batch, self._evaluated, self._values
+        if batch is None:
+            return
+        epoch = batch.epoch
+        self._emit_gradients(None)
+        if self._wants_steps:
+            self._hooks.emit(OptimizerStep(epoch, self.step, optimizer, self._parameters))
+        if evaluated is not None and values is not None:
+            self._rows.append(MinibatchRow(batch, *evaluated, values))
+        self.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
+        self.step += 1
+        self._batch = None
+
+    def emit(self) -> None:
+        """Emit all minibatches that are done."""
+        rows, self._rows = self._rows, []
+        if rows and self._hooks.wants(MinibatchesEnd):
+            self._hooks.emit(joined_minibatches(self._alg, rows, means=self._sampled))
+
+    @torch.no_grad()
+    def _emit_gradients(self, max_norm: float | None) -> None:
+        """Emit the norms once per minibatch; where nothing was clipped, `max_norm` is None."""
+        batch = self._batch
+        if batch is None or self._emitted:
+            return
+        self._emitted = True
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        if not (self._wants_norms and gradients):
+            return
+        norms = ops.gradient_norms(list(gradients.values()))
+        applied = None if max_norm is None else self._clipped(norms, tuple(gradients), max_norm)
+        self._hooks.emit(
+            BackwardEnd(batch.epoch, self.step, self._parameters, tuple(gradients), norms, None, applied=applied)
+        )
+
+    def _clipped(self, norms: Tensor, names: Sequence[str], max_norm: float) -> Tensor:
+        """Norms [K] after both clips; a parameter of both parts is scaled by both."""
+        factors = torch.ones_like(norms)
+        for members in self._members:
+            own = [index for index, name in enumerate(names) if name in members]
+            if own:
+                factors[own] *= ops.clip_coefficient(ops.total_norm((norms * factors)[own]), max_norm)
+        return norms * factors
+
+
+@torch.no_grad()
+def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -> MinibatchesEnd:
+    """Return the event of all minibatches of an update; `means` of the policy are kept where they are asked for.
+
+    Data augmentation by symmetries appends rows that no environment has shown: they are left out.
+    """
+    batches = [row.batch.columns for row in rows]
+    counts = tuple([len(row.batch.rows) if row.batch.rows is not None else row.log_probs.numel() for row in rows])
+
+    def joined(columns: Sequence[Tensor]) -> Tensor:
+        return torch.cat([column.flatten()[:count] for column, count in zip(columns, counts, strict=True)])
+
+    def joined_heads(columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        parts = [column.flatten(0, -2)[:count] for column, count in zip(columns, counts, strict=True)]
+        return {HEAD: torch.cat(parts)}
+
+    log_probs, old_values = joined([row.log_probs for row in rows]), joined([batch.values for batch in batches])
+    columns = LossColumns(
+        log_ratio=log_probs - joined([batch.old_actions_log_prob for batch in batches]),
+        log_probs=log_probs,
+        advantages=joined([row.advantages for row in rows]),
+        values=joined([row.values for row in rows]),
+        old_values=old_values,
+        returns=joined([batch.returns for batch in batches]),
+        entropy=log_probs,
+    )
+    losses = {"policy": policy_loss(columns, alg.clip_param), "value": value_loss(alg, columns)}
+    numbers = [row.batch.rows for row in rows]
+    shown = [row.parameters for row in rows if len(row.parameters) == 2]
+    gaussian = len(shown) == len(rows)
+    return MinibatchesEnd(
+        epochs=tuple([row.batch.epoch for row in rows]),
+        counts=counts,
+        log_ratio=columns.log_ratio,
+        advantages=columns.advantages,
+        valid=None,
+        losses={name: torch.stack([part.mean() for part in loss.split(counts)]) for name, loss in losses.items()},
+        log_std=joined_heads([std.log() for _, std in shown]) if gaussian else {},
+        means=joined_heads([mean for mean, _ in shown]) if gaussian and means else {},
+        rows=torch.cat([own for own in numbers if own is not None]) if None not in numbers else None,
+        values=columns.values,
+        old_values=columns.old_values,
+        returns=columns.returns,
+    )
+
+
+def value_loss(alg: Any, columns: LossColumns) -> Tensor:
+    """Half the squared error [R]; where values are clipped, the larger one of those of the value and of the clipped value."""
+    error = (columns.values - columns.returns).square()
+    if alg.use_clipped_value_loss:
+        moved = (columns.values - columns.old_values).clamp(-alg.clip_param, alg.clip_param)
+        error = torch.maximum(error, (columns.old_values + moved - columns.returns).square())
+    return 0.5 * error

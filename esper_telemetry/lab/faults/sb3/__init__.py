@@ -1,1 +1,0 @@
-"""Faults in Stable-Baselines3: models to break, the faults themselves, and their runs."""

@@ -1,0 +1,338 @@
+"""Telemetry of RSL-RL's runners: it changes nothing, and its numbers are those of the trainer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("rsl_rl", reason="needs rsl-rl-lib")
+pytest.importorskip("gymnasium", reason="needs gymnasium")
+
+import rsl_rl_models
+from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
+
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
+from esper_telemetry.adapters.rsl_rl import attach_runner
+from esper_telemetry.adapters.taps import Tap
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.equations.equation import EQUATION_KEY, equation_results
+from esper_telemetry.importers import read_foreign, read_source
+
+pytestmark = pytest.mark.sb3
+
+ROLLOUT = rsl_rl_models.ENVS * rsl_rl_models.STEPS
+
+
+def taps_of(model: Any) -> list[str]:
+    """Taps and hooks of ours in the objects that a runner holds."""
+    alg = model.alg
+    owners = [model, model.logger, alg, alg.storage, *alg.actor.modules(), *alg.critic.modules()]
+    taps = [
+        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
+    ]
+    return taps + ["optimizer"] * len(alg.optimizer._optimizer_step_post_hooks)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize("name", rsl_rl_models.RUNNERS)
+def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
+    """Optimizer, normalisers and the generator too; no metric fails on the way, and rollouts and minibatches agree."""
+    bare = rsl_rl_models.RUNNERS[name]()
+    rsl_rl_models.learn(bare, 3)
+    expected = rsl_rl_models.fingerprint(bare)
+    model = rsl_rl_models.RUNNERS[name]()
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", level=level)
+
+    actual = rsl_rl_models.fingerprint(model)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert [record.axes.env_step for record in run.records] == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
+    for record in run.records:
+        assert "telemetry/metric_errors" not in record.values
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-5
+        assert record.values["integrity/rows_repeated"] == 0
+    assert taps_of(model) == []
+
+
+def test_off_installs_no_tap() -> None:
+    model = rsl_rl_models.runner()
+
+    with Telemetry([], run_dir=None, level="off") as telemetry:
+        attach_runner(telemetry, model)
+        assert taps_of(model) == []
+
+
+def test_numbers_equal_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, entropy and rate are those that RSL-RL logs, KL divergences and norms those that it computes; episodes are its own."""
+    bare = rsl_rl_models.runner(rsl_rl_models.short_pendulum, log_dir=tmp_path / "bare")
+    norms: list[float] = []
+    kls: list[float] = []
+    clip, divergence = nn.utils.clip_grad_norm_, bare.alg.actor.get_kl_divergence
+
+    def recording_clip(parameters: Any, max_norm: float) -> torch.Tensor:
+        norm = clip(parameters, max_norm)
+        norms.append(float(norm))
+        return norm
+
+    def recording_divergence(old: Any, new: Any) -> Any:
+        rows = divergence(old, new)
+        kls.append(float(rows.mean()))
+        return rows
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", recording_clip)
+    monkeypatch.setattr(bare.alg.actor, "get_kl_divergence", recording_divergence)
+    rsl_rl_models.learn(bare, 4)
+    monkeypatch.undo()
+    model = rsl_rl_models.runner(rsl_rl_models.short_pendulum, log_dir=tmp_path / "logs")
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", iterations=4)
+
+    storage, values = bare.alg.storage, run.records[-1].values
+    returns, estimates = storage.returns, storage.values
+    fit = 1 - (returns - estimates).var() / returns.var()
+    assert values["value/explained_variance"] == pytest.approx(float(fit), abs=1e-4)
+    assert values["adv/raw/mean"] == pytest.approx(float((returns - estimates).mean()), rel=1e-4)
+    updates, steps = 4, 8
+    for update, record in enumerate(run.records):
+        of_update = slice(steps * update, steps * (update + 1))
+        actor, critic = norms[0::2][of_update], norms[1::2][of_update]
+        assert record.values["grad/actor/norm_preclip"] == pytest.approx(statistics.mean(actor), rel=1e-5)
+        assert record.values["grad/critic/norm_preclip"] == pytest.approx(statistics.mean(critic), rel=1e-5)
+        clipped = [min(1.0, norm) for norm in critic]
+        assert record.values["grad/critic/norm_postclip"] == pytest.approx(statistics.mean(clipped), rel=1e-4)
+        assert record.values["rsl_rl/kl/mean"] == pytest.approx(statistics.mean(kls[of_update]), rel=1e-5)
+        assert record.values["loss/policy"] == pytest.approx(record.values["rsl_rl/loss/surrogate"], abs=1e-6)
+        assert 2 * record.values["loss/value"] == pytest.approx(record.values["rsl_rl/loss/value"], rel=1e-5)
+        assert record.values["policy/entropy"] == pytest.approx(record.values["rsl_rl/loss/entropy"], rel=1e-5)
+        rates = [record.values[f"rsl_rl/learning_rate/{end}"] for end in ("min", "max")]
+        assert rates[0] <= record.values["opt/lr"] <= rates[1]
+        assert rates[0] <= record.values["rsl_rl/loss/learning_rate"] <= rates[1]
+    assert len(norms) == 2 * updates * steps
+    sampled = [record.values for record in run.records if "policy/kl_exact" in record.values]
+    assert sampled
+    for one in sampled:
+        assert one["policy/kl_exact"] == pytest.approx(one["rsl_rl/kl/mean"], rel=1e-4)
+    assert values["episode/return_mean_100"] == pytest.approx(statistics.mean(bare.logger.rewbuffer), rel=1e-5)
+    assert values["episode/length_mean"] == 20
+    assert values["episode/truncated_frac"] == 1
+
+
+def test_equations_match_and_the_time_limits_of_rsl_rl_are_named_a_variant(tmp_path: Path) -> None:
+    model = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", iterations=4, level="debug")
+
+    results = {
+        one.equation.name: one for record in run.records for one in equation_results(record.values, run.info.facts)
+    }
+    assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
+    differing = {name: [e.name for e in one.explanations] for name, one in results.items() if not one.matches}
+    assert differing == {"advantages": ["time_limit_current_value"], "minibatches": ["same_order"]}
+    assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
+    assert EQUATION_KEY + "value_loss" not in run.records[-1].values
+
+
+def test_states_of_an_lstm_are_measured(tmp_path: Path) -> None:
+    """The states in which the steps of the last rollout began are in the storage still; gates are those of the actor's LSTM."""
+    model = rsl_rl_models.RUNNERS["lstm"]()
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", level="debug")
+
+    values, (hidden, cell) = run.records[-1].values, model.alg.storage.saved_hidden_state_a
+    assert values["lstm/h/rms"] == pytest.approx(float(hidden.square().mean().sqrt()), rel=1e-4)
+    assert values["lstm/c/rms"] == pytest.approx(float(cell.square().mean().sqrt()), rel=1e-4)
+    assert 0 < values["lstm/gate/f/mean"] < 1
+
+
+def test_a_runner_learns_again_and_is_copied_while_it_listens(tmp_path: Path) -> None:
+    model = rsl_rl_models.runner()
+    copies: list[Any] = []
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        detach = attach_runner(telemetry, model)
+        step = model.env.step
+
+        def copying(actions: Any) -> Any:
+            if not copies:
+                stream = io.BytesIO()
+                torch.save(model.alg.actor, stream)
+                stream.seek(0)
+                copies.extend([copy.deepcopy(model.alg.actor), torch.load(stream, weights_only=False)])
+            return step(actions)
+
+        model.env.step = copying
+        rsl_rl_models.learn(model, 2)
+        rsl_rl_models.learn(model, 2)
+        detach()
+        assert taps_of(model) == []
+        rsl_rl_models.learn(model, 1)
+
+    assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1, 2, 3, 4]
+    assert not any(isinstance(x, Tap) for one in copies for module in one.modules() for x in vars(module).values())
+
+
+def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -> None:
+    """The standard deviation becomes NaN, as in leggedrobotics/rsl_rl#33: the first tensor that is not finite is named."""
+    model = rsl_rl_models.runner()
+    update = model.alg.update
+    calls: list[None] = []
+
+    def breaking() -> Any:
+        calls.append(None)
+        result = update()
+        if len(calls) == 2:
+            model.alg.actor.distribution.std_param.data.fill_(float("nan"))
+        return result
+
+    model.alg.update = breaking
+    with pytest.raises(RuntimeError, match="std"), Telemetry([], run_dir=tmp_path / "run") as telemetry:
+        attach_runner(telemetry, model)
+        rsl_rl_models.learn(model, 5)
+
+    run = read_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert len(run.records) == 2
+    assert "std_param" in (tmp_path / "run/journal.jsonl").read_text()
+    assert taps_of(model) == []
+
+
+def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper_telemetry.adapters.rsl_rl import minibatches, rollouts
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("telemetry is broken")
+
+    monkeypatch.setattr(rollouts, "observations_of", fails)
+    monkeypatch.setattr(minibatches, "joined_minibatches", fails)
+    model = rsl_rl_models.runner()
+
+    rsl_rl_models.recorded_run(model, tmp_path / "run")
+
+    bare = rsl_rl_models.runner()
+    rsl_rl_models.learn(bare, 3)
+    expected = rsl_rl_models.fingerprint(bare)
+    assert all(torch.equal(expected[key], value) for key, value in rsl_rl_models.fingerprint(model).items())
+
+
+def test_other_algorithms_are_refused() -> None:
+    class Other:
+        alg = object()
+
+    with Telemetry([], run_dir=None) as telemetry, pytest.raises(TypeError, match="has no actor"):
+        attach_runner(telemetry, Other())
+    with pytest.raises(TypeError, match="takes a Telemetry"):
+        attach_runner(object(), rsl_rl_models.runner())  # type: ignore[arg-type] # what is tested
+
+
+@pytest.mark.parametrize("name", ["cartpole", "lstm"])
+def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Path) -> None:
+    model = rsl_rl_models.RUNNERS[name]()
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", sinks=list(BACKENDS), offload=True, close_timeout=60)
+
+    assert [record.axes.env_step for record in run.records] == [ROLLOUT, 2 * ROLLOUT, 3 * ROLLOUT]
+    assert_the_same_numbers_in_all_four(tmp_path / "run")
+
+
+def test_the_class_path_of_the_logger_records_the_same(tmp_path: Path) -> None:
+    """One entry of the configuration: the usual TensorBoard file is there, too, and a second `learn` goes on in the run."""
+    logger = {"class_name": "esper_telemetry.adapters.rsl_rl:TelemetryWriter", "sinks": [], "offload": False}
+    model = rsl_rl_models.runner(log_dir=tmp_path / "logs", logger=logger)
+    rsl_rl_models.learn(model, 2)
+    rsl_rl_models.learn(model, 1)
+    run = read_run(tmp_path / "logs/telemetry")
+
+    other = rsl_rl_models.runner(log_dir=tmp_path / "others")
+    expected = rsl_rl_models.recorded_run(other, tmp_path / "run", iterations=2)
+
+    assert [record.axes.update for record in run.records] == [1, 2, 3]
+    assert run.status is RunStatus.FINISHED
+    for key in ("policy/kl", "grad/actor/norm_preclip", "rsl_rl/policy/mean_std", "rsl_rl/loss/value"):
+        assert run.records[1].values[key] == expected.records[1].values[key]
+    assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
+    assert (tmp_path / "logs/model_1.pt").exists()
+    assert taps_of(model) == []
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(rsl_rl_models.BROKEN[name](), iterations=6)[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "RNNModel"}, {"model_obs_normalization": True}])
+def test_a_healthy_run_raises_nothing(settings: dict[str, Any]) -> None:
+    """The rate follows the KL divergence, and changes by a factor of a hundred within one update."""
+    raised = alarms_of(rsl_rl_models.runner(**rsl_rl_models.LARGE, **settings), iterations=12)
+
+    assert [alarm.type for alarm in raised] == []
+
+
+def alarms_of(model: Any, iterations: int) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        attach_runner(telemetry, model)
+        rsl_rl_models.learn(model, iterations)
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
+    """Returns of the last hundred episodes rise from 17 to over 100, and from -120 to over -50."""
+    cartpole = rsl_rl_models.recorded_run(
+        rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20
+    )
+    settings: dict[str, Any] = {
+        "num_learning_epochs": 10,
+        "gamma": 0.95,
+        "entropy_coef": 0.0,
+        "model_obs_normalization": True,
+    }
+    model = rsl_rl_models.runner(rsl_rl_models.Pendulum, envs=16, steps=128, **settings)
+    pendulum = rsl_rl_models.recorded_run(model, tmp_path / "pendulum", iterations=26)
+
+    assert cartpole.records[0].values["episode/return_mean_100"] < 30
+    assert cartpole.records[-1].values["episode/return_mean_100"] > 100
+    assert pendulum.records[3].values["episode/return_mean_100"] < -100
+    assert pendulum.records[-1].values["episode/return_mean_100"] > -50
+
+
+@pytest.mark.parametrize("name", ["cartpole", "pendulum"])
+def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
+    """The TensorBoard files of RSL-RL: each tag stands for a key, or is named as unread."""
+    model = rsl_rl_models.RUNNERS[name](log_dir=tmp_path / "logs")
+    rsl_rl_models.learn(model, 12)
+
+    run = read_foreign(read_source(f"tensorboard:{tmp_path}/logs"))
+
+    assert run.trainer == "RSL-RL"
+    assert len(run.records) == 12
+    assert {"loss/value", "loss/policy", "policy/entropy", "opt/lr", "episode/return_mean_100"} <= set(run.used)
+    assert set(run.unused) == {
+        *("Perf/collection_time", "Perf/learning_time"),
+        *("Train/mean_reward/time", "Train/mean_episode_length/time"),
+    }

@@ -1,0 +1,307 @@
+"""Telemetry of PPO in TorchRL: it changes nothing, and its numbers are those of the loss module."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchrl", reason="needs torchrl")
+pytest.importorskip("gymnasium", reason="needs gymnasium")
+
+import torchrl_models
+from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
+from torchrl_models import FRAMES, Program
+
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
+from esper_telemetry.adapters.taps import Tap
+from esper_telemetry.adapters.torchrl import attach_loss
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.importers import read_foreign, read_source
+
+pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]
+"""TorchRL warns of its own deprecated names."""
+
+RECORDERS = {"loop": torchrl_models.recorded_loop, "trainer": torchrl_models.recorded_trainer}
+
+
+def learn(kind: str, program: Program) -> None:
+    if kind == "loop":
+        program.learn()
+    else:
+        program.trainer().train()
+
+
+def taps_of(program: Program) -> list[str]:
+    """Taps and hooks of ours in the objects of a program."""
+    owners = [program.loss, program.estimator, *program.loss.modules()]
+    taps = [
+        f"{type(owner).__name__}.{name}" for owner in owners for name, x in vars(owner).items() if isinstance(x, Tap)
+    ]
+    optimizer = program.optimizer
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return taps + ["optimizer"] * hooks
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_weights_are_bit_identical(kind: str, env: str, level: str, tmp_path: Path) -> None:
+    """Optimizer and generator too; no metric fails on the way, and rollouts and minibatches agree."""
+    bare = Program(env)
+    learn(kind, bare)
+    expected = torchrl_models.fingerprint(bare)
+    program = Program(env)
+
+    run = RECORDERS[kind](program, tmp_path / "run", level=level)
+
+    actual = torchrl_models.fingerprint(program)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert [record.axes.env_step for record in run.records] == [FRAMES, 2 * FRAMES, 3 * FRAMES]
+    assert [record.axes.gradient_step for record in run.records] == [8, 16, 24]
+    for record in run.records:
+        assert "telemetry/metric_errors" not in record.values
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-5
+        assert record.values["integrity/rows_repeated"] == 0
+    assert taps_of(program) == []
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_every_equation_that_is_shown_matches(env: str, kind: str, tmp_path: Path) -> None:
+    program = Program(env, updates=4, estimator={"average_gae": kind == "trainer"})
+
+    run = RECORDERS[kind](program, tmp_path / "run", level="debug")
+
+    results = {r.equation.name: r for record in run.records for r in equation_results(record.values, run.info.facts)}
+    assert {
+        "advantages",
+        "returns",
+        "normalized_advantages",
+        "log_probs",
+        "minibatches",
+        "policy_loss",
+        "value_loss",
+    } <= set(results)
+    assert [name for name, result in results.items() if not result.matches] == []
+    assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
+
+
+def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
+    """Means over the minibatches of what `ClipPPOLoss` returns, and norms that `clip_grad_norm_` returns."""
+    bare = Program(learning_rate=3e-3)
+    outputs: list[Any] = []
+    norms: list[float] = []
+    forward, clip = bare.loss.forward, nn.utils.clip_grad_norm_
+
+    def recording(batch: Any) -> Any:
+        result = forward(batch)
+        outputs.append(result.detach())
+        return result
+
+    def recording_clip(parameters: Any, max_norm: float) -> Any:
+        norms.append(float(clip(parameters, max_norm)))
+
+    bare.loss.forward = recording
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.utils, "clip_grad_norm_", recording_clip)
+        bare.learn()
+    program = Program(learning_rate=3e-3)
+
+    run = torchrl_models.recorded_loop(program, tmp_path / "run")
+
+    def mean(name: str, update: int) -> float:
+        return statistics.mean(float(output[name]) for output in outputs[8 * update : 8 * (update + 1)])
+
+    for update, record in enumerate(run.records):
+        values = record.values
+        assert values["policy/kl_k1"] == pytest.approx(mean("kl_approx", update), abs=1e-6)
+        later = [float(output["clip_fraction"]) for output in outputs[8 * update + 1 : 8 * (update + 1)]]
+        assert values["policy/clip_frac"] == pytest.approx(
+            statistics.mean(later), abs=1e-6
+        )  # ratios of the first are 1
+        assert values["policy/ess_frac"] == pytest.approx(mean("ESS", update), rel=1e-4)
+        assert values["policy/ratio/mean"] == pytest.approx(mean("mean_ratio", update), rel=1e-5)
+        assert values["policy/entropy"] == pytest.approx(mean("entropy", update), rel=1e-5)
+        assert values["loss/policy"] == pytest.approx(mean("loss_objective", update), abs=1e-6)
+        assert values["loss/value"] == pytest.approx(mean("loss_critic", update), rel=1e-5)  # 0.5 of the squared error
+        expected = statistics.mean(norms[8 * update : 8 * (update + 1)])
+        assert values["grad/global/norm_preclip"] == pytest.approx(expected, rel=1e-5)
+    assert len(outputs) == len(norms) == 24
+
+
+def test_episodes_equal_those_of_the_environments(tmp_path: Path) -> None:
+    """CartPole pays 1 for each step, so that returns are lengths, which `StepCounter` counts."""
+    lengths: list[list[int]] = []
+
+    def after_batch(batch: Any) -> None:
+        done = batch["next", "done"]
+        lengths.append(batch["next", "step_count"][done].tolist())
+
+    Program().learn(after_batch)
+    run = torchrl_models.recorded_loop(Program(), tmp_path / "run")
+
+    for record, finished in zip(run.records, lengths, strict=True):
+        assert record.values["episode/count"] == len(finished)
+        assert record.values["episode/return_mean"] == pytest.approx(statistics.mean(finished))
+        assert record.values["episode/length_mean"] == pytest.approx(statistics.mean(finished))
+
+
+def test_a_loop_that_asks_the_estimator_once_has_its_passes(tmp_path: Path) -> None:
+    """Then the pass of a minibatch follows from the number of rows before it."""
+    program = Program()
+    estimate = program.estimator
+    seen: list[None] = []
+
+    def once(batch: Any) -> None:
+        if len(seen) % program.epochs == 0:
+            estimate(batch)
+        seen.append(None)
+
+    program.estimator = once
+    with Telemetry([], run_dir=tmp_path / "run", offload=False) as telemetry:
+        attach_loss(telemetry, program.loss, program.optimizer, estimate)
+        program.learn()
+
+    values = read_run(tmp_path / "run").records[-1].values
+    assert values["integrity/rows_repeated"] == 0
+    assert "policy/kl_epoch_slope" in values
+
+
+def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -> None:
+    program = Program()
+    batches: list[None] = []
+
+    def breaking(batch: Any) -> None:
+        batches.append(None)
+        if len(batches) == 2:
+            raise RuntimeError("the program broke")
+
+    with pytest.raises(RuntimeError, match="broke"), Telemetry([], run_dir=tmp_path / "run") as telemetry:
+        attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+        program.learn(breaking)
+
+    run = read_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert len(run.records) == 1
+    assert taps_of(program) == []
+
+
+def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper_telemetry.adapters.torchrl import listener
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("telemetry is broken")
+
+    monkeypatch.setattr(listener, "rollout_event", fails)
+    monkeypatch.setattr(listener, "columns_of", fails)
+    program = Program()
+    torchrl_models.recorded_loop(program, tmp_path / "run")
+    bare = Program()
+    bare.learn()
+
+    expected = torchrl_models.fingerprint(bare)
+    assert all(torch.equal(expected[key], value) for key, value in torchrl_models.fingerprint(program).items())
+
+
+def test_off_installs_nothing_and_other_losses_are_refused() -> None:
+    program = Program()
+    with Telemetry([], run_dir=None, level="off") as telemetry:
+        assert attach_loss(telemetry, program.loss, program.optimizer, program.estimator) is None
+        assert taps_of(program) == []
+    with (
+        Telemetry([], run_dir=None) as telemetry,
+        pytest.raises(TypeError, match="ClipPPOLoss, got Telemetry and Linear"),
+    ):
+        attach_loss(telemetry, nn.Linear(1, 1), program.optimizer)
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_all_three_backends_hold_what_the_journal_holds(kind: str, tmp_path: Path) -> None:
+    run = RECORDERS[kind](Program(), tmp_path / "run", sinks=list(BACKENDS), offload=True, close_timeout=60)
+
+    assert [record.axes.env_step for record in run.records] == [FRAMES, 2 * FRAMES, 3 * FRAMES]
+    if kind == "trainer":
+        assert "torchrl/r_training" in run.records[-1].values
+    assert_the_same_numbers_in_all_four(tmp_path / "run")
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(torchrl_models.BROKEN[name]())[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 5
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    assert [alarm.type for alarm in alarms_of(Program(**{**torchrl_models.LARGE, "updates": 10}))] == []
+
+
+def alarms_of(program: Program) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+        program.learn()
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
+    """Returns of the last hundred episodes rise from 20 to over 60, and from -120 to over -100."""
+    settings: dict[str, Any] = {"envs": 8, "epochs": 10, "learning_rate": 1e-3, "width": 64}
+    cartpole = Program(steps=128, rows=256, updates=11, **settings)
+    settings |= {"scale": 0.1, "estimator": {"gamma": 0.95}, "loss": {"entropy_coeff": 0.0}}
+    pendulum = Program("Pendulum-v1", steps=200, rows=200, updates=20, **settings)
+    runs = [
+        torchrl_models.recorded_loop(program, tmp_path / name)
+        for name, program in {"cartpole": cartpole, "pendulum": pendulum}.items()
+    ]
+
+    returns = [[record.values["episode/return_mean_100"] for record in run.records] for run in runs]
+    assert returns[0][0] < 30
+    assert returns[0][-1] > 60
+    assert returns[1][0] < -110
+    assert returns[1][-1] > -100
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
+    """The TensorBoard files of a `PPOTrainer`: each tag stands for a key, or is named as unread."""
+    from torchrl.record.loggers import TensorboardLogger
+
+    trainer = Program(env, updates=6).trainer(logger=TensorboardLogger(exp_name="logs", log_dir=str(tmp_path)))
+    trainer.train()
+
+    run = read_foreign(read_source(f"tensorboard:{tmp_path}/logs"))
+
+    assert run.trainer == "TorchRL"
+    assert [record.axes.env_step for record in run.records] == [FRAMES * update for update in range(1, 7)]
+    assert {"policy/kl_k1", "policy/clip_frac", "policy/entropy", "grad/global/norm_preclip", "reward/mean"} <= set(
+        run.used
+    )
+    assert set(run.unused) == {
+        *("action_norm", "action_norm_std", "done_percentage", "loss_critic", "loss_entropy", "optim_steps"),
+        *("r_max", "r_total", "r_training_std"),
+    }
