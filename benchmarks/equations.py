@@ -433,7 +433,7 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
                 attach(telemetry, source)
                 source.learn(total_steps=updates * 8 * source.config.num_steps)
             else:
-                model = adapters.MODELS[trainer][0]()
+                model = getattr(adapters, trainer)()
                 model.learn(updates * model.n_steps * model.n_envs, callback=TelemetryCallback(telemetry))
         count = len(read_run(Path(directory) / "run").records)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
