@@ -194,6 +194,7 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
     flags = zip(columns["valid"], counts, strict=True)
     example = next((valid for valid in columns["valid"] if valid is not None), None)
     ratios = columns["head_log_ratios"]
+    losses = _by_name(columns["losses"], torch.stack)
     return MinibatchesEnd(
         epochs=columns["epoch"],
         counts=counts,
@@ -202,7 +203,7 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         valid=None
         if example is None
         else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
-        losses=_by_name(columns["losses"], torch.stack),
+        losses={name: column for name, column in losses.items() if len(column) == len(counts)},
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
         log_std=_by_name([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
