@@ -181,12 +181,14 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
 
 
 def preload() -> None:
-    """Import what programs import."""
+    """Import what programs import, torch's compiler among it, which the first optimizer imports: it takes half the time of a program."""
     import sb3_contrib
     import stable_baselines3
     import torch
+    import torch._dynamo
 
     import esper_telemetry.adapters.sb3
+    import esper_telemetry.adapters.script.listener
     import esper_telemetry.cli.main
     import esper_telemetry.lab.faults.runs
     import esper_telemetry.pipeline.run

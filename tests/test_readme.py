@@ -47,7 +47,7 @@ def test_every_link_leads_to_a_file() -> None:
     links = re.findall(r"\]\((.+?)\)", PROSE) + re.findall(r"`(examples/\w+\.py)`", PROSE)
 
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -111,4 +111,4 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     codes = {shlex.join(words): run(words) for words in COMMANDS if words[0] != "run"}
 
     assert codes == dict.fromkeys(codes, 0)
-    assert read_run("runs/cartpole").records[-1].axes.env_step >= 30_000
+    assert read_run("runs/a").records[-1].axes.env_step >= 20_000

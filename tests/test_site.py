@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import glossary
 import pytest
 
 import esper_telemetry
@@ -42,3 +43,9 @@ def test_the_api_page_describes_every_public_name(site: Path) -> None:
 
 def test_no_page_asks_another_host(site: Path) -> None:
     assert not [path for path in site.rglob("*.html") if REQUEST.search(path.read_text(encoding="utf-8"))]
+
+
+def test_the_command_page_has_the_options_as_they_are() -> None:
+    written = glossary.COMMANDS_PAGE.read_text(encoding="utf-8")
+
+    assert written == glossary.command_page(), "run: python docs/glossary.py"
