@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 FAILURE, INTERVENTION = "failure", "intervention"
 
-FAILED: Final = 1
+FAIL_ON: Final = 3
+"""Exit code of a run that has what `--fail-on` names; 1 says that the command itself failed."""
 
 
 def diagnose(options: Diagnose) -> int:
@@ -36,7 +37,7 @@ def diagnose(options: Diagnose) -> int:
     if bool(options.run_dir) == bool(options.source):
         raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
     fails = _diagnose_logs(options) if options.source else _diagnose_journal(options)
-    return FAILED if fails else 0
+    return FAIL_ON if fails else 0
 
 
 def _diagnose_journal(options: Diagnose) -> bool:
