@@ -41,9 +41,9 @@ pytest: install
 	@echo "Running the tests"
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL and TorchRL
+test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL, TorchRL and TRL, where they are installed
 	@echo "Running the tests of the adapters"
-	@$(BIN)/pytest -q -m sb3 --numprocesses auto --maxprocesses 4
+	@$(BIN)/pytest -q -m "sb3 or trl" --numprocesses auto --maxprocesses 4
 
 test-slow: install  ## learning curves over five seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"

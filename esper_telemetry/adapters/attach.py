@@ -100,6 +100,15 @@ class JoiningSource(Protocol):
         """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
 
 
+@runtime_checkable
+class ExtendedSource(Protocol):
+    """A source that emits events beyond those of `events`, and says what joins them."""
+
+    @property
+    def extensions(self) -> Collection[type[UpdateExtension]]:
+        """Classes that join its own events; those of plugins are asked as well."""
+
+
 class Checkpointable(Protocol):
     """State that a checkpoint saves and loads."""
 
@@ -158,8 +167,9 @@ class UpdateCollector:
         self._listens_to_trunk = self._keeps_critic = self._sampled = False
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
+        kinds = (*update_extensions(), *(source.extensions if isinstance(source, ExtendedSource) else ()))
         self._extensions: list[tuple[type[UpdateExtension], list[Any]]] = [
-            (kind, listener.keep(kind.event_type)) for kind in update_extensions()
+            (kind, listener.keep(kind.event_type)) for kind in kinds
         ]
         self._columns, self._critic = MinibatchBuffer(COLUMNS), MinibatchBuffer(CRITIC_COLUMNS)
         self._minibatches = listener.keep(MinibatchesEnd)

@@ -98,6 +98,8 @@ def _diagnose_logs(options: Diagnose) -> int:
         print("\nRead as:")
         for key, tag in view.used.items():
             print(f"  {key}: {tag}")
+        if view.unused:
+            print(f"\nNot read: {', '.join(view.unused)}")
     return _exit_code(verdict, "", options.fail_on)
 
 

@@ -149,7 +149,7 @@ class ScriptTelemetry:
 
     def __post_init__(self) -> None:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
-        self._taps = Taps(self._make_listener, self._with_callback)
+        self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
 

@@ -51,6 +51,21 @@ class Pendulum(VecEnv):  # type: ignore[misc] # the package has no type informat
         return self.get_observations(), paid, done, {"time_outs": torch.as_tensor(np.asarray(truncated))}
 
 
+class Larger(SignedCartPole):
+    """Rewards 10,000 times as large."""
+
+    def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
+        observations, rewards, dones, extras = super().step(actions)
+        return observations, 1e4 * rewards, dones, extras
+
+
+class Blind(SignedCartPole):
+    """Observations that are always the same."""
+
+    def get_observations(self) -> TensorDict:
+        return super().get_observations() * 0
+
+
 GAUSSIAN = {"class_name": "GaussianDistribution", "init_std": 1.0}
 
 
@@ -111,6 +126,31 @@ RUNNERS: Mapping[str, Callable[..., OnPolicyRunner]] = {
     "beta": lambda **changes: runner(distribution={"class_name": "BetaDistribution"}, **changes),
     "lstm": lambda **changes: runner(short_pendulum, model="RNNModel", **changes),
     "gru": lambda **changes: runner(model="RNNModel", model_rnn_type="gru", model_rnn_num_layers=2, **changes),
+}
+
+
+LARGE: Mapping[str, Any] = {"envs": 16, "steps": 64, "num_learning_epochs": 4}
+"""Settings with which CartPole is learned."""
+
+
+def drifting_normalizer() -> OnPolicyRunner:
+    """Statistics of observations change between acting and training, as in RSL-RL before leggedrobotics/rsl_rl#225."""
+    model = runner(model_obs_normalization=True, **LARGE)
+    alg, compute_returns = model.alg, model.alg.compute_returns
+
+    def compute_returns_and_update(observations: TensorDict) -> None:
+        compute_returns(observations)
+        alg.actor.update_normalization(alg.storage.observations.flatten(0, 1))
+
+    alg.compute_returns = compute_returns_and_update
+    return model
+
+
+BROKEN: Mapping[str, Callable[[], OnPolicyRunner]] = {
+    "learning_rate_x100": lambda: runner(schedule="fixed", learning_rate=0.1, **LARGE),
+    "reward_1e4": lambda: runner(Larger, **LARGE),
+    "constant_observations": lambda: runner(Blind, **LARGE),
+    "drifting_normalizer": drifting_normalizer,
 }
 
 

@@ -18,10 +18,12 @@ pytest.importorskip("gymnasium", reason="needs gymnasium")
 import rsl_rl_models
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 
-from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.rsl_rl import attach_runner
 from esper_telemetry.adapters.taps import Tap
+from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.equations.equation import EQUATION_KEY, equation_results
+from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = pytest.mark.sb3
 
@@ -258,3 +260,79 @@ def test_the_class_path_of_the_logger_records_the_same(tmp_path: Path) -> None:
     assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
     assert (tmp_path / "logs/model_1.pt").exists()
     assert taps_of(model) == []
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(rsl_rl_models.BROKEN[name](), iterations=6)[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "RNNModel"}, {"model_obs_normalization": True}])
+def test_a_healthy_run_raises_nothing(settings: dict[str, Any]) -> None:
+    """The rate follows the KL divergence, and changes by a factor of a hundred within one update."""
+    raised = alarms_of(rsl_rl_models.runner(**rsl_rl_models.LARGE, **settings), iterations=12)
+
+    assert [alarm.type for alarm in raised] == []
+
+
+def alarms_of(model: Any, iterations: int) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        attach_runner(telemetry, model)
+        rsl_rl_models.learn(model, iterations)
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
+    """Returns of the last hundred episodes rise from 17 to over 100, and from -120 to over -50."""
+    cartpole = rsl_rl_models.recorded_run(
+        rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20
+    )
+    settings: dict[str, Any] = {
+        "num_learning_epochs": 10,
+        "gamma": 0.95,
+        "entropy_coef": 0.0,
+        "model_obs_normalization": True,
+    }
+    model = rsl_rl_models.runner(rsl_rl_models.Pendulum, envs=16, steps=128, **settings)
+    pendulum = rsl_rl_models.recorded_run(model, tmp_path / "pendulum", iterations=26)
+
+    assert cartpole.records[0].values["episode/return_mean_100"] < 30
+    assert cartpole.records[-1].values["episode/return_mean_100"] > 100
+    assert pendulum.records[3].values["episode/return_mean_100"] < -100
+    assert pendulum.records[-1].values["episode/return_mean_100"] > -50
+
+
+@pytest.mark.parametrize("name", ["cartpole", "pendulum"])
+def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
+    """The TensorBoard files of RSL-RL: each tag stands for a key, or is named as unread."""
+    model = rsl_rl_models.RUNNERS[name](log_dir=tmp_path / "logs")
+    rsl_rl_models.learn(model, 12)
+
+    run = read_foreign(read_source(f"tensorboard:{tmp_path}/logs"))
+
+    assert run.trainer == "RSL-RL"
+    assert len(run.records) == 12
+    assert {"loss/value", "loss/policy", "policy/entropy", "opt/lr", "episode/return_mean_100"} <= set(run.used)
+    assert set(run.unused) == {
+        *("Perf/collection_time", "Perf/learning_time"),
+        *("Train/mean_reward/time", "Train/mean_episode_length/time"),
+    }

@@ -17,10 +17,12 @@ import torchrl_models
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from torchrl_models import FRAMES, Program
 
-from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss
+from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]
 """TorchRL warns of its own deprecated names."""
@@ -229,3 +231,77 @@ def test_all_three_backends_hold_what_the_journal_holds(kind: str, tmp_path: Pat
     if kind == "trainer":
         assert "torchrl/r_training" in run.records[-1].values
     assert_the_same_numbers_in_all_four(tmp_path / "run")
+
+
+CAUSES = {
+    "learning_rate_x100": {"policy/kl_spike", "opt/update_too_large"},
+    "reward_1e4": {"reward/unscaled"},
+    "constant_observations": {"obs/constant"},
+    "drifting_normalizer": {"integrity/ratio_init"},
+}
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_names_the_fault(name: str) -> None:
+    first = alarms_of(torchrl_models.BROKEN[name]())[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 5
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    assert [alarm.type for alarm in alarms_of(Program(**{**torchrl_models.LARGE, "updates": 10}))] == []
+
+
+def alarms_of(program: Program) -> list[Alarm]:
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(received.append)
+        attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+        program.learn()
+        live = list(received)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
+    """Returns of the last hundred episodes rise from 20 to over 60, and from -120 to over -100."""
+    settings: dict[str, Any] = {"envs": 8, "epochs": 10, "learning_rate": 1e-3, "width": 64}
+    cartpole = Program(steps=128, rows=256, updates=11, **settings)
+    settings |= {"scale": 0.1, "estimator": {"gamma": 0.95}, "loss": {"entropy_coeff": 0.0}}
+    pendulum = Program("Pendulum-v1", steps=200, rows=200, updates=20, **settings)
+    runs = [
+        torchrl_models.recorded_loop(program, tmp_path / name)
+        for name, program in {"cartpole": cartpole, "pendulum": pendulum}.items()
+    ]
+
+    returns = [[record.values["episode/return_mean_100"] for record in run.records] for run in runs]
+    assert returns[0][0] < 30
+    assert returns[0][-1] > 60
+    assert returns[1][0] < -110
+    assert returns[1][-1] > -100
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
+    """The TensorBoard files of a `PPOTrainer`: each tag stands for a key, or is named as unread."""
+    from torchrl.record.loggers import TensorboardLogger
+
+    trainer = Program(env, updates=6).trainer(logger=TensorboardLogger(exp_name="logs", log_dir=str(tmp_path)))
+    trainer.train()
+
+    run = read_foreign(read_source(f"tensorboard:{tmp_path}/logs"))
+
+    assert run.trainer == "TorchRL"
+    assert [record.axes.env_step for record in run.records] == [FRAMES * update for update in range(1, 7)]
+    assert {"policy/kl_k1", "policy/clip_frac", "policy/entropy", "grad/global/norm_preclip", "reward/mean"} <= set(
+        run.used
+    )
+    assert set(run.unused) == {
+        *("action_norm", "action_norm_std", "done_percentage", "loss_critic", "loss_entropy", "optim_steps"),
+        *("r_max", "r_total", "r_training_std"),
+    }

@@ -178,6 +178,17 @@ class Program:
             )
 
 
+LARGE: Mapping[str, Any] = {"steps": 256, "rows": 128, "epochs": 4, "updates": 6}
+"""Settings of a rollout that is large enough to judge."""
+
+BROKEN: Mapping[str, Callable[[], Program]] = {
+    "learning_rate_x100": lambda: Program(learning_rate=3e-2, **LARGE),
+    "reward_1e4": lambda: Program(scale=1e4, **LARGE),
+    "constant_observations": lambda: Program(blind=True, **LARGE),
+    "drifting_normalizer": lambda: Program(observed=DriftingNormalizer(), **LARGE),
+}
+
+
 def recorded_loop(
     program: Program, run_dir: Path, *, sinks: Sequence[str] = (), facts: Any = None, **settings: Any
 ) -> Run:

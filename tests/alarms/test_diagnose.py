@@ -94,7 +94,7 @@ def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytes
     cause = said(["diagnose", str(journal(tmp_path / "b", run(60, set_to({"policy/kl": 2.0}))))], capsys)[1]
 
     assert "policy/ratio_collapse (still on)" in effect
-    assert "Unexplained: the run is flat, and the alarms above say how and not why." in " ".join(effect.split())
+    assert "Unexplained: the run is flat, and its alarms say how and not why." in " ".join(effect.split())
     assert "policy/kl_spike (still on)" in cause and "Unexplained" not in cause
 
 

@@ -184,10 +184,8 @@ class ScriptListener:
 
     def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
         """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""
-        optimizers = list(self._optimizers)
-        if len(optimizers) > 1:
-            leaves = {id(leaf) for leaf in leaves_of(loss)}
-            optimizers = [one for one in optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
+        leaves = {id(leaf) for leaf in leaves_of(loss)}
+        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
         return optimizers[0] if len(optimizers) == 1 else None
 
     def _find_accumulation(self) -> None:

@@ -204,8 +204,8 @@ class KlStallJudge(AnnealedRate):
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
         lowered = 1.0
-        if rate and rate > 0 and self.highest > 0 and not self.abrupt:
-            lowered = max(MIN_LOWERED, min(1.0, rate / self.highest) ** 2)
+        if rate is not None and 0 < rate < self.highest and not self.abrupt:
+            lowered = max(MIN_LOWERED, (rate / self.highest) ** 2)
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
         entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))

@@ -286,10 +286,10 @@ class OutcomeJudge:
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = course.kind, None
-        if shift and (few or kind is OutcomeKind.FLAT):
-            kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
-        elif kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
+        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
             kind = OutcomeKind.DECLINING
+        elif shift and (few or kind is OutcomeKind.FLAT):
+            kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
         if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < flat_episodes(key)):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
