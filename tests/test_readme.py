@@ -30,7 +30,7 @@ HAND_WRITTEN = [
 ]
 HISTORY = re.compile(
     r"\b(had been|where it (had|was)|used to|no longer|formerly|since then|turned out|earlier (version|sitting|system)"
-    r"|older (system|version)|before the last)\b",
+    r"|older (system|version)|before the last(?! update))\b",
     re.IGNORECASE,
 )
 PROGRESS_CSV = "time/total_timesteps,train/approx_kl,train/policy_gradient_loss\n" + "".join(
