@@ -1,14 +1,8 @@
 """The command line: the arguments of every command, and the dispatch to the module that implements it.
 
-<<<<<<< HEAD
-Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed), 3 the run has what `diagnose
---fail-on` names; 130 interrupted and 143 ended by SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments
-it prints the help and exits with 0, as pip, cargo and docker do.
-=======
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed), 3 the run has what
 `diagnose --fail-on` names; 130 interrupted and 143 ended by SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without
 arguments it prints the help and exits with 0, as pip, cargo and docker do.
->>>>>>> main
 
 Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose`, `report` and
 `doctor` start without torch.
