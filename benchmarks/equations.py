@@ -428,7 +428,7 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
     def timed_checks(*args: Any) -> Any:
         return (timed("worker", lambda check=one: [*check()]) for one in equation_checks(*args))
 
-    groups.equation_checks = timed_checks  # type: ignore[assignment]  # an import of that module
+    groups.equation_checks = timed_checks  # type: ignore[attr-defined, assignment]  # an import of that module
     with tempfile.TemporaryDirectory() as directory:
         telemetry = Telemetry([], run_dir=Path(directory) / "run", level="debug", offload=False)
         with telemetry:
