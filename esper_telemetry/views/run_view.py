@@ -593,7 +593,12 @@ class RunView:
         if not lines:
             return None
         info = self.info.describe(lines[0].key)
-        name = info.name if info and info.name else lines[0].key
+        key = lines[0].key
+        name = info.name if info and info.name else key
+        template = template_of(key, self.info.metrics)
+        if info and template != key and len(lines) == 1:  # which of the metrics of that name it is
+            places = zip(template.split("/"), key.split("/"), strict=False)
+            name += "".join(f" ({own})" for declared, own in places if declared.startswith("{"))
         return ChartView(
             title=declared.title or name[:1].upper() + name[1:],
             unit=info.unit if info and info.unit.strip("1") else "",
