@@ -403,9 +403,10 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
     from esper_telemetry.adapters import replayed, sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
     from esper_telemetry.updates import groups
+    from esper_telemetry.updates.equations import equation_checks
 
     torch.set_num_threads(1)
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -423,8 +424,11 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
     ):
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
-    checks = groups.equation_checks
-    groups.equation_checks = lambda *args: (timed("worker", lambda check=one: [*check()]) for one in checks(*args))
+
+    def timed_checks(*args: Any) -> Any:
+        return (timed("worker", lambda check=one: [*check()]) for one in equation_checks(*args))
+
+    groups.equation_checks = timed_checks  # type: ignore[attr-defined]  # an import of that module
     with tempfile.TemporaryDirectory() as directory:
         telemetry = Telemetry([], run_dir=Path(directory) / "run", level="debug", offload=False)
         with telemetry:

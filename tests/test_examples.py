@@ -175,6 +175,48 @@ def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "policy/kl_spike: Since update" in printed
 
 
+@pytest.mark.trl
+@pytest.mark.filterwarnings("ignore")  # transformers and TRL announce changes of their own
+def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four optimizer steps are two updates, each of 32 completions."""
+    pytest.importorskip("trl", reason="the example needs esper-telemetry[trl]")
+    monkeypatch.setattr(sys, "argv", ["examples/language_model.py", "--steps", "4", "--run-dir", "run"])
+    runpy.run_path(str(EXAMPLES / "language_model.py"), run_name="__main__")
+
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [32, 64]
+    assert all({"policy/kl", "lm/entropy", "trl/reward"} <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
+@pytest.mark.parametrize("options", [(), ("--writer",)])
+def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `attach_runner` and by the configuration: a record for each iteration."""
+    pytest.importorskip("rsl_rl", reason="needs rsl-rl-lib")
+    run("rsl_rl_runner", monkeypatch, *options)
+
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
+    keys = {"policy/kl", "grad/actor/norm_preclip", "rsl_rl/loss/surrogate"}
+    assert all(keys <= record.values.keys() for record in result.records)
+
+
+@pytest.mark.sb3
+@pytest.mark.filterwarnings("ignore")  # TorchRL warns of its own deprecated names
+def test_torchrl_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record for each batch of the collector."""
+    pytest.importorskip("torchrl", reason="needs torchrl")
+    run("torchrl_loop", monkeypatch)
+
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert [record.axes.gradient_step for record in result.records] == [40, 80]
+    assert all(
+        {"policy/kl", "adv/raw/std", "episode/return_mean_100"} <= record.values.keys() for record in result.records
+    )
+
+
 @pytest.mark.sb3
 def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
