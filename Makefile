@@ -41,9 +41,9 @@ pytest: install
 	@echo "Running the tests"
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL and TorchRL
+test-adapters: install  ## the adapters against the real Stable-Baselines3, sb3-contrib, RSL-RL, TorchRL and TRL, where they are installed
 	@echo "Running the tests of the adapters"
-	@$(BIN)/pytest -q -m sb3 --numprocesses auto --maxprocesses 4
+	@$(BIN)/pytest -q -m "sb3 or trl" --numprocesses auto --maxprocesses 4
 
 test-slow: install  ## learning curves over five seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
@@ -59,18 +59,22 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: install  ## speed and memory beside other trainers and loggers; see docs/benchmarks.md
-	@echo "Measuring (close other programs; this takes some minutes)"
-	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64
-	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3
-	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3
-	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3
-	@$(BIN)/python benchmarks/overhead.py
-	@$(BIN)/python benchmarks/delivery.py
-	@$(BIN)/python benchmarks/paced.py
+bench: install  ## speed and memory beside other trainers and loggers, into docs/benchmarks.json and docs/benchmarks.md (an hour)
+	@echo "Measuring (close other programs; this takes about an hour)"
+	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64 --save
+	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3 --save
+	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3 --save
+	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3 --save
+	@$(BIN)/python benchmarks/durations.py phases
+	@$(BIN)/python benchmarks/durations.py durations
+	@$(BIN)/python benchmarks/overhead.py --save
+	@$(BIN)/python benchmarks/adapters.py --save
+	@$(BIN)/python benchmarks/delivery.py --save
+	@$(BIN)/python benchmarks/paced.py --save
 
 docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py
+	@$(BIN)/python benchmarks/results.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "wrote build/site/index.html"
 

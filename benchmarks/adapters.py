@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import turns
+from results import Row, save
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/adapters"))  # the small models of the tests
 
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
+    parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
@@ -202,6 +204,8 @@ def main() -> None:
             f"{name:>14} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
             flush=True,
         )
+    if options.save:
+        save("adapters", [Row(f"{row['model']} ({options.turns})", str(row["thread"]), "no callback") for row in rows])
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

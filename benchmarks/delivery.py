@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import Row, save
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, Telemetry
 from esper_telemetry.delivery.live import Deliveries
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=2000)
     parser.add_argument("--keys", type=int, default=100)
     parser.add_argument("--per-second", type=float, default=40.0)
+    parser.add_argument("--save", action="store_true", help="put the medians into docs/benchmarks.json")
     options = parser.parse_args()
     os.environ.setdefault("WANDB_SILENT", "true")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
@@ -82,7 +84,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     report = deliveries.close(600.0)
     telemetry.close()
     theirs.finish()
-    show(times, took, report.complete, run_dir, len(rows) * options.keys)
+    show(times, took, report.complete, run_dir, len(rows) * options.keys, save_rows=options.save)
 
 
 def numbers(records: int, keys: int) -> list[dict[str, float]]:
@@ -114,8 +116,20 @@ def cost_of(pid: int) -> dict[str, float]:
     return {"memory": resident / 1024, "cpu": (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")}
 
 
-def show(times: dict[str, list[float]], child: dict[str, float], complete: bool, run_dir: Path, values: int) -> None:
+def show(
+    times: dict[str, list[float]],
+    child: dict[str, float],
+    complete: bool,
+    run_dir: Path,
+    values: int,
+    *,
+    save_rows: bool,
+) -> None:
     theirs = times["wandb.log"]
+    if save_rows:
+        others = f"`wandb.log` {middle(theirs) * 1e6:.0f} µs"
+        mine = {name: taken for name, taken in times.items() if name != "wandb.log"}
+        save("delivery", [Row(name, f"{middle(taken) * 1e6:.0f} µs", others) for name, taken in mine.items()])
     print(f"{'':14}{'median':>10}{'p99':>10}{'ratio of medians':>20}{'of p99':>10}")
     for name, taken in times.items():
         ratios = (middle(taken) / middle(theirs), late(taken) / late(theirs))

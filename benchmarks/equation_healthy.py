@@ -195,6 +195,11 @@ def _programs() -> Iterator[Healthy]:
     yield Healthy("own loop one minibatch", script, ("--num-minibatches", "1"), OWN_LOOP)
     yield Healthy("own loop γ = 1", script, ("--gamma", "1"), OWN_LOOP)
     yield Healthy("subclass ppo", PROGRAMS / "sb3_program.py")
+    counter = (("for n_steps in range(n_rollout_steps)", "for place in range(n_rollout_steps)"),)
+    step = "            self.num_timesteps += env.num_envs\n"
+    hidden = ((step + "            callback.update_locals(locals())", step + "            callback.update_locals({})"),)
+    yield Healthy("subclass ppo other counter", PROGRAMS / "sb3_program.py", (), counter)
+    yield Healthy("subclass ppo without variables", PROGRAMS / "sb3_program.py", (), (*counter, *hidden))
     yield Healthy("subclass ppo push", PROGRAMS / "sb3_program.py", FORCE)
     variants: dict[str, tuple[str, ...]] = {
         "": (),

@@ -3,6 +3,7 @@
     python benchmarks/equations.py bugs                    # every mistake; half an hour
     python benchmarks/equations.py bugs --only sb3-adv     # those whose name contains this
     python benchmarks/equations.py healthy --seeds 2
+    python benchmarks/equations.py cost --only ppo         # processor time of the checks; of ppo, recurrent_ppo, bundled
     python benchmarks/equations.py sound                   # do the mistakes change what is trained? without telemetry
 
 Each program runs in a process of its own with one torch thread, with the checks in every update (level debug). `bugs` shows for each
@@ -17,6 +18,7 @@ import atexit
 import json
 import os
 import re
+import resource
 import runpy
 import signal
 import sys
@@ -25,11 +27,12 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import adapters
 import equation_bugs_loop as loop
 import equation_bugs_rollout as rollout
 import equation_bugs_sb3 as sb3
@@ -181,12 +184,14 @@ def forked(command: Sequence[str], directory: Path, limit_seconds: float = TIME_
 
 
 def preload() -> None:
-    """Import what programs import."""
+    """Import what programs import, torch's compiler among it, which the first optimizer imports: it takes half the time of a program."""
     import sb3_contrib
     import stable_baselines3
     import torch
+    import torch._dynamo
 
     import esper_telemetry.adapters.sb3
+    import esper_telemetry.adapters.script.listener
     import esper_telemetry.cli.main
     import esper_telemetry.lab.faults.runs
     import esper_telemetry.pipeline.run
@@ -390,9 +395,59 @@ def check_soundness(bugs: Sequence[Bug]) -> list[str]:
     return unsound
 
 
+def measure_cost(trainer: str, updates: int = 2) -> None:
+    """Print the processor time of the checks in each sampled update of a trainer in this process, by where they run, and peak memory."""
+    import torch
+
+    from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+    from esper_telemetry.adapters import replayed, sampled, step_checks
+    from esper_telemetry.adapters.sb3 import TelemetryCallback
+    from esper_telemetry.updates import groups
+    from esper_telemetry.updates.equations import equation_checks
+
+    torch.set_num_threads(1)
+    seconds: defaultdict[str, float] = defaultdict(float)
+
+    def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            result = function(*args, **options)
+            seconds[label] += time.thread_time() - began
+            return result
+
+        return call
+
+    for owner, names in (
+        (step_checks.StepProbe, ("_objective", "_backward", "_optimizer_step", "_end")),
+        (replayed.CollectionProbe, ("_values", "_log_probs")),
+        (sampled.ReplayProbe, ("_first_minibatch", "_used_advantages", "_after_minibatches")),
+    ):
+        for name in names:
+            setattr(owner, name, timed("training thread", getattr(owner, name)))
+
+    def timed_checks(*args: Any) -> Any:
+        return (timed("worker", lambda check=one: [*check()]) for one in equation_checks(*args))
+
+    groups.equation_checks = timed_checks  # type: ignore[attr-defined]  # an import of that module
+    with tempfile.TemporaryDirectory() as directory:
+        telemetry = Telemetry([], run_dir=Path(directory) / "run", level="debug", offload=False)
+        with telemetry:
+            if trainer == "bundled":
+                source = PPO(make_env("CartPole-v1", num_envs=8), PPOConfig())
+                attach(telemetry, source)
+                source.learn(total_steps=updates * 8 * source.config.num_steps)
+            else:
+                model = getattr(adapters, trainer)()
+                model.learn(updates * model.n_steps * model.n_envs, callback=TelemetryCallback(telemetry))
+        count = len(read_run(Path(directory) / "run").records)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    figures = ", ".join(f"{label} {1000 * spent / count:.1f} ms" for label, spent in sorted(seconds.items()))
+    print(f"{trainer}: {figures} per sampled update; peak memory {peak:.0f} MB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bugs", "healthy", "sound"])
+    parser.add_argument("what", choices=["bugs", "healthy", "cost", "sound"])
     parser.add_argument("--only", nargs="*", default=[], help="pieces of names")
     parser.add_argument("--after", help="only programs after this one")
     parser.add_argument("--every", type=int, default=1, help="only every such program")
@@ -401,6 +456,10 @@ def main() -> None:
     parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
     options = parser.parse_args()
     preload()
+    if options.what == "cost":
+        for trainer in options.only or ("ppo", "recurrent_ppo", "bundled"):
+            measure_cost(trainer)
+        return
 
     def chosen(name: str) -> bool:
         return not options.only or any(piece in name for piece in options.only)

@@ -1,17 +1,21 @@
 """Make `esper_telemetry/alarms/healthy_values.json`: quantiles of metrics in healthy runs by kind of task.
 
 python benchmarks/healthy_values.py DIRECTORY [--seeds 2]
+python benchmarks/healthy_values.py --bed
 
 Trains the bundled PPO and Stable-Baselines3 on classic control and cue recall, in DIRECTORY; runs that are there already are used again.
+With `--bed` the runs are those of correct programs in the tuning half of `benchmarks/bed`, and kinds of task that it lacks keep their rows.
 A run counts where its outcome is solved, learning or converged and no alarm about training was raised.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from esper_telemetry.alarms.diagnosis import diagnose
@@ -19,6 +23,7 @@ from esper_telemetry.alarms.verdict.outcome import GOOD
 from esper_telemetry.alarms.verdict.unusual import RunValues, kind_of_task, quantiles_of
 from esper_telemetry.journal.read import read_run
 
+BED = Path(__file__).parent / "bed"
 TABLE = Path(__file__).parents[1] / "esper_telemetry" / "alarms" / "healthy_values.json"
 
 BUNDLED = {
@@ -66,22 +71,39 @@ def train(directory: Path, seeds: int) -> None:
                 subprocess.run([sys.executable, "-c", SB3_SCRIPT, arguments], stdout=subprocess.DEVNULL, check=False)
 
 
+def runs_of_bed() -> Iterator[Path]:
+    """Yield the runs of correct programs in the tuning half of the bed."""
+    sys.path[:0] = [str(BED), str(BED.parent)]
+    programs = importlib.import_module("bed_programs").PROGRAMS_OF_BED
+    twins = {one.twin for one in programs if one.kind == "wrong" and one.half == "tuning"}
+    for one in programs:
+        if one.name in twins or (one.half == "tuning" and one.kind in ("variant", "published")):
+            yield from sorted((BED.parents[1] / "runs" / "bed" / one.name).glob("*/run"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--bed", action="store_true")
     options = parser.parse_args()
-    options.directory.mkdir(parents=True, exist_ok=True)
-    train(options.directory, options.seeds)
+    if options.bed:
+        paths = list(runs_of_bed())
+    elif options.directory:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        train(options.directory, options.seeds)
+        paths = sorted(options.directory.iterdir())
+    else:
+        parser.error("give DIRECTORY or --bed")
     kinds: dict[str, list[dict[str, list[float]]]] = {}
-    for path in sorted(options.directory.iterdir()):
+    for path in paths:
         run = read_run(path)
         verdict = diagnose(run.info.facts, run.records, status=run.status)
         alarms = {incident.cause for incident in verdict.incidents if not incident.cause.startswith("telemetry/")}
         healthy = verdict.outcome.kind in GOOD and not alarms
-        print(
-            f"{path.name}: {verdict.outcome.text}; {', '.join(sorted(alarms)) or 'no alarm'}{'' if healthy else ' (left out)'}"
-        )
+        left_out = "" if healthy else " (left out)"
+        name = path.relative_to(path.parents[2])
+        print(f"{name}: {verdict.outcome.text}; {', '.join(sorted(alarms)) or 'no alarm'}{left_out}")
         if healthy:
             values = RunValues()
             for record in run.records:
@@ -93,7 +115,9 @@ def main() -> None:
         kind: {key: [float(f"{value:.3g}") for value in quantiles] for key, quantiles in quantiles_of(runs)}
         for kind, runs in sorted(kinds.items())
     }
-    counts = {kind: len(runs) for kind, runs in sorted(kinds.items())}
+    before = json.loads(TABLE.read_text(encoding="utf-8"))
+    counts = {**before["runs"], **{kind: len(runs) for kind, runs in sorted(kinds.items())}}
+    table = {**before["kinds"], **table}
     lines = [
         f'  "{kind}": {{\n' + ",\n".join(f'   "{key}": {json.dumps(row)}' for key, row in rows.items()) + "\n  }"
         for kind, rows in table.items()

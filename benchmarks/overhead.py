@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 from contenders import OPENING_SECONDS, Work, attached, ours, trained
 from gradient_passes import DEBUG, LIMITS, NORMAL, OURS, TORCH, Gradients, passes
@@ -57,6 +58,8 @@ TURNS, TURN_UPDATES = 60, 8
 
 WATCHED = ("MLP 64x64", "LSTM 512")
 """Networks whose whole steps are compared."""
+
+MINIBATCHES = Work(0, 0).epochs * Work(0, 0).minibatches
 
 Row = dict[str, Any]
 
@@ -224,12 +227,28 @@ def table(title: str, rows: list[Row]) -> Table:
     return found
 
 
+def page_rows(part: str, rows: list[Row]) -> dict[str, list[results.Row]]:
+    """Return the rows of the page by table."""
+    if part == "runs":
+        speed = [results.Row(row["network"], str(row["wall_ratio"]), "telemetry off") for row in rows]
+        clocked = []
+        for row in rows:
+            taken = row["microseconds_per_update"] + row["microseconds_per_minibatch"] * MINIBATCHES
+            share = f"{100 * taken / row['update_microseconds']:.1f} %"
+            clocked.append(results.Row(f"share of an update, {row['network']}", share))
+        return {"runs": speed, "runs_clocked": clocked}
+    other = "`clip_grad_norm_`" if part == "passes" else "bare step"
+    timed = [row for row in rows if row.get("ratio") is not None]
+    return {part: [results.Row(f"{row['contender']}, {row['network']}", f"{row['ratio']:.3f}", other) for row in timed]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender")
     parser.add_argument("--steps", type=int, default=100_000, help="environment steps of a whole run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
+    parser.add_argument("--save", action="store_true", help="put the figures into docs/benchmarks.json")
     parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -252,6 +271,9 @@ def main() -> None:
     for part in options.parts or PARTS:
         found[part] = list(measures[part]())
         Console(width=160).print(table(f"{part}, {options.rounds} rounds", found[part]))
+        if options.save:
+            for key, rows in page_rows(part, found[part]).items():
+                results.save(key, rows)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import turns
+from results import Row, save
 from torch import nn
 
 from esper_telemetry import Telemetry
@@ -114,10 +115,18 @@ def compare(options: argparse.Namespace) -> None:
     print(
         f"{steps} optimizer steps per update, {options.keys} numbers, {options.turns} turns of {options.updates} updates"
     )
+    rows = []
     for name, figures in found.items():
         speed = statistics.median(options.updates / one["wall"] for one in figures)
         wall, thread = (turns.ratio(found[NOTHING], figures, figure) for figure in ("wall", "thread"))
         print(f"{name:12}{speed:8.2f} updates/s, over {NOTHING}: {wall}; by the thread's processor time: {thread}")
+        if name != NOTHING:
+            rows += [
+                Row(f"{name}, wall time", str(wall), NOTHING),
+                Row(f"{name}, processor time", str(thread), NOTHING),
+            ]
+    if options.save:
+        save("paced", rows)
 
 
 def main() -> None:
@@ -127,6 +136,7 @@ def main() -> None:
     parser.add_argument("--per-second", type=float, default=40.0, help="updates that the bare loop does")
     parser.add_argument("--keys", type=int, default=120)
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps per update; by default as many as fit")
+    parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--alone", choices=[NOTHING, *SINKS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -30,6 +30,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from contenders import CONTENDERS, ENVIRONMENT, Run, Work
+from results import Row, save
+
+PEERS = {
+    "sb3": "Stable-Baselines3",
+    "sb3, native": "Stable-Baselines3, native",
+    "rsl_rl": "RSL-RL",
+    "cleanrl": "CleanRL `ppo.py`",
+    "cleanrl, native": "CleanRL `ppo.py`, native",
+}
+"""Names on the page."""
 
 LEAST_ROLLOUTS = 4
 """Rollouts of a run, however many environments there are."""
@@ -47,8 +57,8 @@ def spawn(contender: str, work: Work, cores: str | None) -> Run:
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> None:
-    """Prints medians of all contenders, and the first one's speed over each other's."""
+def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> list[Row]:
+    """Prints medians of all contenders, and the first one's speed over each other's; returns the rows of the page."""
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(rounds):
         for name in names:
@@ -59,12 +69,19 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
     print(
         f"{'':20}{'steps/CPU-s':>12}{'steps/s':>10}{'CPU ratio':>11}{'wall ratio':>11}{'MB':>6}{'return':>8}  returns"
     )
+    rows = []
+    what = (
+        f"LSTM of {work.lstm_size} units, {work.steps:,} steps" if work.lstm_size else f"{work.num_envs} environments"
+    )
     for name, found in runs.items():
         cpu, wall, peak, returns = (median_of(found, key) for key in ("cpu", "wall", "megabytes", "episode_return"))
         pairs = list(zip(runs[names[0]], found, strict=True))
         ratios = [statistics.median(getattr(a, key) / getattr(b, key) for a, b in pairs) for key in ("cpu", "wall")]
         listed = " ".join(f"{value:.0f}" for value in sorted(run.episode_return for run in found))
         print(f"{name:20}{cpu:12.0f}{wall:10.0f}{ratios[0]:11.3f}{ratios[1]:11.3f}{peak:6.0f}{returns:8.1f}  {listed}")
+        if name != names[0]:
+            rows.append(Row(what, f"{ratios[0]:.2f}", PEERS.get(name, name)))
+    return rows
 
 
 def median_of(runs: list[Run], field: str) -> float:
@@ -108,6 +125,7 @@ def main() -> None:
     parser.add_argument("--cleanrl", metavar="PATH", help="CleanRL's ppo.py")
     parser.add_argument("--telemetry", action="store_true", help="compare telemetry with none, instead of trainers")
     parser.add_argument("--only", nargs="*", help="these contenders alone")
+    parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--cores", help="pin every process to these cores, as taskset writes them")
     parser.add_argument("--contender", choices=sorted(CONTENDERS), help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -120,7 +138,9 @@ def main() -> None:
         return
     names = options.only or contenders(options)
     for num_envs, lstm_size in itertools.product(options.num_envs, options.lstm or [None]):
-        compare(names, work_of(options, num_envs, lstm_size), rounds=options.rounds, cores=options.cores)
+        rows = compare(names, work_of(options, num_envs, lstm_size), rounds=options.rounds, cores=options.cores)
+        if options.save and not options.telemetry:
+            save("trainer", rows)
 
 
 if __name__ == "__main__":

@@ -272,11 +272,30 @@ class RolloutEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutActions:
+    """Actions of a rollout whose targets are not known; the attributes are those of `RolloutEnd`."""
+
+    log_probs: Tensor
+    actions: Mapping[str, Tensor]
+    ended: Tensor
+    rewards: Tensor | None = None
+    logits: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    bounds: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    valid: Tensor | None = None
+    observations: Tensor | None = None
+    transitions: Transitions | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateStart:
-    """The start of an update whose rollout is not known, in place of `RolloutEnd`."""
+    """The start of an update whose rollout is not known, in place of `RolloutEnd`; `actions` are what is known of it."""
 
     update: int
     env_step: int
+    actions: RolloutActions | None = None
 
 
 @dataclass(frozen=True, slots=True)

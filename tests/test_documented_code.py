@@ -5,6 +5,7 @@ Trainings are cut to two thousand steps. `tests/test_readme.py` runs the README,
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -46,6 +47,7 @@ NOT_RUN = {
     "score": "trains for minutes",
     "demo": "trains for minutes",
     "--push": "needs an account",
+    "compress runs/a runs/b": "packs the journal that the next commands of the page read",
     "wandb:wandb/": "tests/importers reads W&B's files",
     "mlflow:sqlite": "tests/importers reads MLflow's files",
     "morphogenesis": "tests/lab trains it",
@@ -125,6 +127,21 @@ def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) 
 
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
+
+
+def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
+    """As one program, in which the last expression of a cell is evaluated as a notebook does to show it."""
+    cells = json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert process.returncode == 0, process.stderr
+    assert "policy/kl_spike" in process.stdout
+    assert process.stdout.splitlines()[-1].endswith("[]")  # the healthy run has no alarm
 
 
 def arguments(command: str) -> tuple[str, list[str]]:

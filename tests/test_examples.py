@@ -175,6 +175,19 @@ def test_old_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "policy/kl_spike: Since update" in printed
 
 
+@pytest.mark.trl
+@pytest.mark.filterwarnings("ignore")  # transformers and TRL announce changes of their own
+def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four optimizer steps are two updates, each of 32 completions."""
+    pytest.importorskip("trl", reason="the example needs esper-telemetry[trl]")
+    monkeypatch.setattr(sys, "argv", ["examples/language_model.py", "--steps", "4", "--run-dir", "run"])
+    runpy.run_path(str(EXAMPLES / "language_model.py"), run_name="__main__")
+
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [32, 64]
+    assert all({"policy/kl", "lm/entropy", "trl/reward"} <= record.values.keys() for record in result.records)
+
+
 @pytest.mark.sb3
 @pytest.mark.parametrize("options", [(), ("--writer",)])
 def test_rsl_rl_runner(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_every_link_leads_to_a_file() -> None:
     links = re.findall(r"\]\((.+?)\)", PROSE) + re.findall(r"`(examples/\w+\.py)`", PROSE)
 
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -104,11 +104,11 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 @pytest.mark.usefixtures("one_core")
 def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands from the training of a run to the packing of its journal; tests/test_examples.py covers `run SCRIPT`."""
+    """All but `run SCRIPT`, which tests/test_examples.py covers, and `watch`, which needs a terminal (tests/views has one)."""
     monkeypatch.chdir(tmp_path)
     Path("progress.csv").write_text(PROGRESS_CSV, encoding="utf-8")
 
-    codes = {shlex.join(words): run(words) for words in COMMANDS if words[0] != "run"}
+    codes = {shlex.join(words): run(words) for words in COMMANDS if words[0] not in ("run", "watch")}
 
     assert codes == dict.fromkeys(codes, 0)
-    assert read_run("runs/cartpole").records[-1].axes.env_step >= 30_000
+    assert read_run("runs/a").records[-1].axes.env_step >= 20_000

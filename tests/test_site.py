@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import glossary
 import pytest
+import results
 
 import esper_telemetry
 
@@ -42,3 +46,36 @@ def test_the_api_page_describes_every_public_name(site: Path) -> None:
 
 def test_no_page_asks_another_host(site: Path) -> None:
     assert not [path for path in site.rglob("*.html") if REQUEST.search(path.read_text(encoding="utf-8"))]
+
+
+def test_the_command_page_has_the_options_as_they_are() -> None:
+    written = glossary.COMMANDS_PAGE.read_text(encoding="utf-8")
+
+    assert written == glossary.command_page(), "run: python docs/glossary.py"
+
+
+def test_the_benchmarks_page_is_made_from_the_results() -> None:
+    contents = json.loads(results.FILE.read_text(encoding="utf-8"))
+
+    assert results.PAGE.read_text(encoding="utf-8") == results.page(contents), "run: python benchmarks/results.py"
+
+
+def test_saved_rows_replace_their_like_and_keep_its_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another day or machine go; of the same one, only those that are measured again."""
+    file = tmp_path / "benchmarks.json"
+    old = [results.Row("8 environments", "2.0", "A", "2.5"), results.Row("64 environments", "3.0", "A")]
+    table = {"key": "speed", "about": "Speed", "measured": "", "command": "", "others": "others", "note": ""}
+    contents = {"head": "# Page", "sections": [{"title": "T", "tables": [{**table, "rows": [*map(asdict, old)]}]}]}
+    file.write_text(json.dumps(contents), encoding="utf-8")
+    monkeypatch.setattr(results, "write_page", lambda: None)
+    monkeypatch.setattr(results, "machine", lambda: "a machine")
+
+    results.save("speed", [results.Row("8 environments", "2.1", "A")], file=file)
+    results.save("speed", [results.Row("64 environments", "3.1", "A")], file=file)
+
+    saved = json.loads(file.read_text(encoding="utf-8"))["sections"][0]["tables"][0]
+    assert [(row["what"], row["ours"], row["goal"]) for row in saved["rows"]] == [
+        ("8 environments", "2.1", "2.5"),
+        ("64 environments", "3.1", ""),
+    ]
+    assert saved["measured"].startswith("a machine, ")

@@ -19,7 +19,7 @@ from bed_truth import Truth, harm, truth_of
 
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
 from esper_telemetry.alarms.rules.task import Failure
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.journal.read import read_run
@@ -41,6 +41,7 @@ class Score:
         root_first: the first incident is put down to a right cause.
         alarms: raised, as type and, for equations, the equation.
         remarks: names of those that are shown.
+        raised: number of alarms; one that is over and comes back counts again.
         right_outcome: the outcome agrees with the truth; None where that is undecided.
     """
 
@@ -56,6 +57,7 @@ class Score:
     root_first: bool
     alarms: tuple[str, ...]
     remarks: tuple[str, ...]
+    raised: int
     right_outcome: bool | None
 
 
@@ -137,6 +139,7 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
         root_first=root,
         alarms=tuple(dict.fromkeys(labels)),
         remarks=tuple(remarks),
+        raised=len(raised),
         right_outcome=None if kinds is None else verdict.outcome.kind in kinds,
     )
 
@@ -197,7 +200,7 @@ def print_false_alarms(scores: Sequence[Score]) -> None:
     goals = {"published": "≤ 0.1; one run in ten", "variant": "0", "correct": "0"}
     for kind, goal in goals.items():
         runs = [one for one in scores if one.kind == kind]
-        updates, alarms = sum(one.updates for one in runs), sum(len(one.alarms) for one in runs)
+        updates, alarms = sum(one.updates for one in runs), sum(one.raised for one in runs)
         rate = 100 * alarms / max(1, updates)
         print(
             f"| {kind} | {len(runs)} | {updates} | {alarms} | {rate:.2f} | {sum(bool(one.alarms) for one in runs)} | {goal} |"
@@ -210,7 +213,11 @@ def print_false_alarms(scores: Sequence[Score]) -> None:
 def print_outcomes(scores: Sequence[Score]) -> None:
     """Print how often the outcome agrees with the truth."""
     decided = [one for one in scores if one.right_outcome is not None]
+    judged = [one for one in decided if one.outcome != OutcomeKind.TOO_SHORT]
     print(f"\nOutcome right: {share(sum(one.right_outcome is True for one in decided), len(decided))}; goal ≥ .95.")
+    print(
+        f"Of those that are not too short to tell: {share(sum(one.right_outcome is True for one in judged), len(judged))}."
+    )
     pairs = Counter((one.truth.split()[0], one.outcome) for one in decided if not one.right_outcome)
     for (truth, outcome), count in pairs.most_common():
         names = ", ".join(

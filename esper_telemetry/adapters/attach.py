@@ -48,6 +48,7 @@ from esper_telemetry.updates.data import (
     TrainingProgress,
     UpdateData,
 )
+from esper_telemetry.updates.equations import collection_checks
 from esper_telemetry.updates.extensions import UpdateExtension, update_extensions
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample
@@ -97,6 +98,15 @@ class JoiningSource(Protocol):
     @property
     def joins(self) -> Collection[type]:
         """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
+
+
+@runtime_checkable
+class ExtendedSource(Protocol):
+    """A source that emits events beyond those of `events`, and says what joins them."""
+
+    @property
+    def extensions(self) -> Collection[type[UpdateExtension]]:
+        """Classes that join its own events; those of plugins are asked as well."""
 
 
 class Checkpointable(Protocol):
@@ -150,14 +160,16 @@ class UpdateCollector:
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
         self._env_step = 0
+        self._facts: Mapping[str, Any] = {}
         self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backwards: BackwardsEnd | None = None
         self._listens_to_trunk = self._keeps_critic = self._sampled = False
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
+        kinds = (*update_extensions(), *(source.extensions if isinstance(source, ExtendedSource) else ()))
         self._extensions: list[tuple[type[UpdateExtension], list[Any]]] = [
-            (kind, listener.keep(kind.event_type)) for kind in update_extensions()
+            (kind, listener.keep(kind.event_type)) for kind in kinds
         ]
         self._columns, self._critic = MinibatchBuffer(COLUMNS), MinibatchBuffer(CRITIC_COLUMNS)
         self._minibatches = listener.keep(MinibatchesEnd)
@@ -262,6 +274,7 @@ class UpdateCollector:
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
         self._telemetry.start(config=event.config, facts=event.facts)
+        self._facts = event.facts
         self._step_probe.precision = event.facts.get("precision")
         self._step_probe.forget()
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
@@ -285,6 +298,8 @@ class UpdateCollector:
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()
             self._step_probe.begin()
+            if isinstance(event, UpdateStart) and event.actions is not None:
+                self._telemetry.measure(collection_checks(event.actions, self._facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 

@@ -28,7 +28,7 @@ FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
 
 
-LOSS_EXPLANATIONS = frozenset({"sign", "other_std"})
+LOSS_EXPLANATIONS = frozenset({"sign", "other_std", "variance"})
 """Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
 
 

@@ -6,6 +6,7 @@ to it takes a backward pass of its own. Everything else is arithmetic on copies 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.adapters.sampled import TimedListener
 from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
+from esper_telemetry.core.record import Level
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
@@ -36,6 +38,13 @@ RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
 MAX_CHECKED_ENTRIES = 1 << 23
 """Entries of the gradients of networks whose steps are checked: some twenty vectors of them in float64 are 1.3 GB."""
+
+
+EXPENSIVE_PASS_SECONDS = 0.02
+"""Processor time of a pass over a minibatch from which on gradients are checked less often than steps, as of a recurrent policy."""
+
+EXPENSIVE_PASS_PERIOD = 8
+"""Samples from one with such a pass to the next, except at DEBUG: samples of everything else would come as rarely as it costs."""
 
 
 class MinibatchLoss(NamedTuple):
@@ -100,6 +109,7 @@ class StepProbe:
         self._last_possible: int | None = None
         self._open: CheckedStep | None = None
         self._uncounted: int | None = None
+        self._samples_without_pass = 0
 
     def begin(self) -> None:
         """Check a step of the update that begins now."""
@@ -139,13 +149,33 @@ class StepProbe:
             self.stop()
             return
         parameters = list(event.parameters.values())
-        loss = _loss_of(event, parameters)
+        loss = self._loss_of(event, parameters)
         if loss is not None:
             self._listener.once(BackwardEnd, self._backward)
         previous = None if all(p.grad is None for p in parameters) else _gradient_of(parameters)
         before = list(parameter_steps(parameters, event.optimizer))
         self._open = CheckedStep(event, parameters, loss, previous, before)
         self._listener.once(OptimizerStep, self._optimizer_step)
+
+    def _loss_of(self, event: MinibatchObjective, parameters: Sequence[Tensor]) -> MinibatchLoss | None:
+        """Return the gradients of the minibatch's loss; None where the source cannot give them, or an expensive pass is not due."""
+        if event.rows is not None and self._samples_without_pass:
+            self._samples_without_pass -= 1
+            return None
+        if event.rows is not None:
+            began = time.thread_time()
+            gradients = LossGradients(with_generators(event.rows, parameters), parameters)
+            loss = MinibatchLoss(gradients, *gradients.total(event.coefficients), event.coefficients)
+            expensive = time.thread_time() - began > EXPENSIVE_PASS_SECONDS
+            if expensive and self._telemetry.update_level < Level.DEBUG:
+                self._samples_without_pass = EXPENSIVE_PASS_PERIOD - 1
+            return loss
+        terms = None if event.terms is None else event.terms()
+        if terms is None:
+            return None
+        own, weights = terms
+        total = torch.stack([weights[name] * gradient for name, gradient in own.items()]).sum(0)
+        return MinibatchLoss(lambda name: own.get(name), total, None, weights)
 
     def _backward(self, event: BackwardEnd) -> None:
         """Check the gradient."""
@@ -227,19 +257,6 @@ class StepProbe:
             lost=lost,
             precision=self.precision,
         )
-
-
-def _loss_of(event: MinibatchObjective, parameters: Sequence[Tensor]) -> MinibatchLoss | None:
-    """Return the gradients of the minibatch's loss; None where the source cannot give them."""
-    if event.rows is not None:
-        gradients = LossGradients(with_generators(event.rows, parameters), parameters)
-        return MinibatchLoss(gradients, *gradients.total(event.coefficients), event.coefficients)
-    terms = None if event.terms is None else event.terms()
-    if terms is None:
-        return None
-    own, weights = terms
-    total = torch.stack([weights[name] * gradient for name, gradient in own.items()]).sum(0)
-    return MinibatchLoss(lambda name: own.get(name), total, None, weights)
 
 
 def _certain(check: EquationCheck) -> EquationCheck:

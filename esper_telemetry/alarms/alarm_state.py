@@ -160,7 +160,7 @@ class AlarmState:
         worst = self._worst()
         self.severity = worst.severity if worst else 0.0
         if worst is not None and not was:
-            self.since = update - max(longest, lasting) + 1
+            self.since = max(1, update - max(longest, lasting) + 2 - max(worst.held, 1))
             self.reported_severity = self.severity
             return AlarmChange(AlarmEvent.RAISE, worst, longest)
         if worst is not None and self.severity >= self.reported_severity + WORSE_SEVERITY:

@@ -273,8 +273,8 @@ class Detectors:
         began = min(
             (state.since or self._update for state in raised if state.rule.type in reported), default=self._update
         )
-        earlier = (state for state in self._states.values() if state.instances and state not in raised)
-        lasting = any(state.incident is self._incidents.open for state in earlier)
+        earlier = [state for state in self._states.values() if state.instances and state not in raised]
+        lasting = {state.rule.type for state in earlier if state.incident is self._incidents.open}
         incident = (
             self._incidents.raised(reported, self._update, claims, began=began, lasting=lasting) if reported else None
         )

@@ -73,6 +73,7 @@ class Diagnosis:
         outcome: of the run.
         checks: number of alarms that could be raised.
         remedies: the function, fact or option that supplies what an unanswered alarm lacks, by type.
+        effects: types of alarm that say how a run goes wrong and not why.
         unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
     """
 
@@ -85,6 +86,7 @@ class Diagnosis:
     outcome: Outcome = field(default_factory=Outcome)
     checks: int = 0
     remedies: Mapping[str, str] = field(default_factory=dict)
+    effects: frozenset[str] = frozenset()
     unusual: tuple[Unusual, ...] = ()
 
     @property
@@ -101,7 +103,7 @@ class Diagnosis:
     def _explaining(self) -> set[str]:
         """Return the types of alarm that may say why a run does what it does."""
         kinds = {alarm.type for incident in self.incidents for alarm in incident.alarms}
-        return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING)}
+        return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING) and kind not in self.effects}
 
     @property
     def summary(self) -> str:
@@ -212,6 +214,7 @@ class RunJudge:
             checks=detectors.checks,
             remedies=detectors.remedies(),
             remarks=tuple(self._remarks),
+            effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
         )
         if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
             return diagnosis

@@ -6,7 +6,7 @@ bonus with the wrong sign is one, a loss of entropy may be a consequence. So a f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,6 +14,14 @@ from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule
 
 INCIDENT_UPDATES: Final = 3
 """Updates within which alarms form one incident."""
+
+
+RETURN_UPDATES: Final = 50
+"""Updates after the last alarm of an incident within which a mistake that shows again belongs to it, though nothing else is on."""
+
+
+NO_EFFECTS: Final = ("telemetry/", "run/")
+"""Beginnings of types that have nothing to do with what else goes wrong, or come with an exception of their own."""
 
 
 class CausalOrder:
@@ -68,6 +76,19 @@ class Incident:
             key=lambda kind: (order.is_last(kind), kind not in self.claims, self.raised[kind], order.place(kind)),
         )
 
+    def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
+        """Return whether an alarm that is raised late belongs here: a mistake that shows again, one that comes back, or an effect.
+
+        Args:
+            kind: its type.
+            lasting: types of this incident that are still on.
+            is_claim: it is a mistake in itself.
+        """
+        if kind in self.raised:
+            return kind in self.claims or bool(lasting)
+        is_effect = not is_claim and not kind.startswith(NO_EFFECTS)
+        return is_effect and self.cause in lasting and self.order.place(kind) > self.order.place(self.cause)
+
 
 class Incidents:
     """Numbers incidents as alarms are raised.
@@ -87,7 +108,7 @@ class Incidents:
         claims: Iterable[str] = (),
         *,
         began: int | None = None,
-        lasting: bool = False,
+        lasting: Collection[str] = (),
     ) -> Incident:
         """The incident that alarms raised in this update belong to: the open one, or a new one.
 
@@ -96,14 +117,16 @@ class Incidents:
             update: in which they were raised.
             claims: types that are a mistake in themselves this time, besides those that always are.
             began: update since which the earliest of them has held, which may be long before a patient rule raises it.
-            lasting: an alarm of the open incident is still on: then one that it had before belongs to it again.
+            lasting: types of the open incident that are still on.
         """
-        again = self.open is not None and lasting and all(kind in self.open.raised for kind in kinds)
+        claimed = {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
+        recent = self.open is not None and (lasting or update - self.open.last <= RETURN_UPDATES)
+        again = self.open is not None and recent and all(self.open.expects(k, lasting, k in claimed) for k in kinds)
         late = self.open is None or (update if began is None else began) - self.open.last > INCIDENT_UPDATES
         if self.open is None or (late and not again):
             self.open = Incident(1 if self.open is None else self.open.number + 1, self._order, update)
         self.open.last = update
         for kind in kinds:
             self.open.raised.setdefault(kind, update)
-        self.open.claims |= {kind for kind in kinds if self._order.is_claim(kind)} | set(claims)
+        self.open.claims |= claimed
         return self.open

@@ -139,6 +139,7 @@ class Finding(NamedTuple):
         z: robust standard scores from that history.
         instance: the head, group or layer, where a judge looks at each.
         claim: a mistake in itself and no consequence, whatever else the type is raised for.
+        held: updates that a judgement over several of them is about, this one included: the alarm holds since the first.
         advice: returns what to try in place of the rule's action, where that depends on the values.
         text: returns the clause that continues "Since update 7, ".
     """
@@ -151,6 +152,7 @@ class Finding(NamedTuple):
     z: float | None = None
     instance: str = ""
     claim: bool = False
+    held: int = 1
     advice: Callable[[], str] | None = None
     text: Callable[[], str] | None = None
 
@@ -284,6 +286,7 @@ class AlarmRule:
             steps of ten; a new one takes a free number between its causes and its effects.
         hard: the run is wrong for certain, however well it seems to learn.
         claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
+        effect: says how a run goes wrong and not why: alone it does not explain a bad outcome.
         required: keys without which there is no judgement; the first of `inputs` by default.
         facts: of the run, likewise.
         histories: keys whose history it compares with; `*` stands for a part of a segment.
@@ -314,6 +317,7 @@ class AlarmRule:
     rank: int = 500
     hard: bool = False
     claim: bool = False
+    effect: bool = False
     required: tuple[str, ...] | None = None
     facts: tuple[str, ...] = ()
     histories: tuple[str | History, ...] = ()

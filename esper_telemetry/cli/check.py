@@ -66,8 +66,8 @@ class TimeIsUp(KeyboardInterrupt):
     """Stops the script."""
 
 
-def parse(arguments: Sequence[str]) -> CheckOptions:
-    """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
+def parser() -> Parser:
+    """Return the parser of the command line; the page docs/cli.md is made from it."""
     parser = Parser(
         "esper-telemetry check",
         description=DESCRIPTION,
@@ -85,7 +85,12 @@ def parse(arguments: Sequence[str]) -> CheckOptions:
         "target", metavar="SCRIPT|RUN", help="a script, as you would give it to python, or a run directory"
     )
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
-    given = parser.parse_args(list(arguments))
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> CheckOptions:
+    """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
+    given = parser().parse_args(list(arguments))
     options = CheckOptions(
         given.target, tuple(given.arguments), given.seconds, given.updates, given.run_dir, given.json
     )

@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 FAILURE, INTERVENTION = "failure", "intervention"
 
-FAILED: Final = 1
+FAILS_ON: Final = 3
+"""Exit code of a run that has what `--fail-on` names."""
 
 
 def diagnose(options: Diagnose) -> int:
-    """Print what is wrong with a run, or that nothing is."""
+    """Print the outcome of a run and what goes wrong in it; return the exit code."""
     if bool(options.run_dir) == bool(options.source):
         raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
-    fails = _diagnose_logs(options) if options.source else _diagnose_journal(options)
-    return FAILED if fails else 0
+    return _diagnose_logs(options) if options.source else _diagnose_journal(options)
 
 
-def _diagnose_journal(options: Diagnose) -> bool:
+def _diagnose_journal(options: Diagnose) -> int:
     with wrong_use(), without_warnings():
         Thresholds.parse(options.threshold)
         if runs := _runs_within(Path(options.run_dir)):
             if options.fail_on:
                 raise WrongUse(f"--fail-on judges one run, and {options.run_dir} holds {len(runs)}")
             _list_runs(options.run_dir, runs, as_json=options.json)
-            return False
+            return 0
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     interventions = [event.seq for event in run.events if event.type == INTERVENTION]
@@ -78,10 +78,10 @@ def _diagnose_journal(options: Diagnose) -> bool:
         print_diagnosis(head, verdict, ending, list_unanswered=options.all)
         if run.damaged:
             print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
-    return _fails(verdict, ending, options.fail_on)
+    return _exit_code(verdict, ending, options.fail_on)
 
 
-def _diagnose_logs(options: Diagnose) -> bool:
+def _diagnose_logs(options: Diagnose) -> int:
     """Judge what another trainer logged; the alarms that its logs cannot answer are a part of the verdict."""
     with wrong_use():
         if options.source.partition(":")[0] not in READERS:
@@ -98,16 +98,19 @@ def _diagnose_logs(options: Diagnose) -> bool:
         print("\nRead as:")
         for key, tag in view.used.items():
             print(f"  {key}: {tag}")
-    return _fails(verdict, "", options.fail_on)
+        if view.unused:
+            print(f"\nNot read: {', '.join(view.unused)}")
+    return _exit_code(verdict, "", options.fail_on)
 
 
-def _fails(verdict: Diagnosis, ending: str, level: str | None) -> bool:
-    """Return whether a run failed, or has an alarm of that level or a higher one; never without a level."""
+def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
+    """Return `FAILS_ON` for a run that failed, or has an alarm of that level or a higher one; 0 for others, and without a level."""
     if level is None:
-        return False
+        return 0
     failed = bool(ending) or verdict.outcome.kind is OutcomeKind.FAILED
     least = CRITICAL_FROM if level == AlarmLevel.CRITICAL else WARN_FROM
-    return failed or any(alarm.severity >= least for incident in verdict.incidents for alarm in incident.alarms)
+    alarms = (alarm for incident in verdict.incidents for alarm in incident.alarms)
+    return FAILS_ON if failed or any(alarm.severity >= least for alarm in alarms) else 0
 
 
 def _runs_within(directory: Path) -> dict[str, JournalContents]:

@@ -1,9 +1,8 @@
 """The command line: the arguments of every command, and the dispatch to the module that implements it.
 
-Exit codes: 0 done, 1 the run failed or has what `diagnose --fail-on` names, 2 wrong use (one sentence on stderr, nothing created or
-changed); 130 interrupted and 143 ended by
-SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments it prints the help and exits with 0, as pip, cargo
-and docker do.
+Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed), 3 the run has what
+`diagnose --fail-on` names; 130 interrupted and 143 ended by SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without
+arguments it prints the help and exits with 0, as pip, cargo and docker do.
 
 Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose`, `report` and
 `doctor` start without torch.
@@ -116,7 +115,7 @@ class Check:
 class Replay:
     """Send a run's journal to a backend, once or as it grows.
 
-    Example: esper-telemetry replay runs/a --to mlflow:http://127.0.0.1:5000
+    Example: esper-telemetry replay runs/a --to mlflow
     """
 
     run_dir: tyro.conf.Positional[str]
@@ -211,7 +210,7 @@ class Diagnose:
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
     fail_on: Literal["warn", "critical"] | None = None
-    """Exit with 1 if the run has an alarm of this level or a higher one, or if it failed, with or without an alarm."""
+    """Exit with 3 if the run has an alarm of this level or a higher one, or if it failed, with or without an alarm."""
 
 
 @dataclass(frozen=True)

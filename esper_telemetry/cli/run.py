@@ -58,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         raise WrongUse(f"{message}; see {self.prog} --help")
 
 
-def parse(arguments: Sequence[str]) -> ScriptRun:
-    """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
+def parser() -> Parser:
+    """Return the parser of the command line; the page docs/cli.md is made from it."""
     parser = Parser(
         "esper-telemetry run",
         description=DESCRIPTION,
@@ -75,7 +75,12 @@ def parse(arguments: Sequence[str]) -> ScriptRun:
     parser.add_argument("--level", choices=LEVELS, default="normal", help="how much is measured")
     parser.add_argument("script", metavar="SCRIPT", help="the script, as you would give it to python")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
-    given = parser.parse_args(list(arguments))
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> ScriptRun:
+    """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
+    given = parser().parse_args(list(arguments))
     return ScriptRun(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level)
 
 
@@ -144,7 +149,7 @@ class ScriptTelemetry:
 
     def __post_init__(self) -> None:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
-        self._taps = Taps(self._make_listener, self._with_callback)
+        self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
 

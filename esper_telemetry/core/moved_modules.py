@@ -27,6 +27,7 @@ MOVED: Final = {
     "history.outliers": "history.deviations",
     "hooks": "events",
     "metric": "core.metric",
+    "metrics.observations": "metrics.rollout",
     "record": "core.record",
     "redaction": "core.messages",
     "reduction": "core.reduction",

@@ -311,6 +311,7 @@ LABELS = (
     "reason",
     "equation",
     "test",
+    "function",
 )
 """Labels that stand for one segment of a key."""
 

@@ -8,6 +8,7 @@ fall is a rise of the negated series.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -30,9 +31,12 @@ SHIFT_ERRORS: Final = 3.5
 SCAN_ERRORS: Final = 4.5
 SHIFT_STDS: Final = 0.75
 MAX_UNEXPLAINED: Final = 2.0
+MIN_SHRINKAGE: Final = 0.1
 """Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
 differ where it is no chance; and the variance of blocks over that which the spread of their episodes explains, up to which these have
 nothing else in common."""
+MIN_CLEAR_BLOCKS: Final = 8
+"""Blocks that must all differ from the first level by `SHIFT_STDS` where its side is clear however much they vary among themselves."""
 
 MIN_TREND_SCORE: Final = 3.2
 """Corrected Mann-Kendall score against a straight trend: its residuals hold whatever is no trend, so it is strict."""
@@ -169,8 +173,9 @@ class Blocks:
         first, last = self.first_level, self._fifth_before(len(self.blocks))
         if first is None or last.begin <= first.end:
             return 0
-        far = self._errors(noise, first, last) >= SHIFT_ERRORS and _differ(first, last)
-        return 0 if not far else 1 if last.mean > first.mean else -1
+        about = noise_about_course(self.values if last.mean > first.mean else -self.values)
+        far = self._errors(noise, about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
+        return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
 
     def lost(self, noise: Noise) -> bool:
         """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""
@@ -180,10 +185,12 @@ class Blocks:
         if first is None or not between:
             return False
         best = max(between, key=lambda level: level.mean)
-        risen = best.mean > first.mean and _differ(first, best)
-        risen = risen and self._errors(noise, first, best) >= SCAN_ERRORS
-        fallen = best.mean - last.mean > (best.mean - first.mean) / 2
-        return risen and fallen and self._errors(noise, best, last) >= SHIFT_ERRORS
+        if best.mean <= first.mean or not _differ(first, best) or best.mean - last.mean <= (best.mean - first.mean) / 2:
+            return False
+        if self._is_clear(first, best):
+            return abs(best.mean - last.mean) >= SCAN_ERRORS * _error((best, last))
+        risen = self._errors(noise, noise.lasting, first, best) >= SCAN_ERRORS
+        return risen and self._errors(noise, noise.lasting, best, last) >= SHIFT_ERRORS
 
     def _fifth_before(self, end: int) -> EpisodeBlock:
         """Return the blocks before that place which make up a fifth of the updates and enough episodes, as one."""
@@ -194,12 +201,21 @@ class Blocks:
             level = block.joined(level)
         return level
 
-    def _errors(self, noise: Noise, *levels: EpisodeBlock) -> float:
-        """Return the difference of two levels in standard errors."""
+    def _is_clear(self, first: EpisodeBlock, other: EpisodeBlock) -> bool:
+        """Return True where all blocks after the first level lie on the side of `other`.
+
+        A return that rises fast, or rises and falls, varies by what is learned, which `noise_of` cannot tell from noise.
+        """
+        later, above = [block for block in self.blocks if block.begin > first.end], other.mean > first.mean
+        apart = all(_differ(first, block) and (block.mean > first.mean) is above for block in later)
+        return apart and len(later) >= MIN_CLEAR_BLOCKS
+
+    def _errors(self, noise: Noise, lasting: float, *levels: EpisodeBlock) -> float:
+        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks that their episodes do not explain."""
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
         explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
-        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else noise.lasting
-        error = math.sqrt(sum(max(level.variance, scale**2 * per_block) / level.episodes for level in levels))
+        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else lasting
+        error = _error(levels, scale**2 * per_block)
         first, second = levels
         return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
 
@@ -207,6 +223,11 @@ class Blocks:
 def clamped(value: float) -> float:
     """Return a return, or its spread, within the limits of what is followed."""
     return min(max(value, -MAX_RETURN), MAX_RETURN)
+
+
+def _error(levels: Sequence[EpisodeBlock], least: float = 0.0) -> float:
+    """Return the standard error of a difference of levels, whose episodes have at least that variance."""
+    return math.sqrt(sum(max(level.variance, least) / level.episodes for level in levels))
 
 
 def _differ(first: EpisodeBlock, other: EpisodeBlock) -> bool:
@@ -294,6 +315,13 @@ def trend_scores(values: Array) -> tuple[float, float]:
     line = float(np.median(differences / (later - earlier))) * np.arange(count)
     course = monotone(values) if statistic > 0 else -monotone(-values)
     return score * _shrinkage(values - line), score * _shrinkage(values - course)
+
+
+def noise_about_course(values: Array) -> float:
+    """Return the standard deviation of a series about its nearest course that never falls, larger where neighbours deviate together."""
+    residuals = values - monotone(values)
+    shrinkage = max(_shrinkage(residuals), MIN_SHRINKAGE)
+    return float(np.std(residuals)) / shrinkage
 
 
 @lru_cache(maxsize=MAX_BLOCKS)

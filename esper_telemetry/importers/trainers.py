@@ -215,7 +215,105 @@ TORCHRL = Trainer(
     x="collected frames",
 )
 
-TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL)
+ACTIVE = "policy/clip_frac_active"
+REWARD, REWARD_STD, DEAD_GROUPS = "lm/reward/mean", "lm/reward/std", "lm/groups/zero_advantage"
+TOKEN_ENTROPY, REFERENCE_KL = "lm/entropy", "lm/kl_reference"
+TOKENS, LONGEST, TRUNCATED = "lm/length/mean", "lm/length/max", "lm/truncated_frac"
+ENGINE_ERROR, ENGINE_RATIO, ENGINE_KL = "lm/mismatch/mult_error", "lm/mismatch/ratio_mean", "lm/mismatch/kl"
+BATCH = "mean of one batch of completions"
+
+_TRL = r"(?:train/)?"
+TRL = Trainer(
+    "TRL",
+    (_TRL + r"frac_reward_zero_std", _TRL + r"completions/clipped_ratio"),
+    (
+        Alias(_TRL + r"reward", REWARD),
+        Alias(_TRL + r"reward", RETURN_100, note=BATCH),
+        Alias(_TRL + r"reward_std", REWARD_STD),
+        Alias(_TRL + r"frac_reward_zero_std", DEAD_GROUPS),
+        Alias(_TRL + r"entropy", TOKEN_ENTROPY),
+        Alias(_TRL + r"kl", REFERENCE_KL),
+        Alias(_TRL + r"clip_ratio/region_mean", ACTIVE, note="always 0 where num_iterations is 1"),
+        Alias(_TRL + r"completions/mean_length", TOKENS),
+        Alias(_TRL + r"completions/max_length", LONGEST),
+        Alias(_TRL + r"completions/clipped_ratio", TRUNCATED),
+        Alias(_TRL + r"sampling/importance_sampling_ratio/mean", ENGINE_RATIO, note="truncated or masked"),
+        Alias(_TRL + r"loss", LOSS),
+        Alias(_TRL + r"grad_norm", BEFORE),
+        Alias(_TRL + r"learning_rate", RATE),
+    ),
+    x="optimizer steps",
+    steps=("train/global_step",),
+)
+
+VERL = Trainer(
+    "verl",
+    (r"actor/ppo_kl", r"actor/pg_clipfrac"),
+    (
+        Alias(r"critic/score/mean", REWARD),
+        Alias(r"critic/score/mean", RETURN_100, note=BATCH),
+        Alias(r"actor/entropy|actor/entropy_loss", TOKEN_ENTROPY),
+        Alias(r"actor/kl_loss", REFERENCE_KL, note="by the estimator that kl_loss_type names"),
+        Alias(r"actor/ppo_kl", KL_K1),
+        Alias(r"actor/pg_clipfrac", ACTIVE),
+        Alias(r"actor/pg_loss", POLICY_LOSS),
+        Alias(r"actor/grad_norm", BEFORE),
+        Alias(r"actor/lr", RATE),
+        Alias(r"critic/vf_explained_var", FIT),
+        Alias(r"critic/vf_loss", VALUE_LOSS),
+        Alias(r"response_length/mean", TOKENS),
+        Alias(r"response_length/max", LONGEST),
+        Alias(r"response_length/clip_ratio", TRUNCATED),
+    ),
+    x="training steps",
+    steps=("training/global_step",),
+)
+
+OPENRLHF = Trainer(
+    "OpenRLHF",
+    (r"train/ppo_clip_ratio", r"train/vllm_kl"),
+    (
+        Alias(r"train/reward", REWARD),
+        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/entropy_loss", TOKEN_ENTROPY),
+        Alias(r"train/kl", REFERENCE_KL, note="by the estimator that kl_estimator names"),
+        Alias(r"train/ppo_kl", KL_K1),
+        Alias(r"train/vllm_kl", ENGINE_KL, note="k1, which may be negative"),
+        Alias(r"train/ppo_clip_ratio", ACTIVE),
+        Alias(r"train/policy_loss", POLICY_LOSS),
+        Alias(r"train/(actor_grad_norm|grad_norm)", BEFORE),
+        Alias(r"train/actor_lr", RATE),
+        Alias(r"train/response_length", TOKENS),
+    ),
+    x="training steps",
+    steps=("train/global_step",),
+)
+
+NEMO_RL = Trainer(
+    "NeMo-RL",
+    (r"train/token_mult_prob_error", r"train/probs_ratio_clamped"),
+    (
+        Alias(r"train/reward", REWARD),
+        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
+        Alias(r"train/kl_penalty", REFERENCE_KL),
+        Alias(r"train/token_mult_prob_error", ENGINE_ERROR),
+        Alias(r"train/gen_kl_error", ENGINE_KL),
+        Alias(r"train/sampling_importance_ratio", ENGINE_RATIO),
+        Alias(r"train/probs_ratio", "policy/ratio/mean"),
+        Alias(r"train/probs_ratio_min", RATIO_MIN),
+        Alias(r"train/probs_ratio_max", RATIO_MAX),
+        Alias(r"train/loss", POLICY_LOSS, note="with its KL penalty"),
+        Alias(r"train/grad_norm", BEFORE),
+        Alias(r"train/lr", RATE),
+        Alias(r"train/mean_gen_tokens_per_sample", TOKENS),
+        Alias(r"train/max_gen_tokens_per_sample", LONGEST),
+    ),
+    x="training steps",
+    steps=(),
+)
+
+TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL, TRL, VERL, OPENRLHF, NEMO_RL)
 
 
 def trainer_of(tags: Iterable[str]) -> Trainer:

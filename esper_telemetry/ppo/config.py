@@ -26,42 +26,44 @@ class PPOConfig:
         num_steps: steps per environment and rollout.
         num_epochs: passes over each rollout.
         num_minibatches: optimizer steps per pass; a recurrent policy splits environments, others split rows.
-        learning_rate: of Adam, at the start.
-        anneal_learning_rate: lowers it linearly to zero over the run; off, it stays.
-        desired_kl: instead, once per update, divides it by 1.5 where the KL of the last pass exceeds twice this, and
-            multiplies it by 1.5 where it is below half of this (Schulman et al. 2017, §4; as in RSL-RL).
-        target_kl: ends an update after the pass whose mean KL exceeds 1.5 times this.
+        learning_rate: step size of Adam at the start.
+        anneal_learning_rate: lower the learning rate linearly to zero over the run.
+        desired_kl: KL divergence that the learning rate is adapted to, instead of annealing: once per update it is divided by 1.5
+            where the KL of the last pass exceeds twice this, and multiplied by 1.5 where that is below half of this (Schulman et
+            al. 2017, §4; as in RSL-RL).
+        target_kl: an update ends after the pass whose mean KL exceeds 1.5 times this.
         gamma: discount factor.
         gae_lambda: decay of the advantage estimator's trace (arXiv:1506.02438).
-        clip: the ratio is clipped to 1 ± this.
-        clip_value: the value is clipped to the old one ± this in the value loss; None clips nothing.
+        clip: distance from 1 at which ratios are clipped.
+        clip_value: distance from the old value at which the value loss clips the new one; None clips nothing.
         entropy_coef: weight of the entropy bonus, at the start.
-        final_entropy_coef: its weight at the end of the run, reached linearly; None keeps it.
+        final_entropy_coef: weight of the entropy bonus at the end of the run, reached linearly; None keeps the first.
         value_coef: weight of the value loss, 0.5 MSE.
         max_grad_norm: limit of the global gradient norm; None clips nothing.
-        normalize_advantages: to mean 0 and (unbiased) standard deviation 1.
-        normalize_minibatches: it does so in each minibatch instead of over the rollout.
-        advantage_std_floor: smallest standard deviation to divide by.
-        normalize_observations: to mean 0 and standard deviation 1, by running statistics.
-        normalize_rewards: divides them by the running standard deviation of the discounted return.
-        policy: `mlp`, `lstm` or `gru`; the latter two remember the episode. Or a controller of a registered environment, which learns
-            nothing and which `PPO` refuses.
-        hidden_sizes: widths of the hidden layers of actor and critic; behind the memory of a recurrent policy.
+        normalize_advantages: bring the advantages to mean 0 and (unbiased) standard deviation 1.
+        normalize_minibatches: normalise advantages in each minibatch instead of over the rollout.
+        advantage_std_floor: smallest standard deviation that advantages are divided by.
+        normalize_observations: bring observations to mean 0 and standard deviation 1, by running statistics.
+        normalize_rewards: divide rewards by the running standard deviation of the discounted return.
+        policy: `mlp`, or `lstm` or `gru`, which remember the episode. The command line also takes a controller of a registered
+            environment, which learns nothing; `PPO` refuses it.
+        hidden_sizes: widths of the hidden layers of actor and critic; in a recurrent policy they follow the memory.
         encoder_sizes: widths of the hidden layers before the memory of a recurrent policy.
-        lstm_size: width of the recurrent state, of either kind.
-        lstm_layers: stacked recurrent cells.
+        lstm_size: width of the recurrent state, for `lstm` and `gru`.
+        lstm_layers: number of stacked recurrent cells.
         activation: `tanh` or `relu`.
         shared_trunk: actor and critic share their hidden layers and their memory.
         log_std: initial log standard deviation of continuous actions.
-        state_dependent_std: it depends on the state, between -5 and 2, instead of being one number per dimension.
-        squash: keeps continuous actions within their bounds by a tanh, instead of cutting them off there. Entropy, as it is
+        state_dependent_std: compute the log standard deviation from the state, between -5 and 2, instead of learning one number per
+            dimension.
+        squash: keep continuous actions within their bounds by a tanh instead of cutting them off there. Entropy, as it is
             reported and as a bonus, is that before the tanh.
-        precision: of hidden layers and convolutions, in acting and in training: `fp32`, or `bf16` by autocast; heads, losses,
+        precision: `fp32`, or `bf16` by autocast for hidden layers and convolutions, in acting and in training; heads, losses,
             memories, weights and optimizer stay in float32.
-        compile: compiles the passes of the update with `torch.compile`, which takes a while at first; a memory stays as it is.
-        watchdog: puts the last good weights back where an update leaves some that are not finite, and clears the
-            optimizer; gives up after three in a row.
-        seed: of initial weights, sampling and shuffling, and of environments that were made without one.
+        compile: compile the passes of the update with `torch.compile`, which takes up to minutes at first; a memory is not compiled.
+        watchdog: put the last good weights back after an update that leaves some that are not finite, and clear the
+            optimizer; training ends after three such updates in a row.
+        seed: seed of initial weights, sampling and shuffling, and of environments that were made without one.
     """
 
     num_steps: int = 128

@@ -36,7 +36,7 @@ BROKEN_OFF: Final = {RunStatus.INTERRUPTED, RunStatus.PREEMPTED}
 """Statuses of runs that are meant to go on."""
 
 
-class Line(NamedTuple):
+class EndBlockLine(NamedTuple):
     """A line of the block, with its style as `rich` names it."""
 
     text: str
@@ -61,39 +61,39 @@ class RunEnd:
     status: RunStatus = RunStatus.FINISHED
     resume: str | None = None
 
-    def verdict(self) -> Iterator[Line]:
+    def verdict(self) -> Iterator[EndBlockLine]:
         """Yield the exception that ended the run or what it did, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
         cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         if text := cards.sentence():
-            yield Line(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
+            yield EndBlockLine(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
         else:
-            yield Line("outcome not known: too few updates or returns were recorded")
+            yield EndBlockLine("outcome not known: too few updates or returns were recorded")
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
-            yield Line("no alarm was raised")
+            yield EndBlockLine("no alarm was raised")
         elif causes:
-            yield Line("what went wrong", "bold")
+            yield EndBlockLine("what went wrong", "bold")
             for cause in causes[:MAX_INCIDENTS]:
                 yield from _incident(cause, cards)
             if len(causes) > MAX_INCIDENTS:
-                yield Line(f"  and {len(causes) - MAX_INCIDENTS} later incidents")
+                yield EndBlockLine(f"  and {len(causes) - MAX_INCIDENTS} later incidents")
 
-    def openings(self) -> Iterator[Line]:
+    def openings(self) -> Iterator[EndBlockLine]:
         """Yield where the run and its backends are, and the commands and addresses that open them."""
         places = list(self._places())
         if self.run_dir is None and not places:
             return
-        yield Line("where it is", "bold")
+        yield EndBlockLine("where it is", "bold")
         if self.run_dir is not None:
             yield _labelled("run", f"{self.run_dir} (journal.jsonl in it has every number)")
             if (self.run_dir / REPORT_NAME).is_file():
                 yield _labelled("report", str(self.run_dir / REPORT_NAME))
         for name, place in places:
             yield _labelled(name, f"{place.where} ({place.note})" if place.note else place.where)
-        yield Line("open it with", "bold")
+        yield EndBlockLine("open it with", "bold")
         if self.run_dir is not None:
             has_views = find_spec("textual") is not None and find_spec("plotly") is not None
             for label, command in VIEWS.items():
@@ -114,7 +114,7 @@ class RunEnd:
         if self.status in BROKEN_OFF and self.run_dir is not None:
             call = f"resume with: Telemetry(run_dir={str(self.run_dir)!r}, resume=True), and the model of your last checkpoint"
             if line := call if self.resume is None else self.resume:
-                yield Line(line, "bold")
+                yield EndBlockLine(line, "bold")
 
     def _places(self) -> Iterator[tuple[str, Place]]:
         for sink in self.sinks:
@@ -131,19 +131,19 @@ def _colour(outcome: JournalEvent | None) -> str:
     return OUTCOME_COLOURS.get(str(outcome.data.get("outcome", "")), "cyan") if outcome else ""
 
 
-def _labelled(label: str, text: str, prompt: str = "") -> Line:
-    return Line(f"  {label:<{LABEL_COLUMNS}}{prompt}{text}", "bold" if prompt else "")
+def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
+    return EndBlockLine(f"  {label:<{LABEL_COLUMNS}}{prompt}{text}", "bold" if prompt else "")
 
 
-def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[Line]:
+def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
     """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
     is_active = any(alarm.incident == cause.incident for alarm in cards.active.values())
     state = "still so at the end" if is_active else "over"
-    yield Line(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
-    yield Line(f"    {alarm_text(cause)}")
+    yield EndBlockLine(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
+    yield EndBlockLine(f"    {alarm_text(cause)}")
     others = sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type})
     if others:
-        yield Line(f"    with it came {', '.join(others)}")
+        yield EndBlockLine(f"    with it came {', '.join(others)}")
 
 
 def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:
@@ -153,7 +153,7 @@ def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:
     return [*earlier, *(line.text for line in (*end.verdict(), *end.openings()))]
 
 
-def print_lines(console: Any, lines: Iterable[Line]) -> None:
+def print_lines(console: Any, lines: Iterable[EndBlockLine]) -> None:
     """Print lines on rich's console, each on one line of the terminal's own breaking."""
     for line in lines:
         console.print(line.text, style=line.style or None)

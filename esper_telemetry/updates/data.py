@@ -90,7 +90,7 @@ class RolloutContext(NamedTuple):
         memory: of a recurrent policy.
         normalizers: running normalisers that are on.
         constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
-        window: [t, B, d], the first steps of observations that do not travel; see `metrics.observations.observation_window`.
+        window: [t, B, d], the first steps of observations that do not travel; see `metrics.rollout.observation_window`.
         previous_targets: `TARGET_COLUMNS` of the first environment in the rollout before, [6, T]; None after the first, and where the
             update is not sampled.
     """

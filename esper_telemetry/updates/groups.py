@@ -70,7 +70,6 @@ from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, lo
 from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
-from esper_telemetry.metrics.observations import observation_measurements
 from esper_telemetry.metrics.optimizer import (
     AdamMemory,
     LayerSteps,
@@ -87,6 +86,7 @@ from esper_telemetry.metrics.rollout import (
     constant_observations,
     constant_rows,
     normalizer_drift,
+    observation_measurements,
     return_stats,
     reward_stats,
 )

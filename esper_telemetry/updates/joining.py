@@ -31,8 +31,7 @@ from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
 from esper_telemetry.metrics.lstm.gates import lstm_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
-from esper_telemetry.metrics.observations import observation_window
-from esper_telemetry.metrics.rollout import constant_rows, cut_entries
+from esper_telemetry.metrics.rollout import constant_rows, cut_entries, observation_window
 from esper_telemetry.updates.data import (
     TARGET_COLUMNS,
     ActionChoices,
@@ -195,6 +194,7 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
     flags = zip(columns["valid"], counts, strict=True)
     example = next((valid for valid in columns["valid"] if valid is not None), None)
     ratios = columns["head_log_ratios"]
+    losses = _by_name(columns["losses"], torch.stack)
     return MinibatchesEnd(
         epochs=columns["epoch"],
         counts=counts,
@@ -203,7 +203,7 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         valid=None
         if example is None
         else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
-        losses=_by_name(columns["losses"], torch.stack),
+        losses={name: column for name, column in losses.items() if len(column) == len(counts)},
         logits=_by_name(columns["logits"]),
         action_masks=_by_name(columns["action_masks"]),
         log_std=_by_name([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),

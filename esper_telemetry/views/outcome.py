@@ -77,9 +77,11 @@ def _colour(diagnosis: Diagnosis) -> str:
 def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield what is known of a run that failed, is flat or declines without an alarm: what is unusual, and what was not measured."""
     if diagnosis.unexplained:
-        yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and no alarm says why."
+        effects = diagnosis.effects & {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
+        alarms = "its alarms say how and not why" if effects else "no alarm says why"
+        yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and {alarms}."
     else:
-        yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and the alarms above were over before its end."
+        yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and its alarms were over before its end."
     if diagnosis.unusual:
         yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
         for entry in diagnosis.unusual:

@@ -311,8 +311,7 @@ class ViewDeclarations:
 @lru_cache(maxsize=1)
 def view_declarations() -> ViewDeclarations:
     """Return the built-in declarations and those of plugins; a plugin that cannot be used costs a warning and its own."""
-    from esper_telemetry.views.strip import STRIP
-    from esper_telemetry.views.tables import TABLES
+    from esper_telemetry.views.overview import STRIP, TABLES
 
     declarations: list[ViewDeclaration] = [*PANELS, *STRIP, *TABLES]
     problems: list[str] = []

@@ -153,9 +153,7 @@ def _head(view: RunView) -> Iterator[str]:
     if diagnosis.gradients_alone:
         yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
     if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
-        head, *rest = unexplained_lines(diagnosis)
-        yield f"<p>{_text(head)}</p>"
-        yield _list(rest)
+        yield from _folded(unexplained_lines(diagnosis), is_open=diagnosis.unexplained)
     yield "</div>"
     yield '<dl class="facts">'
     for name, value in position(view).items():
@@ -422,6 +420,21 @@ def _judged(judgement: str) -> str:
 
 def _text(text: str) -> str:
     return escape(text, quote=True)
+
+
+def _folded(lines: Iterable[str], *, is_open: bool) -> Iterator[str]:
+    """Yield each line as a paragraph, and the indented lines that follow one as a list that unfolds below it."""
+    sections: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if line.startswith(" ") and sections:
+            sections[-1][1].append(line.strip())
+        else:
+            sections.append((line, []))
+    for head, items in sections:
+        if items:
+            yield f"<details{' open' if is_open else ''}><summary>{_text(head.rstrip(':'))}</summary>{_list(items)}</details>"
+        else:
+            yield f"<p>{_text(head)}</p>"
 
 
 def _list(lines: Iterable[str]) -> str:

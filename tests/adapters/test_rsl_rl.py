@@ -306,7 +306,12 @@ def test_cartpole_and_pendulum_are_learned(tmp_path: Path) -> None:
     cartpole = rsl_rl_models.recorded_run(
         rsl_rl_models.runner(**rsl_rl_models.LARGE), tmp_path / "cartpole", iterations=20
     )
-    settings = {"num_learning_epochs": 10, "gamma": 0.95, "entropy_coef": 0.0, "model_obs_normalization": True}
+    settings: dict[str, Any] = {
+        "num_learning_epochs": 10,
+        "gamma": 0.95,
+        "entropy_coef": 0.0,
+        "model_obs_normalization": True,
+    }
     model = rsl_rl_models.runner(rsl_rl_models.Pendulum, envs=16, steps=128, **settings)
     pendulum = rsl_rl_models.recorded_run(model, tmp_path / "pendulum", iterations=26)
 

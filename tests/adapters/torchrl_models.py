@@ -42,6 +42,8 @@ class Blind(gym.ObservationWrapper[Any, Any, Any]):
 class DriftingNormalizer(nn.Module):
     """Normalises observations by statistics that every training pass moves."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))

@@ -127,6 +127,28 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
     ]
 
 
+def test_an_effect_belongs_to_the_cause_that_still_lasts() -> None:
+    """The policy stands still from update 20 on, ratios collapse from 40 on; a broken mask at 50 is a mistake of its own."""
+    standing = during(range(20, 61), {"policy/kl_max": 0.0})
+    records = [
+        record(
+            one.axes.update,
+            dict(one.values)
+            | ({"policy/ratio/p01": 0.01} if one.axes.update >= 40 else {})
+            | ({"integrity/mask_violation": 1.0} if one.axes.update >= 50 else {}),
+        )
+        for one in standing
+    ]
+
+    reported = [alarm for alarm in alarms(judged(records)) if alarm.event is AlarmEvent.RAISE]
+
+    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in reported] == [
+        ("policy/kl_stall", 1, "policy/kl_stall"),
+        ("policy/ratio_collapse", 1, "policy/kl_stall"),
+        ("integrity/mask_violation", 2, "integrity/mask_violation"),
+    ]
+
+
 def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
     """KL is high in updates 30 to 32 and 45 to 47, ratios have collapsed from 30 on: one incident; without them two."""
 

@@ -88,6 +88,16 @@ def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pyte
     assert "repr/dead_frac: 0.9 (" in text and "critical: > 0.7" in text
 
 
+def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ratios that collapse say how a flat run goes wrong, a KL that jumps may be why."""
+    effect = said(["diagnose", str(journal(tmp_path / "a", run(60, set_to({"policy/ratio/p01": 0.01}))))], capsys)[1]
+    cause = said(["diagnose", str(journal(tmp_path / "b", run(60, set_to({"policy/kl": 2.0}))))], capsys)[1]
+
+    assert "policy/ratio_collapse (still on)" in effect
+    assert "Unexplained: the run is flat, and its alarms say how and not why." in " ".join(effect.split())
+    assert "policy/kl_spike (still on)" in cause and "Unexplained" not in cause
+
+
 def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,8 +58,25 @@ def boiling(metrics: Values, ago: int) -> None:
     metrics["grad/actor/severity_explode"] = 0.3
 
 
+def cut(metrics: Values, ago: int) -> None:
+    """Completions are whole for six updates, then most are cut."""
+    metrics["lm/truncated_frac"] = 0.02 if ago < 6 else 0.8
+
+
 UNSCALED = {**FACTS, "normalize_observations": False}
 CASES: dict[str, Case] = {
+    "lm/mask": Case(set_to({"lm/mask_errors": 0.2}), 1),
+    "lm/advantage_sign": Case(set_to({"lm/groups/sign_agreement": 0.0, "lm/groups/mixed": 0.0}), 1),
+    "lm/grouping": Case(set_to({"lm/groups/sign_agreement": 0.6, "lm/groups/mixed": 0.0}), 1),
+    "lm/rounded": Case(set_to({"lm/logprob/bf16_frac": 1.0}), 1),
+    "lm/engine_mismatch": Case(set_to({"lm/mismatch/mult_error": 1.3}), 2),
+    "lm/other_distribution": Case(set_to({"lm/surprise/gap": 0.3, "lm/surprise/z": 10.0}), 1),
+    "lm/dead_groups": Case(set_to({"lm/groups/zero_advantage": 1.0, "lm/reward/mean": 0.5}), 2),
+    "lm/length_reward": Case(set_to({"lm/reward/length_correlation": 0.99}), 2),
+    "lm/truncation": Case(cut, 8),
+    "lm/entropy_collapse": Case(
+        set_to({"lm/entropy": 0.01, "lm/groups/zero_advantage": 0.8, "lm/groups/all_best": 0.1}), 2
+    ),
     "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
     "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
     "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
@@ -127,7 +144,7 @@ CASES: dict[str, Case] = {
     "policy/kl_spike": Case(set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3})),
     "policy/ratio_explosion": Case(set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0})),
     "policy/ratio_collapse": Case(set_to({"policy/ratio/p01": 0.01}), 2),
-    "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6}), 1),
+    "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04}), 1),
     "policy/kl_stall": Case(set_to({"policy/kl_max": 0.0}), 2),
     "policy/entropy_collapse": Case(set_to({"policy/entropy_norm": 0.03, "policy/entropy_marginal_norm": 0.05}), 2),
     "policy/entropy_crash": Case(

@@ -35,6 +35,39 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         | {"losses/entropy": [0.69] * UPDATES, "losses/clipfrac": [0.2] * UPDATES},
         {"policy/kl": 0.01, "policy/kl_k1": -0.1, "loss/value": 4.0, "policy/entropy": 0.69, "policy/clip_frac": 0.2},
     ),
+    "trl": (
+        "TRL",
+        {"train/reward": [0.4] * UPDATES, "train/frac_reward_zero_std": [0.25] * UPDATES, "train/kl": [0.1] * UPDATES}
+        | {"train/entropy": [1.5] * UPDATES, "train/grad_norm": [0.7] * UPDATES, "train/loss": [0.02] * UPDATES}
+        | {"train/completions/mean_length": [120.0] * UPDATES, "train/completions/clipped_ratio": [0.1] * UPDATES},
+        {"lm/reward/mean": 0.4, "episode/return_mean_100": 0.4, "lm/groups/zero_advantage": 0.25, "lm/entropy": 1.5}
+        | {"lm/kl_reference": 0.1, "lm/length/mean": 120.0, "lm/truncated_frac": 0.1},
+    ),
+    "verl": (
+        "verl",
+        {"actor/ppo_kl": [0.002] * UPDATES, "actor/pg_clipfrac": [0.01] * UPDATES, "actor/pg_loss": [0.1] * UPDATES}
+        | {"critic/score/mean": [0.3] * UPDATES, "response_length/clip_ratio": [0.2] * UPDATES}
+        | {"actor/entropy": [0.4] * UPDATES, "actor/grad_norm": [0.3] * UPDATES},
+        {"policy/kl_k1": 0.002, "policy/clip_frac_active": 0.01, "loss/policy": 0.1, "lm/reward/mean": 0.3}
+        | {"lm/truncated_frac": 0.2, "lm/entropy": 0.4, "grad/global/norm_preclip": 0.3},
+    ),
+    "openrlhf": (
+        "OpenRLHF",
+        {"train/ppo_clip_ratio": [0.05] * UPDATES, "train/ppo_kl": [0.001] * UPDATES, "train/vllm_kl": [0.01] * UPDATES}
+        | {
+            "train/policy_loss": [0.2] * UPDATES,
+            "train/reward": [0.6] * UPDATES,
+            "train/response_length": [80.0] * UPDATES,
+        },
+        {"policy/clip_frac_active": 0.05, "policy/kl_k1": 0.001, "lm/mismatch/kl": 0.01, "loss/policy": 0.2}
+        | {"lm/reward/mean": 0.6, "lm/length/mean": 80.0},
+    ),
+    "nemo_rl": (
+        "NeMo-RL",
+        {"train/token_mult_prob_error": [1.02] * UPDATES, "train/gen_kl_error": [0.001] * UPDATES}
+        | {"train/probs_ratio_max": [1.4] * UPDATES, "train/reward": [0.5] * UPDATES, "train/loss": [0.1] * UPDATES},
+        {"lm/mismatch/mult_error": 1.02, "lm/mismatch/kl": 0.001, "policy/ratio/max": 1.4, "lm/reward/mean": 0.5},
+    ),
     "rsl_rl": (
         "RSL-RL",
         {"Loss/value_function": [8.0] * UPDATES, "Loss/surrogate": [-0.01] * UPDATES, "Loss/entropy": [11.0] * UPDATES}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from esper_telemetry.ppo.collectors.base import EpisodeCounter
+from esper_telemetry.ppo.collectors.base import EpisodeTotals
 
 
 def test_episodes_are_counted_over_rollouts_and_in_order() -> None:
     """Environment 0 ends at t = 1 and t = 2, environment 1 at t = 0; in the next rollout both end at t = 0."""
-    counter = EpisodeCounter(2)
+    counter = EpisodeTotals(2)
     rewards = np.array([[1, 10], [2, 20], [4, 40]], np.float32)
 
     counter.count(rewards, np.array([[0, 1], [1, 0], [1, 0]], bool), None)
@@ -20,7 +20,7 @@ def test_episodes_are_counted_over_rollouts_and_in_order() -> None:
 
 
 def test_a_rollout_without_an_end_gives_no_episode() -> None:
-    counter = EpisodeCounter(1)
+    counter = EpisodeTotals(1)
 
     counter.count(np.ones((4, 1), np.float32), np.zeros((4, 1), bool), None)
 
@@ -29,7 +29,7 @@ def test_a_rollout_without_an_end_gives_no_episode() -> None:
 
 def test_invalid_rows_count_for_nothing() -> None:
     """The episode's second row is a reset: two of three rows count."""
-    counter = EpisodeCounter(1)
+    counter = EpisodeTotals(1)
 
     counter.count(
         np.array([[1], [9], [1]], np.float32), np.array([[0], [0], [1]], bool), np.array([[1], [0], [1]], bool)

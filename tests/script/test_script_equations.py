@@ -12,9 +12,9 @@ from test_script_runs import SCRIPTS, with_telemetry
 from torch import Tensor, nn
 
 from esper_telemetry import read_run
-from esper_telemetry.adapters.script.objective import left_out, loss_terms
+from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
-from esper_telemetry.adapters.script.variables import Variables, find_ratio
+from esper_telemetry.adapters.script.variables import RolloutFinder, Variables, find_minibatch, find_ratio
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.updates.data import UpdateData
@@ -160,6 +160,50 @@ def test_parameters_that_an_optimizer_lacks_are_those_with_a_gradient() -> None:
     assert not left_out(minibatch.variables, actor)
     minibatch.backward()
     assert [*left_out(minibatch.variables, actor)] == ["critic.weight", "critic.bias"]
+
+
+def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> None:
+    """Three steps, the second of which ends its episode, by the environment; the script has no flags of its own."""
+    ends = torch.tensor([[False], [True], [False]])
+    columns: dict[str, Any] = {
+        "rewards": [1.0, 2.0, 3.0],
+        "values": torch.tensor([[4.0], [5], [6]]),
+        "vs_": torch.tensor([[5.0], [9], [7]]),
+        "adv": torch.zeros(3),
+        "advantages": np.array([0.5, 0.25, 0.125]),
+        "logprobs": [torch.tensor(-1.0), torch.tensor(-2.0), torch.tensor(-3.0)],
+        "actions": np.array([[1], [0], [1]]),
+        "obs": np.arange(6.0).reshape(3, 2),
+    }
+    finder = RolloutFinder(Variables([columns]), ends)
+    rollout = finder.rollout()
+
+    assert rollout is not None
+    assert rollout.rewards.flatten().tolist() == [1, 2, 3]
+    assert rollout.log_probs.shape == (3, 1)
+    assert rollout.ended.flatten().tolist() == [False, True, False]
+    assert rollout.next_values.flatten().tolist() == [5, 0, 7]
+    assert finder.actions is not None and finder.actions.shape == (3, 1, 1)
+    assert finder.observations is not None and finder.observations.shape == (3, 1, 2)
+    assert RolloutFinder(Variables([columns])).rollout() is None
+
+
+def test_columns_of_a_minibatch_are_found_by_a_slice_that_says_nothing_of_their_rows() -> None:
+    columns = {"index": slice(2, 4), "adv": torch.arange(6.0).unsqueeze(1), "td_target": torch.arange(6.0) + 10}
+
+    minibatch = find_minibatch(Variables([columns]), 2)
+
+    assert minibatch.advantages is not None and minibatch.advantages.tolist() == [2, 3]
+    assert minibatch.returns is not None and minibatch.returns.tolist() == [12, 13]
+    assert minibatch.rows is None
+
+
+def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:
+    minibatch = Minibatch()
+
+    leaves = {id(leaf) for leaf in leaves_of(minibatch.agent["actor"](torch.ones(1, 3)).sum())}
+
+    assert leaves == {id(parameter) for parameter in minibatch.agent["actor"].parameters()}
 
 
 class Space:

@@ -144,7 +144,7 @@ def test_a_wrong_uri_is_one_sentence_with_the_offending_value(uri: str, message:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("make", [TensorBoardSink, WandbSink, MLflowSink, ConsoleSink])
+@pytest.mark.parametrize("make", [TensorBoardSink, WandbSink, MLflowSink])
 def test_a_missing_package_is_reported_when_the_sink_is_made(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("esper_telemetry.sinks.protocol.find_spec", lambda name: None)
 

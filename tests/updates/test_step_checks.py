@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
+from esper_telemetry.adapters import step_checks
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
 from esper_telemetry.core.equations.objective import MinibatchObjective
@@ -28,8 +29,10 @@ def trainer(env: str = "CartPole-v1", **changes: Any) -> PPO:
     return PPO(make_env(env, num_envs=4), PPOConfig(**{**SMALL, **changes}))
 
 
-def records(source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug") -> Sequence[Mapping[str, float]]:
-    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+def records(
+    source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug", **settings: Any
+) -> Sequence[Mapping[str, float]]:
+    with Telemetry(run_dir=run_dir, offload=False, level=level, **settings) as telemetry:
         attach(telemetry, source)
         source.learn(updates * 128)
     return [record.values for record in read_run(run_dir).records]
@@ -125,3 +128,17 @@ def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_pat
 
     pairs = zip(observed.policy.state_dict().values(), alone.policy.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are checked in every sample; a pass counts as expensive from 0 seconds on, and the next one is two samples later."""
+    monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_SECONDS", 0.0)
+    monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_PERIOD", 2)
+
+    at_normal = records(trainer(), tmp_path / "normal", updates=12, level="normal", budget=1.0)
+    at_debug = records(trainer(), tmp_path / "debug", updates=2)
+
+    sampled = [EQUATION_KEY + "gradient" in values for values in at_normal if EQUATION_KEY + "optimizer_step" in values]
+    assert len(sampled) > 2
+    assert sampled == [place % 2 == 0 for place in range(len(sampled))]
+    assert all(EQUATION_KEY + "gradient" in values for values in at_debug)

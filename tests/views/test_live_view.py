@@ -397,6 +397,17 @@ def test_a_compressed_journal_of_a_run_that_is_over_is_shown(run: WrittenRun) ->
     with_app([run.run_dir], use)
 
 
+def test_a_line_of_one_style_is_drawn_in_it(run: WrittenRun) -> None:
+    run.end(RunStatus.FAILED)
+
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        parts = [(part.text, str(part.style)) for y in range(24) for part in app._page.render_line(y)]
+        assert any("How far does" in text and "bold" in style for text, style in parts)
+        assert any(text.startswith("Failed") and "red" in style for text, style in parts)
+
+    with_app([run.run_dir], use)
+
+
 def test_without_colours_no_colour_is_drawn(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.alarm("policy/kl_spike")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -144,9 +144,9 @@ def test_the_logs_of_another_trainer_have_a_page(
     ("level", "spoiled", "status", "code"),
     [
         ("warn", False, RunStatus.FINISHED, 0),
-        ("critical", True, RunStatus.FINISHED, 1),
-        ("critical", False, RunStatus.FAILED, 1),
-        ("warn", False, RunStatus.KILLED, 1),
+        ("critical", True, RunStatus.FINISHED, 3),
+        ("critical", False, RunStatus.FAILED, 3),
+        ("warn", False, RunStatus.KILLED, 3),
     ],
 )
 def test_diagnose_fails_on_an_alarm_of_that_level_and_on_a_failed_run(

@@ -79,9 +79,12 @@ def facts_of(runner: Any, iterations: int | None) -> dict[str, Any]:
     adaptive = alg.schedule == "adaptive" and alg.desired_kl is not None
     on_tensor_cores = "cuda" in str(alg.device) and torch.backends.cuda.matmul.allow_tf32
     horizon = getattr(env, "max_episode_length", None)
+    spec = getattr(getattr(env, "unwrapped", None), "spec", None)
+    layers = [name for name, part in raw_model(alg, "critic").named_modules() if isinstance(part, nn.Linear)]
+    kinds = {type(part) for part in actor.modules()}
     return {
         "trainer": f"rsl-rl {type(alg).__name__}",
-        "env": _name_of(runner),
+        "env": str(getattr(spec, "id", None) or runner.cfg.get("experiment_name") or type(env).__name__),
         "total_steps": None if iterations is None else iterations * steps * envs * ranks,
         "num_envs": envs * ranks,
         "ranks": ranks,
@@ -91,7 +94,7 @@ def facts_of(runner: Any, iterations: int | None) -> dict[str, Any]:
         "optimizer": type(alg.optimizer).__name__,
         "advantage_correction": 1,
         "groups": groups_of(alg),
-        "value_head": _value_head(alg),
+        "value_head": [f"critic.{layers[-1]}"] if layers else [],
         "heads": {HEAD: "continuous"},
         "max_grad_norm": alg.max_grad_norm,
         "clip": alg.clip_param,
@@ -108,7 +111,7 @@ def facts_of(runner: Any, iterations: int | None) -> dict[str, Any]:
         "entropy_coef": alg.entropy_coef,
         "policy": "mlp" if cell is None else "lstm" if isinstance(cell, nn.LSTM) else "gru",
         "lstm_size": None if cell is None else cell.hidden_size,
-        "activation": _activation(actor),
+        "activation": "tanh" if nn.Tanh in kinds else "relu" if nn.ReLU in kinds else None,
         "normalize_observations": bool(getattr(actor, "obs_normalization", False)),
         "normalize_rewards": False,
         "squashed": False,
@@ -143,21 +146,6 @@ def _unchecked(alg: Any, *, adaptive: bool) -> dict[str, str]:
     if not is_gaussian(alg):
         reasons["log_probs"] = reasons["actions"] = "only Gaussian policies are shown"
     return reasons
-
-
-def _value_head(alg: Any) -> list[str]:
-    layers = [name for name, part in raw_model(alg, "critic").named_modules() if isinstance(part, nn.Linear)]
-    return [f"critic.{layers[-1]}"] if layers else []
-
-
-def _activation(actor: nn.Module) -> str | None:
-    kinds = {type(part) for part in actor.modules()}
-    return "tanh" if nn.Tanh in kinds else "relu" if nn.ReLU in kinds else None
-
-
-def _name_of(runner: Any) -> str:
-    spec = getattr(getattr(runner.env, "unwrapped", None), "spec", None)
-    return str(getattr(spec, "id", None) or runner.cfg.get("experiment_name") or type(runner.env).__name__)
 
 
 def _plain(value: Any) -> Any:

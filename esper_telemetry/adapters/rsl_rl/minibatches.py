@@ -22,7 +22,7 @@ from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardEnd, BeforeUpdate, Hooks, MinibatchesEnd, OptimizerStep
 
 
-class Batch(NamedTuple):
+class StorageMinibatch(NamedTuple):
     """A minibatch that the storage has given out.
 
     Attributes:
@@ -42,7 +42,9 @@ class BatchesTap(Tap):
     Numbers of rows are read from the suspended generator, which keeps them to itself.
     """
 
-    def __init__(self, storage: Any, name: str, listener: Callable[[Batch], object], on_error: ErrorHandler) -> None:
+    def __init__(
+        self, storage: Any, name: str, listener: Callable[[StorageMinibatch], object], on_error: ErrorHandler
+    ) -> None:
         super().__init__(storage, name)
         self._storage, self._listener, self._on_error = storage, listener, on_error
         vars(storage)[name] = self
@@ -54,7 +56,7 @@ class BatchesTap(Tap):
             try:
                 variables = getattr(getattr(generator, "gi_frame", None), "f_locals", {})
                 epoch = int(variables.get("epoch", variables.get("ep", 0)))
-                self._listener(Batch(columns, epoch, self._rows(variables)))
+                self._listener(StorageMinibatch(columns, epoch, self._rows(variables)))
             except Exception as error:  # a bug of ours must not reach the trainer
                 self._on_error(self._listener, error)
             yield columns
@@ -74,14 +76,14 @@ class BatchesTap(Tap):
 class MinibatchRow(NamedTuple):
     """An evaluated minibatch: its batch, advantages as used, log-probabilities and the distribution's parameters now, then values now."""
 
-    batch: Batch
+    batch: StorageMinibatch
     advantages: Tensor
     log_probs: Tensor
     parameters: tuple[Tensor, ...]
     values: Tensor
 
 
-class MinibatchListener:
+class StorageMinibatchListener:
     """Emits gradients and steps at once, and all minibatches when the update is over.
 
     Attributes:
@@ -102,7 +104,7 @@ class MinibatchListener:
         self.learning_rates: list[float] = []
         self._parameters = {name: p for name, p in parameters_of(self._alg).items() if p.requires_grad}
         self._gaussian = is_gaussian(self._alg)
-        self._batch: Batch | None = None
+        self._batch: StorageMinibatch | None = None
         self._evaluated: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
         self._values: Tensor | None = None
         self._emitted = False
@@ -110,7 +112,7 @@ class MinibatchListener:
         self._sampled = self._hooks.wants(BeforeUpdate)
         self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
 
-    def after_batch(self, batch: Batch) -> None:
+    def after_batch(self, batch: StorageMinibatch) -> None:
         """The storage has given out a minibatch."""
         self._batch, self._evaluated, self._values, self._emitted = batch, None, None, False
 

@@ -20,7 +20,7 @@ from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, raw_model
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
 
 
-class RolloutRecorder:
+class StorageRolloutRecorder:
     """Records what the environments return in one rollout after another.
 
     Args:
@@ -89,7 +89,8 @@ class RolloutRecorder:
             next_values=next_values(values, self._last_values.clone(), ended, torch.where(limits, values, 0.0)),
             actions={HEAD: storage.actions},
             gamma=alg.gamma,
-            states=_states(storage.saved_hidden_state_a),
+            # [T, layers, parts, B, H], in which each step began
+            states=torch.stack(storage.saved_hidden_state_a, 2) if storage.saved_hidden_state_a else None,
             scales=self._scales(),
             observations=observations_of(alg),
             last_values=self._last_values.clone().reshape(1, -1),
@@ -148,8 +149,3 @@ def _acted_on(alg: Any) -> HeadColumns:
         return HeadColumns()
     means, stds = parameters
     return HeadColumns(means={HEAD: means}, log_std={HEAD: stds.log()})
-
-
-def _states(saved: list[Tensor] | None) -> Tensor | None:
-    """States [T, layers, parts, B, H] in which each step began; None of a policy without memory."""
-    return None if not saved else torch.stack(saved, 2)

@@ -13,8 +13,8 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
-from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, MinibatchListener
-from esper_telemetry.adapters.rsl_rl.rollouts import RolloutRecorder, recurrent_event
+from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
+from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
 from esper_telemetry.adapters.taps import Listener, Tap, listen
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
@@ -55,12 +55,14 @@ class RunnerListener:
         self.hooks = Hooks()
         self._telemetry, self._session = telemetry, session_of(telemetry)
         self._runner, self._alg = runner, runner.alg
-        self._update = _updates_of(runner, telemetry.state_dict().get("update", 0))
+        # a runner keeps the number of its last update, from 0, which is 0 before the first one, too
+        last = int(runner.current_learning_iteration)
+        self._update = last + 1 if last > 0 or telemetry.state_dict().get("update", 0) == 1 else 0
         self._rollout_steps = runner.alg.storage.num_transitions_per_env * runner.alg.storage.num_envs
         self._ranks = int(getattr(runner, "gpu_world_size", 1))
         self._gradient_step = self._update * runner.alg.num_learning_epochs * runner.alg.num_mini_batches
-        self._recorder = RolloutRecorder(runner.alg, complete=self._update == 0)
-        self._minibatches = MinibatchListener(runner.alg, self.hooks)
+        self._recorder = StorageRolloutRecorder(runner.alg, complete=self._update == 0)
+        self._minibatches = StorageMinibatchListener(runner.alg, self.hooks)
         self._logged: dict[str, Any] = {}
         self._taps: list[Remover] = []
         self._update_taps: list[Remover] = []
@@ -91,7 +93,7 @@ class RunnerListener:
             self._listen(alg.critic, "forward", recorder.after_values),
             self._listen(alg, "update", self._after_update),
             self._listen(runner.logger, "log", self._after_log),
-            *[self._batches_tap(name) for name in GENERATORS],
+            *[BatchesTap(alg.storage, name, self._after_batch, self._session.failed).remove for name in GENERATORS],
         ]
         clipping = listen_to_clipping(self._minibatches, self._session.failed)
         if clipping is not None:
@@ -113,9 +115,6 @@ class RunnerListener:
         if self._learned:
             self._session.attempt(lambda listener: listener._end_update(), self)
         self._rollout, self._learned = None, False
-
-    def _batches_tap(self, name: str) -> Remover:
-        return BatchesTap(self._alg.storage, name, self._after_batch, self._session.failed).remove
 
     def _after_batch(self, batch: Any) -> None:
         if self._rollout is None:
@@ -298,12 +297,6 @@ def check_runner(runner: Any) -> None:
             f"telemetry watches runners with PPO, got {type(runner).__name__} with {type(alg).__name__}, "
             f"which has no {missing[0] if missing else 'logger'}"
         )
-
-
-def _updates_of(runner: Any, recorded: int) -> int:
-    """Return the number of updates so far; a runner keeps the number of its last one, from 0, which is 0 before the first one, too."""
-    last = int(runner.current_learning_iteration)
-    return last + 1 if last > 0 or recorded == 1 else 0
 
 
 def _remove_all(taps: list[Remover]) -> None:

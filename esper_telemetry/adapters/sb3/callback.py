@@ -25,7 +25,7 @@ from torch import Tensor
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import numbers_by_key
-from esper_telemetry.adapters.sb3.collection import CollectionPasses, critic_states
+from esper_telemetry.adapters.sb3.collection import CollectionPasses, copied_weights, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
     ModelProgress,
@@ -99,6 +99,7 @@ class ModelListener:
         self._seconds: dict[str, float] = defaultdict(float)
         self._cpu_seconds: dict[str, float] = defaultdict(float)
         self._replay: CallbackReplay | None = None
+        self._older_weights: list[Tensor] = []
         self._learning = False
         self._started = time.perf_counter(), time.process_time()
         self._always: list[Remover] = self._collecting_taps()
@@ -225,7 +226,9 @@ class ModelListener:
             acted=self._rollouts[-1].steps.acted,
             states=last.states,
             critic=critic_states(model.rollout_buffer, model.device),
+            older=self._older_weights,
         )
+        self._older_weights = copied_weights(model.policy)
         hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device)))
 
     def _collecting_taps(self) -> list[Remover]:

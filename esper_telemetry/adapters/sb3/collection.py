@@ -150,6 +150,9 @@ MODE_LAYERS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 AFFINE_CORRELATION = 0.95
 """Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
 
+MAX_OLDER_ENTRIES = 1 << 20
+"""Entries of the weights that are copied in a sampled update, to be compared with in the next one."""
+
 LstmState: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -161,6 +164,7 @@ class CollectionPasses:
         acted: observations [T, B, ...] as the policy received them; None where they were not kept.
         states: of the actor's LSTM in which each step began, [T, layers, 2, B, H]; None for a feed-forward policy.
         critic: of the critic's own LSTM before the first step, h and c [layers, B, H]; None without one.
+        older: weights of the policy in the sampled update before; empty where there are none.
     """
 
     def __init__(
@@ -172,9 +176,10 @@ class CollectionPasses:
         acted: Tensor | None,
         states: Tensor | None,
         critic: LstmState | None,
+        older: Sequence[Tensor] = (),
     ) -> None:
         self._policy, self._heads, self._inputs = model.policy, heads, inputs
-        self._acted, self._states, self._critic = acted, states, critic
+        self._acted, self._states, self._critic, self._older = acted, states, critic, older
 
     def event(self, rollout: RolloutEnd, device: torch.device) -> CollectionReplay:
         """Return what `BeforeUpdate` holds."""
@@ -199,6 +204,19 @@ class CollectionPasses:
         return (
             self._pass(observations=observations) if observations is not None and self._affine(observations) else None
         )
+
+    def _older_weights(self) -> Outputs | None:
+        parameters = list(self._policy.parameters())
+        if len(self._older) != len(parameters):
+            return None
+        now = [parameter.data for parameter in parameters]
+        try:
+            for parameter, weights in zip(parameters, self._older, strict=True):
+                parameter.data = weights
+            return self._pass()
+        finally:
+            for parameter, weights in zip(parameters, now, strict=True):
+                parameter.data = weights
 
     def _other_mode(self) -> Outputs | None:
         policy = self._policy
@@ -313,6 +331,13 @@ class CollectionPasses:
             output, state = self._policy._process_sequence(row, state, starts, lstm)
             outputs.append(output)
         return torch.cat(outputs)
+
+
+def copied_weights(policy: nn.Module) -> list[Tensor]:
+    """Return copies of the weights of a policy; none of a large one."""
+    parameters = list(policy.parameters())
+    small = sum(parameter.numel() for parameter in parameters) <= MAX_OLDER_ENTRIES
+    return [parameter.detach().clone() for parameter in parameters] if small else []
 
 
 def critic_states(buffer: Any, device: torch.device) -> LstmState | None:

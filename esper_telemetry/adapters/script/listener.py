@@ -21,17 +21,17 @@ from esper_telemetry.adapters.columns import episodes_event, head_actions, head_
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.losses import LossReader
-from esper_telemetry.adapters.script.objective import left_out, loss_terms
+from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
     DistributionLog,
     EpisodeLog,
     LstmLog,
-    RecordedEnds,
+    RecordedLstm,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
+from esper_telemetry.adapters.script.variables import Ratio, RolloutFinder, RolloutVariables, Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import (
@@ -40,9 +40,9 @@ from esper_telemetry.events import (
     MinibatchEnd,
     OptimizerStep,
     RecurrentForward,
+    RolloutActions,
     RolloutEnd,
     RunStart,
-    Transitions,
     UpdateEnd,
     UpdateStart,
 )
@@ -116,8 +116,8 @@ class ScriptListener:
         self._passed_at = -1
         self._scales: object = None
         self._clips: list[ClipCall] = []
-        self._last_clips: list[ClipCall] = []
-        self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @property
     def listens(self) -> bool:
@@ -150,8 +150,8 @@ class ScriptListener:
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
-        self._several = self._several or self._last_optimizer() not in (None, optimizer)
-        self._last_optimizer = weakref.ref(optimizer)
+        self._optimizers.add(optimizer)
+        self._several = self._several or len(self._optimizers) > 1
         if self._announced is not optimizer and self.hooks.wants(MinibatchObjective):
             self._emit_objective(optimizer, variables)
         if self._shown:
@@ -162,16 +162,16 @@ class ScriptListener:
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass is about to begin: show a sample the minibatch's objective, with gradients of the script's graph."""
         self._find_accumulation()
-        if not self.hooks.wants(MinibatchObjective) or self._several:
+        if not self.hooks.wants(MinibatchObjective):
             return
-        optimizer, variables = self._last_optimizer(), names.calling_variables()
-        if (
-            self._announced is not None
-        ):  # of several passes none is that of the whole loss: a second announcement ends the check
-            self._emit_objective(self._announced, variables)
+        optimizer, variables = self._optimizer_of(loss), names.calling_variables()
+        if self._announced is not None:
+            if optimizer is self._announced or not self._several:
+                # of several passes none is that of the whole loss: a second announcement ends the check
+                self._emit_objective(self._announced, variables)
             return
         ratio = names.find_ratio(variables)
-        if optimizer is None or ratio is None or ratio.source is self._ratio:
+        if optimizer is None or ((ratio is None or ratio.source is self._ratio) and not self._several):
             return
         self._announced = optimizer
         more = left_out(variables, _parameters_of(optimizer)) if self.updates else {}
@@ -182,6 +182,12 @@ class ScriptListener:
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
         )
 
+    def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
+        """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""
+        leaves = {id(leaf) for leaf in leaves_of(loss)}
+        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
+        return optimizers[0] if len(optimizers) == 1 else None
+
     def _find_accumulation(self) -> None:
         """Look in the first update for steps with the gradients of several minibatches, whose rows the variables do not show together."""
         ratio = None if self.updates or self._accumulates else names.find_ratio(names.calling_variables())
@@ -191,8 +197,9 @@ class ScriptListener:
 
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
-        if self._announced is not None and not self._shown and not self._last_clips and self._scales is None:
-            self._emit_gradients(self._announced)
+        announced = self._announced
+        if announced is not None and not self._shown and not self._last_clips.get(announced) and self._scales is None:
+            self._emit_gradients(announced)
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together."""
@@ -208,7 +215,7 @@ class ScriptListener:
             MinibatchObjective(
                 epoch=self._epoch,
                 step=self._step,
-                steps=None,
+                steps=3 + self.updates % 2 if self._several else None,  # of two optimizers the one and the other
                 rows=None,
                 coefficients={},
                 parameters={**self._named_parameters(optimizer), **more},
@@ -226,9 +233,9 @@ class ScriptListener:
         positive = variables.find(
             settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
         )
-        calls = self._last_clips
+        calls = self._last_clips.get(optimizer, [])
         if not calls:
-            return positive
+            return None if self._several else positive
         own = _parameters_of(optimizer)
         sets = {id(p) for p in own}, {id(p) for p in own if p.requires_grad}
         whole = len(calls) == 1 and calls[0].parameters in sets
@@ -247,7 +254,9 @@ class ScriptListener:
         """It has taken the step."""
         call, self._call = self._call, None
         self._announced, self._shown = None, False
-        self._last_clips, self._clips = self._clips, []
+        own = set(map(id, _parameters_of(optimizer)))
+        self._last_clips[optimizer] = [call for call in self._clips if not own.isdisjoint(call.parameters)]
+        self._clips = [call for call in self._clips if own.isdisjoint(call.parameters)]
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
@@ -307,52 +316,66 @@ class ScriptListener:
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        rollout = names.find_rollout(variables)
+        ends = self.environments.ends()
+        finder = names.RolloutFinder(variables, None if ends is None else ends.ended)
+        rollout = finder.rollout()
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
-        ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
-        transitions = rollout and self.environments.transitions(rollout.observations, rollout.actions)
-        bounds = rollout and self.environments.bounds(rollout.actions)
+        actions = self._actions_of(finder)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
+        lstm = self.lstm.take(finder.steps, finder.envs)
         if rollout is None:
-            self.hooks.emit(UpdateStart(self.updates + 1, self._env_step))
+            self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
-            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends, transitions, bounds)
+            limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
+            self._emit_rollout(rollout, actions, lstm, limits)
+
+    def _actions_of(self, finder: RolloutFinder) -> RolloutActions | None:
+        """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
+        heads = self.distributions.take_rollout(finder.steps, finder.envs)
+        actions, log_probs, ended = finder.actions, finder.log_probs, finder.ended
+        if log_probs is None or ended is None:
+            return None
+        count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
+        if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
+            by_head = head_actions(actions, head_names(count), heads.means)
+        bounds = self.environments.bounds(actions) if count == 1 else None
+        return RolloutActions(
+            log_probs=log_probs.clone(),
+            actions=by_head,
+            ended=ended,
+            rewards=None if finder.rewards is None else finder.rewards.clone(),
+            bounds={}
+            if bounds is None
+            else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
+            transitions=self.environments.transitions(finder.observations, actions),
+            **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
+        )
 
     def _emit_rollout(
         self,
         rollout: RolloutVariables,
-        ends: RecordedEnds | None,
-        transitions: Transitions | None,
-        bounds: Tensor | None,
+        actions: RolloutActions | None,
+        lstm: RecordedLstm | None,
+        time_limits: Tensor | None,
     ) -> None:
-        steps, envs = rollout.rewards.shape
-        heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
-        count, actions = len(heads.logits) + len(heads.means), rollout.actions
-        by_head: dict[str, Tensor] = {}
-        if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
-            by_head = head_actions(actions, head_names(count), heads.means)
-        columns = rollout._asdict() | {"actions": by_head, "observations": None}
+        assert actions is not None  # a rollout has log-probabilities
+        columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
                 env_step=self._env_step,
                 terminated=rollout.ended,
-                time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
+                time_limits=None if time_limits is None else time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
-                transitions=transitions,
-                bounds={}
-                if bounds is None or count != 1
-                else {name: bounds.to(actions_of) for name, actions_of in by_head.items() if name in heads.means},
-                **columns,
-                **heads._asdict(),
+                **{**rollout._asdict(), **{name: getattr(actions, name) for name in columns}},
             )
         )
         self.findings[ROLLOUTS] = None

@@ -29,16 +29,20 @@ class LossReader:
     def __init__(self) -> None:
         self._value_factor: float | None = None
         self._entropy_factor: float | None = None
+        self._count = 0
         self._earlier: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def pass_over(self, variables: Variables) -> None:
         """An optimizer has taken another step of the same minibatch."""
         rows = id(names.find_rows(variables))
-        self._earlier |= {name: (weakref.ref(loss), rows) for name, loss in names.find_losses(variables).items()}
+        self._earlier |= {
+            name: (weakref.ref(loss), rows) for name, loss in names.find_losses(variables, self._count).items()
+        }
 
     def read(self, variables: Variables, minibatch: MinibatchVariables, heads: HeadColumns) -> dict[str, Tensor]:
         """Return the losses of a minibatch, 0-d each, by the names of `MinibatchEnd`."""
-        present = names.find_losses(variables)
+        self._count = len(minibatch.advantages) if minibatch.advantages is not None else 0
+        present = names.find_losses(variables, self._count)
         rows = id(names.find_rows(variables))
         current = {name: loss for name, loss in present.items() if not self._is_earlier(name, loss, rows)}
         losses = {name: loss.detach().mean() for name, loss in current.items()}

@@ -1,4 +1,4 @@
-"""`TelemetryCallback` for the Stable-Baselines3 models that a script trains, each with a run of its own."""
+"""`TelemetryCallback` for the Stable-Baselines3 models and the TRL trainers of a script, each with a run of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stable_baselines3.common.callbacks import BaseCallback
 
+    from esper_telemetry.adapters import trl
     from esper_telemetry.adapters.sb3.callback import TelemetryCallback
     from esper_telemetry.telemetry import Telemetry
 
@@ -32,10 +33,11 @@ class ScriptModels:
     def __init__(
         self, make: Callable[[int], Telemetry], say: Callable[[str], None], before_attach: Callable[[], None]
     ) -> None:
-        self.last: TelemetryCallback | None = None
+        self.last: TelemetryCallback | trl.TelemetryCallback | None = None
         self.own = False
         self._make, self._say, self._before_attach = make, say, before_attach
         self._open: list[TelemetryCallback] = []
+        self._trainers: list[trl.TelemetryCallback] = []
         self._count = 0
         self._refused: set[str] = set()
         self._pid = os.getpid()
@@ -66,8 +68,37 @@ class ScriptModels:
         both.model = model  # instead of `init_callback`, which would initialise the script's callback again
         return both
 
+    def watch(self, trainer: Any) -> None:
+        """Add a callback to a trainer of transformers that is about to train, if it is TRL's `GRPOTrainer` and has none."""
+        from esper_telemetry.adapters.trl import METHODS, TelemetryCallback
+
+        if os.getpid() != self._pid:
+            return
+        present = [part for part in trainer.callback_handler.callbacks if isinstance(part, TelemetryCallback)]
+        if present:  # one of ours continues its run
+            if not set(present) & set(self._trainers):
+                self.own = True
+                self._before_attach()
+            return
+        kind = type(trainer).__name__
+        if not all(hasattr(trainer, name) for name in METHODS):
+            if kind not in self._refused:
+                self._refused.add(kind)
+                self._say(f"{kind} is not watched: TelemetryCallback understands GRPOTrainer")
+            return
+        for idle in self._trainers:
+            idle.telemetry.close()
+        self._before_attach()
+        self._count += 1
+        ours = self.last = TelemetryCallback(self._make(self._count))
+        self._trainers = [ours]
+        trainer.add_callback(ours)
+        self._say(f"attached TelemetryCallback to {kind}; journal in {ours.telemetry.run_dir}")
+
     def close(self, error: BaseException | None) -> None:
         """End all runs, by that exception or without one."""
+        for callback in self._trainers:
+            callback.telemetry.__exit__(type(error) if error else None, error, None)
         while self._open:
             self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
 

@@ -34,13 +34,13 @@ class LossTerms(NamedTuple):
 
 
 def loss_terms(
-    started: Tensor, variables: Variables, ratio: Ratio, facts: Mapping[str, Any], parameters: Sequence[Tensor]
+    started: Tensor, variables: Variables, ratio: Ratio | None, facts: Mapping[str, Any], parameters: Sequence[Tensor]
 ) -> LossTerms | None:
     """Return the terms of the loss that a backward pass is for; the whole loss as `policy` where its terms do not add up to it.
 
     Args:
         started: what the pass begins with: the loss, or a multiple of it.
-        ratio: of the minibatch.
+        ratio: of the minibatch; None of a loss without one.
         facts: of the run.
         parameters: that the gradients belong to.
 
@@ -54,7 +54,7 @@ def loss_terms(
     loss = names.find_total_loss(variables, lambda value: _is_multiple(started, value))
     loss = started if loss is None else loss
     with torch.enable_grad():
-        rows = _rows(variables, ratio, facts)
+        rows = None if ratio is None else _rows(variables, ratio, facts)
         weights = None if rows is None else _weights(float(loss.detach().sum()), rows, variables)
         if rows is None or weights is None:
             losses, weights = {"policy": loss}, {"policy": 1.0}
@@ -76,6 +76,20 @@ def left_out(variables: Variables, parameters: Iterable[Tensor]) -> dict[str, Te
         for name, parameter in (best or {}).items()
         if id(parameter) not in own and parameter.requires_grad and parameter.grad is not None
     }
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors in which the graph of a loss ends: those that its backward pass adds gradients to."""
+    waiting, visited, leaves = [loss.grad_fn], set[Any](), []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _is_multiple(started: Tensor, loss: Tensor) -> bool:

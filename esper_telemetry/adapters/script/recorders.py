@@ -382,9 +382,10 @@ class EpisodeLog:
         if running is not None:
             running.reset()
 
-    def ends(self, steps: int, envs: int) -> RecordedEnds | None:
-        """Return the ends since the last `take`; None unless these are T steps of B environments that step together."""
-        if len(self._running) != 1 or len(self._ends) != steps or any(flags.shape != (2, envs) for flags in self._ends):
+    def ends(self) -> RecordedEnds | None:
+        """Return the ends since the last `take`; None unless these are steps of B environments that step together."""
+        one = len(self._running) == 1 and 0 < len(self._ends) < MAX_END_STEPS
+        if not one or any(flags.shape != self._ends[0].shape for flags in self._ends):
             return None
         terminated, truncated = torch.from_numpy(np.stack(self._ends, 1)).unbind()
         return RecordedEnds(terminated | truncated, truncated & ~terminated)
@@ -438,7 +439,7 @@ class ScalarLog:
         if not isinstance(tag, str) or (tag not in self.tags and len(self.tags) >= MAX_TAGS):
             return
         self.tags.add(tag)
-        number = float(value)
+        number = float(value.item() if hasattr(value, "item") else value)  # an array with one entry too
         if math.isfinite(number):
             total, count = self._sums.get(tag, (0.0, 0))
             self._sums[tag] = (total + number, count + 1)

@@ -102,6 +102,7 @@ class Taps:
     Args:
         make: makes the script's listener, when torch is there.
         join: returns the callback with which a model of Stable-Baselines3 learns, for the one that the script gave it.
+        watch: is called with a trainer of transformers that is about to train.
 
     Attributes:
         script: the listener; None before torch is there.
@@ -109,12 +110,14 @@ class Taps:
         clock: telemetry's, which counts what the taps take; None before there is any.
     """
 
-    def __init__(self, make: Callable[[], ScriptListener], join: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self, make: Callable[[], ScriptListener], join: Callable[[Any, Any], Any], watch: Callable[[Any], None]
+    ) -> None:
         self.script: ScriptListener | None = None
         self.error: BaseException | None = None
         self.clock: Clock | None = None
         self._calls = 0
-        self._make, self._join = make, join
+        self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
         installers: dict[str, Callable[[Any], None]] = {
@@ -123,6 +126,7 @@ class Taps:
             "torch.utils.tensorboard.writer": self._tap_writer,
             "tensorboardX.writer": self._tap_writer,
             "stable_baselines3.common.base_class": self._tap_stable_baselines3,
+            "transformers.trainer": self._tap_transformers,
         }
         self._imports = AfterImport({name: self._contained(tap) for name, tap in installers.items()})
 
@@ -326,6 +330,23 @@ class Taps:
             return prepared
 
         self._model_patches.replace(module.BaseAlgorithm, "_init_callback", wrap)
+
+    def _tap_transformers(self, module: Any) -> None:
+        """Every trainer of transformers and TRL begins there."""
+
+        def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(train)
+            def trained(trainer: Any, *args: Any, **options: Any) -> Any:
+                if self.error is None:
+                    try:
+                        self._watch(trainer)
+                    except Exception as error:  # whatever it is, the script goes on
+                        self.error = error
+                return train(trainer, *args, **options)
+
+            return trained
+
+        self._model_patches.replace(module.Trainer, "train", wrap)
 
     def _tap_writer(self, module: Any) -> None:
         def wrap(add: Callable[..., Any]) -> Callable[..., Any]:

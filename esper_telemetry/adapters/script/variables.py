@@ -33,23 +33,44 @@ OLD_LOG_PROBS: Aliases = (
 )
 ADVANTAGES: Aliases = (
     *("mb_advantages", "mb_adv", "mb_advs", "advantages_mb", "batch_advantages", "minibatch_advantages", "advantage"),
-    *("adv", "advs", "advantages_batch", "norm_advantages_batch"),
+    *("adv", "advs", "advantages_batch", "norm_advantages_batch", "A_k"),
 )
 VALUES: Aliases = (
-    *("newvalue", "new_value", "new_values", "newvalues", "values_pred", "value_pred", "vpred", "mb_newvalue"),
+    *(
+        "newvalue",
+        "new_value",
+        "new_values",
+        "newvalues",
+        "values_pred",
+        "value_pred",
+        "vpred",
+        "mb_newvalue",
+        "state_values",
+    ),
 )
 OLD_VALUES: Aliases = ("mb_values", "old_values", "old_value", "values_old", "mb_old_values", "target_values_batch")
 RETURNS: Aliases = (
-    *("mb_returns", "returns_mb", "batch_returns", "target", "targets", "return_batch", "ret", "returns_batch"),
+    *(
+        "mb_returns",
+        "returns_mb",
+        "batch_returns",
+        "target",
+        "targets",
+        "return_batch",
+        "ret",
+        "returns_batch",
+        "td_target",
+    ),
+    *("reward_sum", "batch_rtgs"),
 )
 ROWS: Aliases = ("mb_inds", "mb_indices", "mb_idx", "minibatch_ind", "inds", "indices", "idx", "rows", "index")
 POLICY_LOSS: Aliases = (
     *("pg_loss", "policy_loss", "actor_loss", "loss_pi", "pi_loss", "policy_gradient_loss", "surrogate_loss"),
-    "action_loss",
+    *("action_loss", "a_loss"),
 )
-VALUE_LOSS: Aliases = ("v_loss", "value_loss", "critic_loss", "vf_loss", "loss_v")
+VALUE_LOSS: Aliases = ("v_loss", "value_loss", "critic_loss", "vf_loss", "loss_v", "c_loss", "obj_critic")
 ENTROPY_LOSS: Aliases = ("entropy_loss", "ent_loss", "loss_entropy", "entropy_bonus")
-ENTROPY: Aliases = ("entropy", "ent", "dist_entropy", "mean_entropy")
+ENTROPY: Aliases = ("entropy", "ent", "dist_entropy", "mean_entropy", "obj_entropy")
 LOSS: Aliases = ("loss", "total_loss")
 EPOCH: Aliases = ("epoch", "epoch_num", "update_epoch", "_epoch")
 
@@ -58,16 +79,21 @@ FLAT_VALUES: Aliases = ("b_values", "batch_values", "flat_values")
 FLAT_RETURNS: Aliases = ("b_returns", "batch_returns", "flat_returns")
 FLAT_LOG_PROBS: Aliases = ("b_logprobs", "b_log_probs", "batch_log_probs", "flat_logprobs")
 
-REWARDS: Aliases = ("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf")
-ROLLOUT_VALUES: Aliases = ("values", "vals", "values_buf", "val_buf", "value_buf")
+REWARDS: Aliases = ("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf", "r_hoder", "b_rewards", "batch_rewards")
+ROLLOUT_VALUES: Aliases = ("values", "vals", "values_buf", "val_buf", "value_buf", "vs", "state_values", "old_values")
 ROLLOUT_ADVANTAGES: Aliases = ("advantages", "advs", "adv_buf", "advantages_buf")
 ROLLOUT_RETURNS: Aliases = ("returns", "rets", "ret_buf", "returns_buf")
-ROLLOUT_LOG_PROBS: Aliases = ("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs")
+ROLLOUT_LOG_PROBS: Aliases = (
+    *("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs", "old_log_probs", "logprob_a_hoder"),
+)
 DONES: Aliases = ("dones", "terminations", "dones_buf", "done_buf", "terminateds")
 NEXT_DONE: Aliases = ("next_done", "next_termination", "last_done")
 NEXT_VALUE: Aliases = ("next_value", "last_value", "next_values", "last_values", "bootstrap_value")
-ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf")
-OBSERVATIONS: Aliases = ("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf")
+NEXT_VALUES: Aliases = ("next_values", "vs_", "values_next", "next_vals")
+ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf", "a_hoder")
+OBSERVATIONS: Aliases = (
+    *("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf", "s_hoder"),
+)
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
@@ -241,16 +267,23 @@ def find_minibatch(variables: Variables, length: int) -> MinibatchVariables:
         return None
 
     rows = variables.find(ROWS, accept_rows)
+    # a slice is one of columns that the script has shuffled: it does not say which rows of the rollout they are
+    part = variables.find(ROWS, lambda value: value if isinstance(value, slice) else None) if rows is None else None
 
     def accept_flat(value: object) -> Tensor | None:
         column = as_tensor(value)
-        if column is None or rows is None or column.dim() == 0 or column.numel() <= int(rows.max()):
+        if column is None or column.dim() == 0:
             return None
-        return column.reshape(-1)[rows.to(column.device)]
+        if rows is None:
+            column = column.reshape(-1)[part]
+            return column if column.numel() == length else None
+        return column.reshape(-1)[rows.to(column.device)] if column.numel() > int(rows.max()) else None
 
     def find(own: Aliases, flat: Aliases = ()) -> Tensor | None:
         column = variables.find(own, as_column(length))
-        return variables.find(flat, accept_flat) if column is None and rows is not None else column
+        if column is not None or (rows is None and part is None):
+            return column
+        return variables.find(flat if part is None else (*own, *flat), accept_flat)
 
     return MinibatchVariables(
         advantages=find(ADVANTAGES, FLAT_ADVANTAGES),
@@ -261,18 +294,22 @@ def find_minibatch(variables: Variables, length: int) -> MinibatchVariables:
     )
 
 
-def find_losses(variables: Variables) -> dict[str, Tensor]:
-    """Return the script's own losses by the names of `MinibatchEnd`, as it holds them; the entropy's has the script's sign, or is [N]."""
+def find_losses(variables: Variables, rows: int = 0) -> dict[str, Tensor]:
+    """Return the script's own losses by the names of `MinibatchEnd`, as it holds them: 0-d, or one for each of so many rows; the entropy's
+    has the script's sign.
+    """
 
-    def accept(value: object) -> Tensor | None:
+    def scalar(value: object) -> Tensor | None:
         return value if isinstance(value, Tensor) and as_scalar(value) is not None else None
 
+    def of_rows(value: object) -> Tensor | None:
+        return value if isinstance(value, Tensor) and value.requires_grad and value.numel() == rows else None
+
     kinds = {"policy": POLICY_LOSS, "value": VALUE_LOSS, "entropy": (*ENTROPY_LOSS, *ENTROPY), "total": LOSS}
-    losses = {kind: loss for kind, names in kinds.items() if (loss := variables.find(names, accept)) is not None}
-    if "entropy" not in losses:
-        entropy = variables.find(ENTROPY, lambda value: value if isinstance(value, Tensor) else None)
-        if entropy is not None and as_column()(entropy) is not None:
-            losses["entropy"] = entropy
+    losses = {kind: loss for kind, names in kinds.items() if (loss := variables.find(names, scalar)) is not None}
+    for kind, names in {"policy": POLICY_LOSS, "value": VALUE_LOSS, "entropy": ENTROPY}.items():
+        if kind not in losses and (loss := variables.find(names, of_rows)) is not None:
+            losses[kind] = loss
     return losses
 
 
@@ -288,13 +325,13 @@ def find_total_loss(variables: Variables, accept: Callable[[Tensor], bool]) -> T
 
 def find_rows(variables: Variables) -> object:
     """Return the object in which the script holds the rows of a minibatch, or its returns; None where it has neither."""
-    return variables.find((*ROWS, *RETURNS), lambda value: value if isinstance(value, Tensor | np.ndarray) else None)
+    return variables.find(
+        (*ROWS, *RETURNS), lambda value: value if isinstance(value, Tensor | np.ndarray | slice) else None
+    )
 
 
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory. Observations
-    [T, B, ...] are the script's own.
-    """
+    """A rollout, [T, B] each, and values after it, [1, B]; copies, because scripts reuse the memory."""
 
     rewards: Tensor
     values: Tensor
@@ -304,67 +341,108 @@ class RolloutVariables(NamedTuple):
     ended: Tensor
     next_values: Tensor
     last_values: Tensor
-    actions: Tensor | None
-    observations: Tensor | None
-
-    def with_ends(self, ended: Tensor) -> RolloutVariables:
-        """Return the same with the ends that the environments returned."""
-        ended = ended.to(self.values.device)
-        return self._replace(ended=ended, next_values=next_values(self.values, self.last_values, ended))
 
 
-def find_rollout(variables: Variables) -> RolloutVariables | None:
-    """Return the rollout that the script learns from now; None where a part of it is missing.
+class RolloutFinder:
+    """Searches variables for the parts of the rollout that a script learns from now, [T, B] each.
 
-    Where there is a flag of the step after the last, `dones[t]` says that step t begins an episode, and otherwise that it ends one.
+    Args:
+        variables: of the script.
+        ends: [T, B], bool: steps since the rollout before that ended an episode, as the environments returned them; None where they do
+            not say. Then there is no rollout without rewards [T, B].
     """
-    rewards = variables.find(REWARDS, _grid())
-    if rewards is None:
-        return None
-    steps, envs = rewards.shape
 
-    def accept_flat(value: object) -> Tensor | None:
-        tensor = as_tensor(value)
-        return tensor.reshape(steps, envs) if tensor is not None and tensor.numel() == steps * envs else None
+    def __init__(self, variables: Variables, ends: Tensor | None = None) -> None:
+        self._variables = variables
+        self.rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
+        if self.rewards is None and (other := variables.find(REWARDS, _grid())) is not None:
+            self.rewards, ends = other, None
+        self._ends = ends
+        shape = ends.shape if ends is not None else (0, 0) if self.rewards is None else self.rewards.shape
+        self.steps, self.envs = shape[0], shape[1]
 
-    def accept_observations(value: object) -> Tensor | None:
-        tensor = as_tensor(value)
-        return tensor if tensor is not None and tensor.dim() > 2 and tuple(tensor.shape[:2]) == (steps, envs) else None
+    def find(self, own: Aliases, flat: Aliases = ()) -> Tensor | None:
+        """Return a column under a name of its own, or under one of the flattened."""
 
-    def accept_actions(value: object) -> Tensor | None:
-        tensor = as_tensor(value)
-        if tensor is None or tuple(tensor.shape[:2]) != (steps, envs) or tensor.dim() > 3:
+        def accept_flat(value: object) -> Tensor | None:
+            tensor = as_tensor(value)
+            fits = tensor is not None and tensor.numel() == self.steps * self.envs
+            return tensor.reshape(self.steps, self.envs) if tensor is not None and fits else None
+
+        tensor = self._variables.find(own, _grid(self.steps, self.envs))
+        return self._variables.find(flat, accept_flat) if tensor is None else tensor
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """Log-probabilities at collection."""
+        return self.find(ROLLOUT_LOG_PROBS, FLAT_LOG_PROBS)
+
+    @property
+    def actions(self) -> Tensor | None:
+        """Actions [T, B, D], copied."""
+
+        def accept(value: object) -> Tensor | None:
+            tensor = _stacked(value)
+            if tensor is not None and self.envs == 1 and tensor.dim() > 0 and len(tensor) == self.steps:
+                return tensor.clone().reshape(self.steps, 1, -1)
+            if tensor is None or tuple(tensor.shape[:2]) != (self.steps, self.envs) or tensor.dim() > 3:
+                return None
+            return tensor.clone().reshape(self.steps, self.envs, -1)
+
+        return self._variables.find(ACTIONS, accept)
+
+    @property
+    def observations(self) -> Tensor | None:
+        """Observations [T, B, ...], the script's own."""
+
+        def accept(value: object) -> Tensor | None:
+            tensor, steps = _stacked(value), self.steps
+            if (
+                tensor is not None
+                and self.envs == 1
+                and tensor.dim() > 1
+                and len(tensor) == steps != 1 != tensor.shape[1]
+            ):
+                tensor = tensor.unsqueeze(1)
+            fits = tensor is not None and tensor.dim() > 2 and tuple(tensor.shape[:2]) == (steps, self.envs)
+            return tensor if fits else None
+
+        return self._variables.find(OBSERVATIONS, accept)
+
+    @property
+    def ended(self) -> Tensor | None:
+        """Steps that ended an episode, bool: where there is a flag of the step after the last, `dones[t]` says that step t begins one."""
+        dones, next_done = self.find(DONES), self._variables.find(NEXT_DONE, as_column(self.envs))
+        if self._ends is not None or dones is None:
+            return self._ends
+        return (dones if next_done is None else torch.cat([dones[1:], next_done.reshape(1, self.envs)])).bool()
+
+    def rollout(self) -> RolloutVariables | None:
+        """Return all parts; None where one is missing."""
+        if self.rewards is None:
             return None
-        return tensor.clone().reshape(steps, envs, -1)
-
-    def find(own: Aliases, flat: Aliases = ()) -> Tensor | None:
-        tensor = variables.find(own, _grid(steps, envs))
-        return variables.find(flat, accept_flat) if tensor is None else tensor
-
-    longer = variables.find(ROLLOUT_VALUES, _grid(steps + 1, envs))
-    values = find(ROLLOUT_VALUES, FLAT_VALUES) if longer is None else longer[:-1]
-    advantages = find(ROLLOUT_ADVANTAGES, FLAT_ADVANTAGES)
-    returns = find(ROLLOUT_RETURNS, FLAT_RETURNS)
-    log_probs = find(ROLLOUT_LOG_PROBS, FLAT_LOG_PROBS)
-    advantages = _in_use(variables.find(FLAT_ADVANTAGES, as_column(steps * envs)), advantages, log_probs, variables)
-    dones = find(DONES)
-    last = longer[-1] if longer is not None else variables.find(NEXT_VALUE, as_column(envs))
-    if values is None or advantages is None or log_probs is None or dones is None or last is None:
-        return None
-    next_done = variables.find(NEXT_DONE, as_column(envs))
-    ended = (dones if next_done is None else torch.cat([dones[1:], next_done.reshape(1, envs)])).bool()
-    return RolloutVariables(
-        rewards=rewards.clone(),
-        values=values.clone(),
-        advantages=advantages.clone(),
-        returns=(advantages + values if returns is None else returns).clone(),
-        log_probs=log_probs.clone(),
-        ended=ended,
-        next_values=next_values(values, last, ended),
-        last_values=last.clone().reshape(1, envs),
-        actions=variables.find(ACTIONS, accept_actions),
-        observations=variables.find(OBSERVATIONS, accept_observations),
-    )
+        variables, size = self._variables, self.rewards.numel()
+        longer = variables.find(ROLLOUT_VALUES, _grid(self.steps + 1, self.envs))
+        values = self.find(ROLLOUT_VALUES, FLAT_VALUES) if longer is None else longer[:-1]
+        log_probs, returns, ended = self.log_probs, self.find(ROLLOUT_RETURNS, FLAT_RETURNS), self.ended
+        advantages = self.find(ROLLOUT_ADVANTAGES, FLAT_ADVANTAGES)
+        advantages = _in_use(variables.find(FLAT_ADVANTAGES, as_column(size)), advantages, log_probs, variables)
+        following = self.find(NEXT_VALUES)
+        last = longer[-1] if longer is not None else variables.find(NEXT_VALUE, as_column(self.envs))
+        last = following[-1] if last is None and following is not None else last
+        if values is None or advantages is None or log_probs is None or last is None or ended is None:
+            return None
+        ended = ended.to(values.device)
+        return RolloutVariables(
+            rewards=self.rewards.clone(),
+            values=values.clone(),
+            advantages=advantages.clone(),
+            returns=(advantages + values if returns is None else returns).clone(),
+            log_probs=log_probs.clone(),
+            ended=ended,
+            next_values=next_values(values, last, ended),
+            last_values=last.clone().reshape(1, self.envs),
+        )
 
 
 def _in_use(
@@ -382,17 +460,33 @@ def _in_use(
 
 
 def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:
-    """Accept [T, B], also as [T, B, 1]; of that shape where one is given."""
+    """Accept [T, B], also as [T, B, 1]; of that shape where one is given, and then also [T] of one environment, as a list too."""
 
     def accept(value: object) -> Tensor | None:
-        tensor = as_tensor(value)
-        if tensor is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
-            tensor = tensor.squeeze(-1)
-        if tensor is None or tensor.dim() != 2 or (steps is not None and tuple(tensor.shape) != (steps, envs)):
-            return None
-        return tensor
+        if steps is None or envs != 1:
+            tensor = as_tensor(value)
+            if tensor is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
+                tensor = tensor.squeeze(-1)
+            fits = tensor is not None and tensor.dim() == 2 and (steps is None or tuple(tensor.shape) == (steps, envs))
+            return tensor if fits else None
+        tensor = _stacked(value)
+        fits = tensor is not None and tensor.numel() == steps and steps in (*tensor.shape, 1)
+        return tensor.reshape(steps, 1) if tensor is not None and fits else None
 
     return accept
+
+
+def _stacked(value: object) -> Tensor | None:
+    """Accept a tensor, an array, or a list of numbers, arrays or tensors of one shape, as a detached floating tensor."""
+    if isinstance(value, list) and value and isinstance(value[0], int | float | np.generic | np.ndarray | Tensor):
+        parts = [as_tensor(one) if isinstance(one, Tensor) else as_tensor(np.asarray(one)) for one in value]
+        shapes = {None if part is None else part.shape for part in parts}
+        return (
+            torch.stack([part for part in parts if part is not None])
+            if len(shapes) == 1 and None not in shapes
+            else None
+        )
+    return as_tensor(value)
 
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:

@@ -52,7 +52,7 @@ def rollout_event(batch: Any, loss: Any, estimator: Any, *, gamma: float, update
         gamma=gamma,
         observations=_observations(batch, loss),
         last_values=next_values[-1:],
-        **_acted_on(batch, distribution)._asdict(),
+        **columns_of(distribution).map(lambda column: time_major(batch, column))._asdict(),
     )
 
 
@@ -107,10 +107,6 @@ def _grid(batch: Any, key: Any) -> Tensor:
     """A column of numbers as [T, B]."""
     column: Tensor = batch.get(key).detach()
     return time_major(batch, column.reshape(batch.batch_size))
-
-
-def _acted_on(batch: Any, distribution: Any) -> HeadColumns:
-    return columns_of(distribution).map(lambda column: time_major(batch, column))
 
 
 def _actions(batch: Any, loss: Any, distribution: Any) -> Tensor:

@@ -171,7 +171,9 @@ class ConstantRewardJudge:
         penalty = not self.varied and len(self.paid) == 1 and value < 0 < threshold
         penalty = penalty and self.terminated >= MIN_EQUAL_EPISODES and transitions >= limits[CONSTANT_STEPS]
         episodes, ended = number(self.episodes), number(self.terminated)
-        finding = Finding(hard(gone or never or useless or penalty), "reward/std", spread, 0.0)
+        finding = Finding(
+            hard(gone or never or useless or penalty), "reward/std", spread, 0.0, held=max(1, self.updates)
+        )
         finding = finding.with_advice(
             (lambda: "Turn the sign of the reward, or look for the wrapper that does.") if penalty else None
         )

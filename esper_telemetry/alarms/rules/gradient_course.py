@@ -196,6 +196,7 @@ def concentration(view: View) -> Iterator[Finding]:
 RULES = (
     gradient_alarm(
         type="grad/oscillation",
+        effect=True,
         inputs=("grad/align/successive_cos", "{key}/period/p", "opt/lr"),
         meaning="Updates undo each other.",
         action="Lower the learning rate, use larger batches or fewer epochs.",
@@ -211,6 +212,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/noise_dominated",
+        effect=True,
         inputs=("opt/snr_share", "grad/gns/noise_dominated", "grad/gns/b_simple"),
         meaning="The gradient is noise.",
         action="Use larger batches: more environments or more steps per update.",
@@ -227,6 +229,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/drift",
+        effect=True,
         inputs=("grad/global/norm_preclip", "opt/lr"),
         meaning="Gradient norms wander away from their average.",
         action="Look at the learning-rate schedule, at weight growth and at the scale of returns.",
@@ -242,6 +245,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/concentration",
+        effect=True,
         inputs=("grad/concentration/entropy", "grad/concentration/layer_entropy", "grad/concentration/participation"),
         meaning="A few parameters own the gradient.",
         action="Look at the largest layer in the table; check the scale of inputs and the initialisation of the heads.",

@@ -286,6 +286,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/interference",
+        effect=True,
         inputs=("grad/interference/cos", "grad/interference/cancel"),
         meaning="Actor and critic pull the shared network in opposite directions.",
         action="Use separate networks, or lower value_coef.",
@@ -301,6 +302,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/clip_saturated",
+        effect=True,
         inputs=("grad/clip/coef", "grad/clip/coef_min", "grad/clip/excess_log10"),
         meaning="Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
         action="Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",

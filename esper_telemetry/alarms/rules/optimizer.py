@@ -216,6 +216,7 @@ RULES = (
     ),
     AlarmRule(
         type="opt/rms_spike",
+        effect=True,
         inputs=("opt/stable_rms", "opt/beta2"),
         meaning="Gradients have outgrown Adam's memory of them: the loss tends to jump some steps later.",
         action="Lower beta2 (0.95), warm up the learning rate, clip gradients.",

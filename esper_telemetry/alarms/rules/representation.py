@@ -94,6 +94,7 @@ RULES = (
     ),
     feature_alarm(
         type="repr/norm_growth",
+        effect=True,
         inputs=(NORM, "opt/weight_growth"),
         meaning="Features grow, which precedes a collapse of their rank.",
         action="Weight decay, layer norm, a lower learning rate.",

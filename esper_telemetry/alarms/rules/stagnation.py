@@ -150,7 +150,7 @@ class NeverFitJudge:
         learning = learning or median(self.errors[half:] or self.errors) < CLOSER_CRITIC * median(self.errors[:half])
         never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
         never = never and not learning and view.course.risen is False and self.errors[-1] > LARGE_ERROR
-        yield Finding(hard(never), key, value, limits[NEVER_FIT]).with_text(
+        yield Finding(hard(never), key, value, limits[NEVER_FIT], held=len(fits)).with_text(
             lambda: (
                 f"the critic has been worse than a constant in each of the last {len(fits)} updates, and does not become better: its R² is "
                 f"{number(middle)} (a constant has 0)"

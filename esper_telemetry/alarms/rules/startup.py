@@ -163,7 +163,7 @@ class ActionsCutJudge:
                 instance=head,
             ).with_text(
                 lambda head=head, share=share, spread=spread, wide=wide: (  # type: ignore[misc]  # the loop's values
-                    f"{percent(share)} of the actions of {head} lie at or beyond their bounds"
+                    f"{percent(share)} of the actions{'' if head == 'action' else f' of {head}'} lie at or beyond their bounds"
                     + (
                         f": the standard deviation is {times(spread)} half their range (usually below 2.5x)"
                         if wide

@@ -27,6 +27,7 @@ from esper_telemetry.alarms.rule import (
     percent,
     times,
 )
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 RATIO_EVIDENCE = (
     "policy/ratio/*",
@@ -169,7 +170,8 @@ SLOW_UPDATES = 20
 """Updates in which the policy must have hardly moved."""
 
 DECIDED_ENTROPY = 0.03
-"""Normalised entropy below which a policy whose return has risen has decided: it hardly samples anything that could move it."""
+"""Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
+anything that could move it."""
 
 MIN_LOWERED = 1e-12
 """Least factor by which a schedule lowers the KL that is expected."""
@@ -201,12 +203,13 @@ class KlStallJudge(AnnealedRate):
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
         moves, exact = self.moves, self.exact
-        lowered = (
-            max(MIN_LOWERED, min(1.0, rate / self.highest) ** 2) if rate and rate > 0 and self.highest > 0 else 1.0
-        )
+        lowered = 1.0
+        if rate is not None and 0 < rate < self.highest and not self.abrupt:
+            lowered = max(MIN_LOWERED, (rate / self.highest) ** 2)
         moves.append(value / lowered)
         del moves[:-SLOW_UPDATES]
-        decided = view.course.risen is True and view.values.get("policy/entropy_norm", 1.0) < DECIDED_ENTROPY
+        entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
+        decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
         bound *= lowered
         stalled = value < bound and not annealed and not decided
         slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
@@ -214,9 +217,13 @@ class KlStallJudge(AnnealedRate):
         elsewhere = exact > MIN_MOVED
         at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
         finding = Finding(
-            1.0 if stalled else WARNING_SEVERITY if slow else 0.0, key, value, view.limits[KL_SLOW] if slow else bound
+            1.0 if stalled else WARNING_SEVERITY if slow else 0.0,
+            key,
+            value,
+            view.limits[KL_SLOW] if slow else bound,
+            held=SLOW_UPDATES if slow else 1,
         )
-        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate)).with_text(
+        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
                 "log-probabilities are computed anew, so nothing is clipped"
@@ -233,10 +240,15 @@ WARNING_SEVERITY = 0.5
 """Severity of a policy that moves too little to learn."""
 
 
-def stall_advice(rate: float | None) -> str:
-    """What to try where the policy does not move, by the learning rate."""
+def stall_advice(rate: float | None, *, slow: bool) -> str:
+    """What to try where the policy does not move, or hardly, by the learning rate."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."
+    published = PUBLISHED["learning_rate"]
+    if rate is not None and 0 < rate < published.lowest:
+        return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
+    if slow:
+        return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
@@ -244,7 +256,7 @@ def stall_advice(rate: float | None) -> str:
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
-CLIP_KL = above("clip_kl", 0.015, "KL divergence up to which leaving a narrow trust region is no harm, nats")
+CLIP_KL = above("clip_kl", 0.02, "KL divergence up to which leaving a narrow trust region is no harm, nats")
 
 MIN_SAMPLES = 512
 """Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
@@ -304,6 +316,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_explosion",
+        effect=True,
         inputs=(
             "policy/ess_frac_min",
             "policy/ratio/max",
@@ -323,6 +336,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_collapse",
+        effect=True,
         inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
@@ -339,6 +353,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/clip_saturation",
+        effect=True,
         inputs=(
             "policy/clip_frac",
             "policy/clip_frac_active",

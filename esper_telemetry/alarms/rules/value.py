@@ -393,6 +393,7 @@ critic_alarm = partial(AlarmRule, pieces=("transitions",), histograms=("value/",
 RULES = (
     critic_alarm(
         type="value/fit_collapse",
+        effect=True,
         inputs=(R2, EXPLAINED, "value/loss_norm"),
         meaning="The critic predicted returns and no longer does.",
         action="Normalise returns, lower the learning rate or value_coef, give the critic its own network; check for a change of rewards.",
@@ -409,6 +410,7 @@ RULES = (
     ),
     critic_alarm(
         type="value/loss_jump",
+        effect=True,
         inputs=(LOSS,),
         meaning="The critic's error jumped.",
         action="Compare with ret/std: if that jumped too the rewards changed; otherwise lower the learning rate.",

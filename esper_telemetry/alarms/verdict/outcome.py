@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -44,7 +45,8 @@ MIN_BLOCKS: Final = 8
 MIN_FAR_BLOCKS: Final = 4
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
-"""A flat curve needs more than a rising one: learning may begin late."""
+MIN_FLAT_AVERAGED_EPISODES: Final = 300
+"""A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
 BLOCK_EPISODES: Final = 5
 AVERAGED_BLOCK_EPISODES: Final = 25
 """Episodes of a block; more where the logged value is itself the mean of the last hundred."""
@@ -69,6 +71,12 @@ NAMES: Final = {
     REWARD: "mean reward",
     LENGTH: "length of episodes",
 }
+
+
+@lru_cache(maxsize=4096)
+def is_success(key: str) -> bool:
+    """Return whether a key is a success rate; cached, as every update has the same keys."""
+    return SUCCESS.fullmatch(key) is not None
 
 
 class OutcomeKind(StrEnum):
@@ -187,7 +195,7 @@ class OutcomeJudge:
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
-            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(SUCCESS.fullmatch, values)):
+            for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
                     std = values.get(STD, 0.0) if key == RETURN else 0.0
                     std = std if 0 <= std <= MAX_RETURN else 0.0
@@ -247,7 +255,7 @@ class OutcomeJudge:
         value = self._series[key].constant
         if value is None:
             return self._by_series(key)
-        successes = sorted(filter(SUCCESS.fullmatch, self._series))
+        successes = sorted(filter(is_success, self._series))
         varied = [name for name in (*successes, LENGTH) if name in self._series and self._series[name].constant is None]
         if not varied or (varied[0] == LENGTH and value == 0):
             return self._by_series(key)
@@ -278,11 +286,11 @@ class OutcomeJudge:
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = course.kind, None
-        if shift and (few or kind is OutcomeKind.FLAT):
-            kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
-        elif kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
+        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
             kind = OutcomeKind.DECLINING
-        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < MIN_FLAT_EPISODES):
+        elif shift and (few or kind is OutcomeKind.FLAT):
+            kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
+        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < flat_episodes(key)):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
             kind, since = OutcomeKind.SOLVED, self._passed_since
@@ -339,6 +347,11 @@ def _stable_from(values: Array, levels: Array, last: float, height: float, noise
     return begin if abs(change) <= STABLE_BAND / 2 * height + 2 * noise.scale / math.sqrt(third) else count
 
 
+def flat_episodes(key: str) -> int:
+    """Return the episodes from which on a series can be called flat."""
+    return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
+
+
 def _levels(outcome: Outcome) -> str:
     """Return `21 -> 340 in 48 updates`."""
     first, last = (0.0 if level is None else level for level in (outcome.first, outcome.last))
@@ -360,7 +373,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
         case OutcomeKind.DECLINING:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
-            least = f"{MIN_FLAT_UPDATES} updates and {MIN_FLAT_EPISODES} episodes"
+            least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
             return f", no change yet; a flat curve is told from {least} on"
         case _:
             return passed

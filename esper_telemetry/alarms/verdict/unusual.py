@@ -38,6 +38,8 @@ UNITS: Final = re.compile(
 FAMILIES_ASIDE: Final = frozenset(
     {"perf", "telemetry", "alarm", "episode", "eval", "task", "train", "seed", "env", "norm"}
 )
+KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "loss/entropy", "policy/logp/min"})
+"""Families and keys that depend on the machine, the task or the number of its actions."""
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
 MIN_SPREAD: Final = 0.03
 """Smallest distance of a quantile from the median that counts, by unit: two healthy runs differ by as much."""
@@ -108,7 +110,10 @@ def scale_free() -> Mapping[str, Metric]:
     return {
         metric.key: metric
         for metric in catalogue()
-        if "{" not in metric.key and UNITS.fullmatch(metric.unit) and family_name(metric.key) not in FAMILIES_ASIDE
+        if "{" not in metric.key
+        and UNITS.fullmatch(metric.unit)
+        and family_name(metric.key) not in FAMILIES_ASIDE
+        and metric.key not in KEYS_ASIDE
     }
 
 

@@ -136,7 +136,7 @@ HEALTHY_KINDS: Mapping[str, HealthyKind] = {
     ),
     "plateau": HealthyKind("a solved task is trained on", 250, ("cue-recall", "cartpole")),
     "slow": HealthyKind(
-        "the learning rate is a hundredth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-5}
+        "the learning rate is a tenth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-4}
     ),
     "rewards_x3": HealthyKind(
         "rewards grow threefold, and the user says so",

@@ -18,7 +18,7 @@ from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import ADVANCES, ALPHA_TARGETS, LEARNING, TEMPO_EPOCHS, among
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables
-from esper_telemetry.ppo.collectors.base import EpisodeCounter
+from esper_telemetry.ppo.collectors.base import EpisodeTotals
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.ranks import Ranks
 
@@ -218,7 +218,7 @@ class ScriptedRun:
         self.env_steps = self.updates = 0
         seed = self.ranks.seed(config.seed)
         self._choose: ScriptedController = SCRIPTS[config.policy](seed)
-        self._episodes = EpisodeCounter(env.num_envs)
+        self._episodes = EpisodeTotals(env.num_envs)
         self._stopping = False
         env.reset(seed)
 

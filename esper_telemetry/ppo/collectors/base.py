@@ -35,7 +35,7 @@ def at_ends(ended: Any) -> Any:
     return ended
 
 
-class EpisodeCounter:
+class EpisodeTotals:
     """Returns and lengths of episodes, counted once per rollout instead of at every step.
 
     Attributes:
@@ -151,7 +151,7 @@ class RolloutCollector(ABC):
     ) -> None:
         self.env: Any = env
         self.policy, self.num_steps = policy, num_steps
-        self.episodes = EpisodeCounter(env.num_envs)
+        self.episodes = EpisodeTotals(env.num_envs)
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
         self._normalizers, self._greedy = normalizers, greedy

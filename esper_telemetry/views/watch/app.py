@@ -106,7 +106,8 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         else:
             place = y - len(self._fixed) + round(self.scroll_y)
             line = self._lines[place] if place < len(self._lines) else Line(Text())
-        text = line.text
+        # Rich leaves out the style of a text without spans
+        text = line.text if line.text.spans else Text.assemble((line.text.plain, line.text.style))
         if line.id and line.id == self.chosen:
             text = text.copy()
             text.pad_right(max(0, round(self.scroll_x) + self.size.width - text.cell_len))

@@ -101,6 +101,12 @@ INPUT_HYPOTHESES = (
         "Normalise an observation once, before it is acted on, and store it so.",
         "https://github.com/leggedrobotics/rsl_rl/pull/225",
     ),
+    _alternative(
+        "older_weights",
+        "those of the policy with the weights of an earlier update",
+        "f(o; θ'), θ' before the last update",
+        "Copy the weights to the policy that acts before each rollout.",
+    ),
     Hypothesis(
         name="observation_before",
         says="those of the observation of the step before",

@@ -329,6 +329,14 @@ LOG_PROBS = Equation(
             advice="Leave a head out where its choice has no effect.",
         ),
         Hypothesis(
+            name="not_stored",
+            says="zeros, as of a buffer that nothing was written to",
+            equation="0",
+            compute=lambda inputs: torch.zeros_like(inputs.stored),
+            source="https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
+            advice="Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise.",
+        ),
+        Hypothesis(
             name="probabilities",
             says="probabilities, without a logarithm",
             equation="π(a | s)",

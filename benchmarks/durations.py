@@ -1,0 +1,129 @@
+"""What telemetry costs by the duration of an update, and what a rollout and the training on it take apart.
+
+python benchmarks/durations.py            # updates of 30, 100 and 300 ms with three backends; 3 minutes
+python benchmarks/durations.py phases     # rollout and update of this trainer and of Stable-Baselines3; 1 minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from clocked_hooks import ClockedHooks
+from contenders import ENVIRONMENT, OPENING_SECONDS, Work, attached, ours
+from results import Row, save
+
+from esper_telemetry.events import RolloutEnd
+
+MILLISECONDS = (30, 100, 300)
+UPDATES, CALIBRATION_UPDATES = 40, 6
+GOAL_PERCENT = 2
+WORK = Work(0, 0)
+ROLLOUT = WORK.num_envs * WORK.num_steps
+
+
+def train(trainer: Any, updates: int) -> None:
+    """Train for so many updates more."""
+    for _ in range(updates):
+        trainer.learn(trainer.env_steps + 1)
+
+
+def seconds_per_update(epochs: int) -> float:
+    """Return the processor time of an update with so many epochs, without telemetry."""
+    trainer, _ = ours(Work(0, 0, epochs=epochs))
+    train(trainer, 2)
+    begun = time.thread_time()
+    train(trainer, CALIBRATION_UPDATES)
+    return (time.thread_time() - begun) / CALIBRATION_UPDATES
+
+
+def durations() -> Iterator[Row]:
+    """Yield the share of updates that take about 30, 100 and 300 ms."""
+    few, many = seconds_per_update(1), seconds_per_update(9)
+    per_epoch = (many - few) / 8
+    for target in MILLISECONDS:
+        epochs = max(1, round(1 + (target / 1e3 - few) / per_epoch))
+        clock = ClockedHooks()
+        trainer, _ = ours(Work(0, 0, epochs=epochs), hooks=clock)
+        with attached(trainer):
+            train(trainer, 2)  # both are sampled
+            time.sleep(OPENING_SECONDS)
+            clock.forget()
+            begun = time.thread_time()
+            train(trainer, UPDATES)
+            total = time.thread_time() - begun
+        telemetry = sum(clock.seconds())
+        bare = 1e3 * (total - telemetry) / UPDATES
+        what = f"{target} ms ({epochs} epochs, measured {bare:.0f} ms)"
+        yield Row(f"{what}, share", f"{100 * telemetry / (total - telemetry):.1f} %", "", f"{GOAL_PERCENT} %")
+        yield Row(f"{what}, per update", f"{1e3 * telemetry / UPDATES:.2f} ms")
+
+
+def phases() -> Iterator[Row]:
+    """Yield what rollout and update take in this trainer and in Stable-Baselines3."""
+    mine, theirs = own_phases(), sb3_phases()
+    for name, one, other in zip(("rollout", "update"), mine, theirs, strict=True):
+        yield Row(f"{name}, ms", f"{1e3 * one:.1f}", f"{1e3 * other:.1f}")
+
+
+def own_phases() -> tuple[float, float]:
+    """Return the seconds of a rollout and of the training on it."""
+    trainer, _ = ours(WORK)
+    train(trainer, 2)
+    rollouts, updates = list[float](), list[float]()
+    marks = list[float]()
+    trainer.hooks.on(RolloutEnd, lambda event: marks.append(time.thread_time()))
+    for _ in range(UPDATES):
+        begun = time.thread_time()
+        train(trainer, 1)
+        rollouts.append(marks[-1] - begun)
+        updates.append(time.thread_time() - marks[-1])
+    return statistics.median(rollouts), statistics.median(updates)
+
+
+def sb3_phases() -> tuple[float, float]:
+    """Return the same of Stable-Baselines3."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    env = make_vec_env(ENVIRONMENT, WORK.num_envs, seed=0)
+    settings: Any = {"n_steps": WORK.num_steps, "batch_size": ROLLOUT // WORK.minibatches, "n_epochs": WORK.epochs}
+    model: Any = PPO("MlpPolicy", env, learning_rate=WORK.learning_rate, device="cpu", seed=0, **settings)
+    taken: dict[str, list[float]] = {"collect_rollouts": [], "train": []}
+    for name, times in taken.items():
+        setattr(model, name, timed(getattr(model, name), times))
+    model.learn((UPDATES + 2) * ROLLOUT)
+    collecting, training = (statistics.median(times[2:]) for times in taken.values())
+    return collecting, training
+
+
+def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    """Return the function, which appends its seconds of processor time."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        begun = time.thread_time()
+        result = function(*args, **keywords)
+        times.append(time.thread_time() - begun)
+        return result
+
+    return call
+
+
+def main() -> None:
+    measures = {"durations": durations, "phases": phases}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=measures, default="durations")
+    part = parser.parse_args().part
+    torch.set_num_threads(1)
+    rows = list(measures[part]())
+    save(part, rows)
+    for row in rows:
+        print(row.what, row.ours, row.others)
+
+
+if __name__ == "__main__":
+    main()

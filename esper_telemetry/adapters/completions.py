@@ -1,0 +1,168 @@
+"""Events of language models that learn from completions, and their metrics; adapters of trainers for language models emit them.
+
+They need no library of such a trainer: the worker process imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import Mean
+from esper_telemetry.metrics.language import (
+    RatioOrigin,
+    calibration,
+    completion_stats,
+    group_stats,
+    reference_kl,
+    reward_components,
+    sampling_mismatch,
+    sequence_ratio,
+    token_stats,
+)
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.extensions import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionsEnd:
+    """B completions that were generated and scored.
+
+    Attributes:
+        prompts: [B], numbers that are equal where prompts are.
+        lengths: [B] in tokens.
+        rewards: by reward function [B]; NaN where it gave none.
+        weights: of the reward functions, in their order.
+        truncated: [B], bool; None where end tokens are not known.
+        advantages: [B]; None where they are not the weighted rewards less their group's mean, up to a positive scale.
+        group_size: completions that the trainer compares with each other, one after another.
+    """
+
+    prompts: Tensor
+    lengths: Tensor
+    rewards: Mapping[str, Tensor]
+    weights: tuple[float, ...]
+    truncated: Tensor | None = None
+    advantages: Tensor | None = None
+    group_size: int | None = None
+
+    @property
+    def total_rewards(self) -> Tensor:
+        """Weighted sum over reward functions [B]; NaN where none gave any."""
+        rewards = torch.stack(tuple(self.rewards.values()), -1).double()
+        weights = torch.tensor(self.weights, dtype=torch.float64, device=rewards.device)
+        return torch.where(rewards.isnan().all(-1), torch.nan, (rewards * weights).nansum(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionsUpdate:
+    """The completions of an update; an `updates.extensions.UpdateExtension`."""
+
+    event_type: ClassVar[type] = CompletionsEnd
+
+    generations: tuple[CompletionsEnd, ...]
+
+    @classmethod
+    def from_events(cls, events: Sequence[CompletionsEnd]) -> CompletionsUpdate:
+        """Return the completions of an update."""
+        return cls(tuple(events))
+
+    @property
+    def on_device(self) -> bool:
+        """True where the tensors are not on the CPU."""
+        return not self.generations[0].lengths.is_cpu
+
+    def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
+        """Yield lengths, rewards and groups; at DEBUG, or where there are several, each reward function by itself."""
+        for event in self.generations:
+            yield partial(completion_stats, event.lengths, event.truncated)
+            yield partial(
+                group_stats,
+                event.total_rewards,
+                event.prompts,
+                event.lengths,
+                advantages=event.advantages,
+                size=event.group_size,
+            )
+            if len(event.rewards) > 1 or level >= Level.DEBUG:
+                yield partial(reward_components, event.rewards, event.lengths)
+
+    def evidence(self, facts: Mapping[str, Any]) -> Iterator[Capture]:
+        """Yield nothing."""
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEnd:
+    """The tokens of one forward pass that is learned from, [B, T] each.
+
+    Attributes:
+        step: optimizer step within the update, from 0.
+        log_probs: of the tokens, before the step.
+        mask: True where a token is learned from.
+        entropy: of the distribution of each token.
+        old: log-probabilities at collection; None where the trainer uses those of the same pass, so that every ratio is 1.
+        reference: log-probabilities under the reference model.
+        sampling: log-probabilities that the sampling engine gave; NaN where it gave none.
+        ends: True where a token is an end token; None where the mask cannot be told from them.
+        whole: the tokens are sampled from the whole distribution, not from its likeliest part.
+    """
+
+    step: int
+    log_probs: Tensor
+    mask: Tensor
+    entropy: Tensor | None = None
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    sampling: Tensor | None = None
+    ends: Tensor | None = None
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokensUpdate:
+    """The forward passes of an update; an `updates.extensions.UpdateExtension`."""
+
+    event_type: ClassVar[type] = TokensEnd
+
+    passes: tuple[TokensEnd, ...] = field(default=())
+
+    @classmethod
+    def from_events(cls, events: Sequence[TokensEnd]) -> TokensUpdate:
+        """Return the passes of an update."""
+        return cls(tuple(events))
+
+    @property
+    def on_device(self) -> bool:
+        """True where the tensors are not on the CPU."""
+        return not self.passes[0].log_probs.is_cpu
+
+    def measure(self, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
+        """Yield the metrics of tokens; those that compare with collection only of the passes for which they hold."""
+        for event in self.passes:
+            log_probs, mask, old, step = event.log_probs, event.mask, event.old, event.step
+            yield partial(token_stats, log_probs, mask, entropy=event.entropy, ends=event.ends)
+            yield partial(_origin, event)
+            if event.entropy is not None and step == 0 and event.whole:
+                yield partial(calibration, log_probs, event.entropy, mask)
+            if event.sampling is not None and step == 0:  # at the weights of collection, whatever was stored
+                yield partial(sampling_mismatch, log_probs, event.sampling, mask)
+            if event.reference is not None:
+                yield partial(reference_kl, log_probs, event.reference, mask)
+            if old is not None and step > 0:
+                yield partial(sequence_ratio, log_probs - old, mask)
+
+    def evidence(self, facts: Mapping[str, Any]) -> Iterator[Capture]:
+        """Yield nothing."""
+        yield from ()
+
+
+def _origin(event: TokensEnd) -> MetricGroup:
+    return RatioOrigin(Mean(float(event.old is None), 1.0))

@@ -1,0 +1,354 @@
+"""Language models that learn from completions: tokens, groups, rewards and the engine that samples.
+
+No alarm promises to see reward hacking early: in published runs no logged number told it from learning before the reward did
+(volcengine/verl#7004). `lm/length_reward` names one cause that can be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from esper_telemetry.alarms.judges import AboveBound
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, count, hard, number, percent
+
+MASK_ERRORS = above("lm_mask_errors", 0.0, "share of completions with a wrong mask")
+ROUNDED = above("lm_rounded", 0.9, "share of log-probabilities that bfloat16 can hold")
+MIXED = above("lm_mixed", 0.0, "share of groups with several prompts")
+SIGNS = below("lm_sign_agreement", 0.99, "share of advantages with the sign of the reward")
+SIGNS_TURNED = 0.02
+"""Share of advantages with the sign of the reward below which nearly all are turned; wrong groups leave about half as they were."""
+
+ENGINE_ERROR = above("lm_engine_error", 1.05, "multiplicative error of the sampling engine")
+SURPRISE = above("lm_surprise", 6.0, "standard errors between surprise and entropy, over the last updates together")
+SURPRISE_GAP = above("lm_surprise_gap", 0.02, "nats per token between surprise and entropy")
+DEAD = above("lm_dead_groups", 0.95, "share of groups without advantages")
+LENGTH = above(
+    "lm_length_correlation", 0.9, "correlation of reward and length within groups, mean over the last updates"
+)
+TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
+TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
+FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
+UPDATES = count("lm_updates", 5, "updates over which surprise and correlation are taken together")
+
+
+def signs(view: View) -> Iterator[Finding]:
+    """Advantages against the rewards: nearly all of them turned, or some, as wrong groups make them."""
+    key, mixed = "lm/groups/sign_agreement", view.get("lm/groups/mixed")
+    value = view.get(key)
+    if value is not None:
+        turned = value < SIGNS_TURNED
+        yield Finding(hard(turned), key, value, SIGNS_TURNED).with_text(
+            lambda: f"advantages have had the sign of the reward in only {percent(value)} of the completions"
+        )
+    elif mixed is not None:
+        yield Finding(0.0, key)
+
+
+def grouping(view: View) -> Iterator[Finding]:
+    """Groups that hold several prompts, or advantages that are not relative to the group."""
+    mixed, agreement = view.get("lm/groups/mixed"), view.get("lm/groups/sign_agreement")
+    if mixed is not None and mixed > view.limits[MIXED]:
+        yield Finding(1.0, "lm/groups/mixed", mixed, view.limits[MIXED]).with_text(
+            lambda: f"{percent(mixed)} of the groups have held completions of several prompts"
+        )
+    elif agreement is not None:
+        wrong = SIGNS_TURNED <= agreement < view.limits[SIGNS]
+        yield Finding(hard(wrong), "lm/groups/sign_agreement", agreement, view.limits[SIGNS]).with_text(
+            lambda: (
+                f"only {percent(agreement)} of the advantages have had the sign of the reward over the mean of the "
+                "completions of the same prompt"
+            )
+        )
+
+
+@dataclass(slots=True)
+class SurpriseJudge:
+    """Drift of surprise over entropy, over the last updates together; `total` and `variance` fade with them."""
+
+    total: float = 0.0
+    variance: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key = "lm/surprise/gap"
+        gap, z = view.get(key), view.get("lm/surprise/z")
+        if gap is None or z is None:
+            return
+        fade = 1 - 1 / view.limits[UPDATES]
+        error = abs(gap / z) if z else 0.0
+        weight = 1 / error**2 if error else 0.0
+        self.total, self.variance = fade * self.total + weight * gap, fade * self.variance + weight
+        mean = self.total / self.variance if self.variance else 0.0
+        together = mean * self.variance**0.5
+        wrong = abs(together) > view.limits[SURPRISE] and abs(mean) > view.limits[SURPRISE_GAP]
+        yield Finding(hard(wrong), key, gap, z=together).with_text(
+            lambda: (
+                f"sampled tokens have been {'less' if mean > 0 else 'more'} likely than the entropy says, by "
+                f"{number(abs(mean))} nats per token ({number(abs(together))} standard errors)"
+            )
+        )
+
+
+@dataclass(slots=True)
+class DeadGroupsJudge:
+    """Groups without advantages, but for those of a run whose rewards are as good as they have ever been and once were worse."""
+
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, reward = "lm/groups/zero_advantage", view.get("lm/reward/mean")
+        value = view.get(key)
+        if value is None or reward is None:
+            return
+        self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+        width = self.highest - self.lowest
+        solved = width > 0 and reward >= self.highest - 0.1 * width
+        yield Finding(hard(value > view.limits[DEAD] and not solved), key, value, view.limits[DEAD]).with_text(
+            lambda: (
+                f"in {percent(value)} of the groups all completions have had the same reward, so that they teach nothing"
+            )
+        )
+
+
+@dataclass(slots=True)
+class LengthJudge:
+    """Correlation of reward and length within groups: a fading mean over the updates that have one."""
+
+    mean: float = 0.0
+    weight: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key = "lm/reward/length_correlation"
+        value = view.get(key)
+        if value is None:
+            return
+        share = 1 / view.limits[UPDATES]
+        self.mean += share * (value - self.mean)
+        self.weight += share * (1 - self.weight)
+        mean = self.mean / self.weight
+        yield Finding(hard(abs(mean) > view.limits[LENGTH]), key, value, view.limits[LENGTH]).with_text(
+            lambda: (
+                f"{'longer' if mean > 0 else 'shorter'} completions of a prompt have had the higher reward "
+                f"(correlation {number(mean)})"
+            )
+        )
+
+
+@dataclass(slots=True)
+class TruncationJudge:
+    """Truncation that was rare in the first updates."""
+
+    first: float = 0.0
+    updates: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key = "lm/truncated_frac"
+        value = view.get(key)
+        if value is None:
+            return
+        if self.updates < view.limits[UPDATES]:
+            self.updates += 1
+            self.first += (value - self.first) / self.updates
+        rare = self.first < view.limits[TRUNCATED_BEFORE]
+        yield Finding(hard(rare and value > view.limits[TRUNCATED]), key, value, view.limits[TRUNCATED]).with_text(
+            lambda: (
+                f"{percent(value)} of the completions have been cut at the length limit ({percent(self.first)} at first)"
+            )
+        )
+
+
+def collapse(view: View) -> Iterator[Finding]:
+    """A model without any doubt left, whose groups are not solved."""
+    key, dead, solved = "lm/entropy", view.get("lm/groups/zero_advantage"), view.get("lm/groups/all_best")
+    value = view.get(key)
+    if value is None or dead is None:
+        return
+    stuck = value < view.limits[FEW_NATS] and dead > 0.5 and solved is not None and solved < 0.5
+    yield Finding(hard(stuck), key, value, view.limits[FEW_NATS]).with_text(
+        lambda: f"the model has had {number(value)} nats of doubt per token left, though most groups are not solved"
+    )
+
+
+def is_language_model(facts: Mapping[str, Any]) -> bool:
+    """Return whether the run says that it trains a language model, or does not say what it trains."""
+    return bool(facts.get("model", "language") == "language")
+
+
+def samples_whole(facts: Mapping[str, Any]) -> bool:
+    """Return whether tokens are sampled from the whole distribution."""
+    return is_language_model(facts) and not facts.get("truncated_sampling")
+
+
+RULES = (
+    AlarmRule(
+        type="lm/mask",
+        inputs=("lm/mask_errors",),
+        meaning="Tokens are learned from that are no part of the completion, or parts of it are left out.",
+        action="Check the completion mask: it is 1 from the first token up to and with the first end token.",
+        judge=AboveBound(
+            "lm/mask_errors",
+            MASK_ERRORS,
+            "{percent} of the completions have had a mask that does not end with their end token",
+        ),
+        bounds=(MASK_ERRORS,),
+        source="identity",
+        rank=60,
+        n_on=2,
+        hard=True,
+        claim=True,
+        optional=True,
+        applies=is_language_model,
+    ),
+    AlarmRule(
+        type="lm/advantage_sign",
+        inputs=("lm/groups/sign_agreement", "lm/groups/mixed"),
+        meaning="Better completions get negative advantages: the model learns to be worse.",
+        action="Check the sign of the rewards, of the weights of the reward functions and of the advantages.",
+        judge=signs,
+        source="identity: an advantage is a reward less the mean of its group",
+        rank=61,
+        n_on=2,
+        hard=True,
+        claim=True,
+        optional=True,
+        applies=is_language_model,
+    ),
+    AlarmRule(
+        type="lm/grouping",
+        inputs=("lm/groups/mixed", "lm/groups/sign_agreement"),
+        meaning="Completions of different prompts are compared with each other.",
+        action="Check the size of a group, and that completions of a prompt are next to each other when rewards are reshaped.",
+        judge=grouping,
+        bounds=(MIXED, SIGNS),
+        required=(),
+        source="identity: an advantage is a reward less the mean of its group",
+        rank=62,
+        n_on=2,
+        hard=True,
+        claim=True,
+        optional=True,
+        applies=is_language_model,
+    ),
+    AlarmRule(
+        type="lm/rounded",
+        inputs=("lm/logprob/bf16_frac",),
+        meaning="Log-probabilities are rounded to bfloat16, so that ratios near 1 are mostly rounding.",
+        action="Compute log-probabilities from float32 logits: cast the logits, or the head of the model (cast_lm_head_to_fp32).",
+        judge=AboveBound(
+            "lm/logprob/bf16_frac", ROUNDED, "{percent} of the log-probabilities have been bfloat16 numbers"
+        ),
+        bounds=(ROUNDED,),
+        source="arXiv 2510.26788 (mismatch of training and inference by bfloat16); chance is 1 in 65,536",
+        rank=63,
+        n_on=2,
+        claim=True,
+        optional=True,
+        applies=is_language_model,
+    ),
+    AlarmRule(
+        type="lm/engine_mismatch",
+        inputs=(
+            "lm/mismatch/mult_error",
+            "lm/mismatch/ratio_mean",
+            "lm/mismatch/ratio_p01",
+            "lm/mismatch/ratio_p99",
+            "lm/mismatch/outside_frac",
+            "lm/mismatch/kl",
+        ),
+        meaning="The sampling engine and the trainer disagree about the probabilities of the same tokens.",
+        action=(
+            "Check that the engine has the newest weights, the same precision and the same temperature; truncate importance weights; "
+            "float16 or a float32 head make both agree better."
+        ),
+        judge=AboveBound(
+            "lm/mismatch/mult_error",
+            ENGINE_ERROR,
+            "engine and trainer have disagreed about a token's probability by a factor of {number} on average{usual}",
+        ),
+        bounds=(ENGINE_ERROR,),
+        source="NVIDIA-NeMo/RL docs/guides/grpo.md (1.05); huggingface/trl#3867, #4772 and #6789",
+        rank=64,
+        n_on=3,
+        claim=True,
+        optional=True,
+        applies=is_language_model,
+        evidence=("lm/mismatch/*", "lm/surprise/*"),
+    ),
+    AlarmRule(
+        type="lm/other_distribution",
+        inputs=("lm/surprise/gap", "lm/surprise/z"),
+        meaning="Tokens were sampled from another distribution than the one that is learned from.",
+        action=(
+            "Check the temperature of sampling and of the loss, settings that leave out unlikely tokens (top_p, top_k, min_p), "
+            "the weights of the sampling engine, and that log-probabilities belong to the tokens beside them."
+        ),
+        judge=SurpriseJudge(),
+        bounds=(SURPRISE, SURPRISE_GAP, UPDATES),
+        source="identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
+        rank=66,
+        n_on=2,
+        optional=True,
+        applies=samples_whole,
+    ),
+    AlarmRule(
+        type="lm/dead_groups",
+        inputs=("lm/groups/zero_advantage", "lm/reward/mean"),
+        meaning="Nearly all groups of completions have equal rewards, so that nothing is learned.",
+        action=(
+            "Check the reward function on a few completions; use prompts of fitting difficulty, more completions per prompt, "
+            "or sampling that skips groups without advantages."
+        ),
+        judge=DeadGroupsJudge(),
+        bounds=(DEAD,),
+        source="huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
+        rank=70,
+        n_on=3,
+        optional=True,
+        applies=is_language_model,
+        evidence=("lm/groups/*", "lm/reward/*"),
+    ),
+    AlarmRule(
+        type="lm/length_reward",
+        inputs=("lm/reward/length_correlation",),
+        meaning="Within groups the reward follows the length of the completion and little else.",
+        action="Check whether the reward pays for length, by itself or through its conditions; score some completions by hand.",
+        judge=LengthJudge(),
+        bounds=(LENGTH,),
+        source="arXiv 2503.20783 (length bias); healthy runs of a small task stay below 0.7",
+        rank=72,
+        warmup=4,
+        n_on=3,
+        optional=True,
+        applies=is_language_model,
+        evidence=("lm/length/*", "lm/reward/*"),
+    ),
+    AlarmRule(
+        type="lm/truncation",
+        inputs=("lm/truncated_frac",),
+        meaning="Most completions are cut at the length limit, and were not at first.",
+        action="Raise max_completion_length, punish length softly, or leave cut completions out of the loss.",
+        judge=TruncationJudge(),
+        bounds=(TRUNCATED, TRUNCATED_BEFORE),
+        source="DAPO, arXiv 2503.14476, section 3.4",
+        rank=190,
+        n_on=3,
+        optional=True,
+        applies=is_language_model,
+        evidence=("lm/length/*",),
+    ),
+    AlarmRule(
+        type="lm/entropy_collapse",
+        inputs=("lm/entropy", "lm/groups/zero_advantage", "lm/groups/all_best"),
+        meaning="The model has stopped exploring before its task is solved.",
+        action="Raise epsilon_high or the entropy coefficient, lower the learning rate, raise the temperature of sampling.",
+        judge=collapse,
+        bounds=(FEW_NATS,),
+        source="arXiv 2505.22617; DAPO, arXiv 2503.14476, section 3.1",
+        rank=192,
+        n_on=3,
+        optional=True,
+        applies=is_language_model,
+    ),
+)
