@@ -127,7 +127,9 @@ def test_numbers_equal_those_of_the_loss_module(tmp_path: Path) -> None:
         assert values["policy/clip_frac"] == pytest.approx(
             statistics.mean(later), abs=1e-6
         )  # ratios of the first are 1
-        assert values["policy/ess_frac"] == pytest.approx(mean("ESS", update), rel=1e-4)
+        assert values["policy/ess_frac"] == pytest.approx(
+            mean("ESS", update), rel=1e-3
+        )  # of all rows, no mean of minibatches
         assert values["policy/ratio/mean"] == pytest.approx(mean("mean_ratio", update), rel=1e-5)
         assert values["policy/entropy"] == pytest.approx(mean("entropy", update), rel=1e-5)
         assert values["loss/policy"] == pytest.approx(mean("loss_objective", update), abs=1e-6)
