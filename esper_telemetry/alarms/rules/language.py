@@ -30,7 +30,12 @@ LENGTH = above(
 TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
-UPDATES = count("lm_updates", 5, "updates over which surprise and correlation are taken together")
+UPDATES = count(
+    "lm_updates", 5, "updates over which the correlation is taken together, and first updates of the truncation"
+)
+SURPRISE_UPDATES = count(
+    "lm_surprise_updates", 30, "updates over which surprise is taken together: hardly trained models differ little"
+)
 
 
 def signs(view: View) -> Iterator[Finding]:
@@ -75,7 +80,7 @@ class SurpriseJudge:
         gap, z = view.get(key), view.get("lm/surprise/z")
         if gap is None or z is None:
             return
-        fade = 1 - 1 / view.limits[UPDATES]
+        fade = 1 - 1 / view.limits[SURPRISE_UPDATES]
         error = abs(gap / z) if z else 0.0
         weight = 1 / error**2 if error else 0.0
         self.total, self.variance = fade * self.total + weight * gap, fade * self.variance + weight
@@ -285,7 +290,7 @@ RULES = (
             "the weights of the sampling engine, and that log-probabilities belong to the tokens beside them."
         ),
         judge=SurpriseJudge(),
-        bounds=(SURPRISE, SURPRISE_GAP, UPDATES),
+        bounds=(SURPRISE, SURPRISE_GAP, SURPRISE_UPDATES),
         source="identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
         rank=66,
         n_on=2,
@@ -315,7 +320,7 @@ RULES = (
         meaning="Within groups the reward follows the length of the completion and little else.",
         action="Check whether the reward pays for length, by itself or through its conditions; score some completions by hand.",
         judge=LengthJudge(),
-        bounds=(LENGTH,),
+        bounds=(LENGTH, UPDATES),
         source="arXiv 2503.20783 (length bias); healthy runs of a small task stay below 0.7",
         rank=72,
         warmup=4,

@@ -39,7 +39,7 @@ def run_fault(fault: Fault, *, seed: int, steps: int, directory: Path) -> RunVer
     """Train with a fault and return what the alarms say."""
     model = save_model(directory / f"{fault.name}-{seed}", seed=seed)
     run_dir = model / "run"
-    with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
+    with Telemetry([], run_dir=run_dir) as telemetry:
         trainer = build_trainer(
             model,
             seed=seed,

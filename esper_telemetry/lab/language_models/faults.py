@@ -116,9 +116,9 @@ def always_half(completions: list[str], **_: Any) -> list[float]:
     return [0.5] * len(completions)
 
 
-def pays_length(completions: list[str], **_: Any) -> list[float]:
-    """Return the number of characters of each completion."""
-    return [float(len(text)) for text in completions]
+def pays_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return the number of tokens of each completion."""
+    return [float(len(ids)) for ids in completion_ids]
 
 
 @dataclass(frozen=True, slots=True)
