@@ -85,6 +85,15 @@ def test_a_mismatch_between_the_bounds_warns_and_raises_no_level() -> None:
     assert {verdict.remaining for verdict in verdicts} == {0}
 
 
+def test_the_inverse_of_a_squash_loses_digits() -> None:
+    """1e-4 nats in single precision are no mismatch where actions are taken back through a tanh; 1e-2 are one all the same."""
+    inverted = {**FACTS, "inverts_squash": True}
+    rounding, mismatch = (run(40, set_to({"integrity/ratio_init": value})) for value in (1e-4, 1e-2))
+
+    assert "integrity/ratio_init" not in raised(judged(rounding, inverted))
+    assert "integrity/ratio_init" in raised(judged(mismatch, inverted))
+
+
 def test_narrow_gaussians_round_more() -> None:
     narrow = set_to({"integrity/ratio_init": 5e-4, "policy/head/op/std/min": 0.01})
 

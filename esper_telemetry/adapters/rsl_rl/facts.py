@@ -138,7 +138,7 @@ def nonfinite_candidates(alg: Any) -> Iterator[Candidate]:
 def _unchecked(alg: Any, *, adaptive: bool) -> dict[str, str]:
     """Return why equations cannot be checked that the events do not show."""
     environment = "RSL-RL does not return the last observations of episodes, nor what arrived in its environments"
-    reasons = dict.fromkeys(LOSSES, "RSL-RL keeps its losses and ratios to itself; its gradients are checked")
+    reasons = dict.fromkeys(LOSSES, "RSL-RL keeps its losses to itself")
     reasons |= dict.fromkeys(("transitions", "executed_actions"), environment)
     reasons["clipping"] = "RSL-RL clips the gradients of actor and critic apart"
     if adaptive:

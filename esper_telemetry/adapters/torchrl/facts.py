@@ -85,6 +85,7 @@ def facts_of(
         "entropy_coef": _number(getattr(loss, "entropy_coeff", None)),
         "policy": "mlp",
         "squashed": is_squashed(distribution),
+        "inverts_squash": is_squashed(distribution),  # the loss module gets actions after the squash
         RECOMPUTED_FACT: True,  # loops ask the estimator again before each pass
         UNCHECKED_FACT: _unchecked(loss, estimator),
     }

@@ -105,6 +105,10 @@ UNLIKELY_NATS = 5.0
 MEMORY_ROUNDING = 4.0
 """Factor of the bounds where a memory carries rounding from step to step; healthy runs came to 1.4 times the plain bound."""
 
+INVERSE_ROUNDING = 30.0
+"""Factor of the bounds where actions are taken back through a tanh (fact `inverts_squash`), whose inverse multiplies rounding near the ends
+of the range; healthy runs of TorchRL's `TanhNormal` came to ten times the plain bound."""
+
 WARNING_SEVERITY = 0.5
 """Severity between the two bounds: it raises the alarm and no level."""
 
@@ -123,6 +127,7 @@ def ratio_init(view: View) -> Iterator[Finding]:
     bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
     rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
     rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
+    rounding *= INVERSE_ROUNDING if view.facts.get("inverts_squash") else 1.0
     warn, critical = bounds.warn * rounding, bounds.critical * rounding
     yield Finding(1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0, key, value, warn).with_text(
         lambda: (
