@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.alarms.verdict.outcome import outcome_of
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.journal.read import alarms, last_outcome
+from esper_telemetry.journal.read import alarms, last_outcome, read_run
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
 from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
@@ -67,9 +68,10 @@ class RunEnd:
             return
         cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         if text := cards.sentence():
-            yield EndBlockLine(text[:1].upper() + text[1:], "bold red" if cards.failure else _colour(cards.outcome))
+            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else _colour(cards.outcome))
         else:
-            yield EndBlockLine("outcome not known: too few updates or returns were recorded")
+            run = read_run(self.run_dir)  # a short one: longer runs have events with their outcome
+            yield EndBlockLine(_capitalized(outcome_of(run.records, run.info.facts, run.status).text))
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
@@ -127,6 +129,10 @@ class RunEnd:
             yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place
 
 
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _colour(outcome: JournalEvent | None) -> str:
     return OUTCOME_COLOURS.get(str(outcome.data.get("outcome", "")), "cyan") if outcome else ""
 
@@ -137,13 +143,13 @@ def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
 
 def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
     """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
-    is_active = any(alarm.incident == cause.incident for alarm in cards.active.values())
-    state = "still so at the end" if is_active else "over"
+    active = {alarm.type for alarm in cards.active.values() if alarm.incident == cause.incident}
+    state = "still on at the end" if cause.type in active else "over at the end"
     yield EndBlockLine(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
     yield EndBlockLine(f"    {alarm_text(cause)}")
-    others = sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type})
-    if others:
-        yield EndBlockLine(f"    with it came {', '.join(others)}")
+    if others := sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type}):
+        names = (f"{name} (still on)" if name in active else name for name in others)
+        yield EndBlockLine(f"    with it came {', '.join(names)}")
 
 
 def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:

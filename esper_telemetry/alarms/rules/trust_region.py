@@ -249,6 +249,8 @@ def stall_advice(rate: float | None, *, slow: bool) -> str:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
     if slow:
         return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
+    if rate is not None and rate > published.highest:
+        return "Begin anew with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
