@@ -69,6 +69,10 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that clip the ratio as PPO does."""
 
 
+MAX_CHECKED_PARAMETERS = 1 << 24
+"""Parameters up to which sampled updates check steps of the optimizer, for which they copy its state."""
+
+
 class Progress(NamedTuple):
     """Updates, completions and optimizer steps so far, as `events.RunStart` has them."""
 
@@ -95,7 +99,7 @@ class TrainerListener:
         self.progress = before
         self._session, self._trainer, self._hooks = session, trainer, hooks
         self._parameters = trained_parameters(trainer)
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._small = sum(parameter.numel() for parameter in self._parameters.values()) <= MAX_CHECKED_PARAMETERS
         self._ends = end_tokens(trainer)
         pad = getattr(_tokenizer(trainer), "pad_token_id", None)
         known = [] if self._ends is None else self._ends.tolist()
@@ -142,7 +146,8 @@ class TrainerListener:
         self._beta2 = float(group["betas"][1]) if "betas" in group else None
         inner = getattr(optimizer, "optimizer", optimizer)
         self._add_seconds("update")
-        self._hooks.emit(OptimizerStep(self._epoch, step, inner, self._parameters))
+        if self._small:
+            self._hooks.emit(OptimizerStep(self._epoch, step, inner, self._parameters))
         passes, self._passes = self._passes, []
         stored = [part for part in passes if part.tokens.old is not None]
         if stored and len(stored) == len(passes):  # without them every ratio is 1 by construction and says nothing
