@@ -32,7 +32,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", ["healthy", "late", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ignored", "scaled"))]
+)
 def test_a_script_with_a_mistake_is_named_and_a_healthy_one_follows_its_equations(tmp_path: Path, name: str) -> None:
     line, other, expected = CHANGES[name]
     source = (SCRIPTS / "categorical.py").read_text()
