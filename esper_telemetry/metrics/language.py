@@ -41,7 +41,7 @@ LANGUAGE_FAMILY = MetricFamily(
     "advantages compare the completions of one prompt, a group, with each other. An engine that samples with other "
     "numerics than the trainer makes data off-policy before the first step. `policy/*` is measured per token where the "
     "trainer keeps the log-probabilities of collection.",
-    place=45,
+    place=250,
     question="Does the language model learn from the right tokens?",
     first=(
         "lm/reward/mean",
@@ -175,7 +175,7 @@ class SamplingMismatch(MetricGroup):
     """Probability of each token for the trainer over that of the engine that sampled it, both with the weights of collection."""
 
     error: Mean = reports(
-        Metric.ratio("lm/mismatch/mult_error", 1121, "multiplicative error of the sampling engine", level=Level.MINIMAL)
+        Metric.ratio("lm/mismatch/mult_error", 1121, "multiplicative error of the sampling engine")
         .asks("By which factor do engine and trainer disagree about a token's probability? Mean of e^|difference|.")
         .bounds(healthy="1 to 1.02", warn="> 1.05", critical="> 1.2", source=ENGINE)
         .absent("the engine gives no log-probabilities")
@@ -240,7 +240,7 @@ class ReferenceKl(MetricGroup):
     """Distance from the reference model."""
 
     kl: Mean = reports(
-        Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model", level=Level.MINIMAL)
+        Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model")
         .asks("How far is the model from the one that training began with? Estimator k3 per token.")
         .bounds(healthy="grows slowly", source="huggingface/trl docs/source/grpo_trainer.md; heuristic")
         .absent("there is no reference model (beta is 0)")
@@ -307,7 +307,7 @@ class RatioOrigin(MetricGroup):
     """Origin of the old log-probabilities."""
 
     constructed: Mean = reports(
-        Metric.fraction("lm/ratio_constructed", 1145, "steps whose ratio is 1 by construction", level=Level.MINIMAL)
+        Metric.fraction("lm/ratio_constructed", 1145, "steps whose ratio is 1 by construction")
         .asks("In which share of the optimizer steps are the old log-probabilities those of the same forward pass?")
         .bounds(
             healthy="0 or 1; where it is 1, clip fractions are always 0 and say nothing",
@@ -335,7 +335,7 @@ class CompletionStats(MetricGroup):
         .absent(NO_COMPLETION)
     )
     truncated: Mean | None = reports(
-        Metric.fraction("lm/truncated_frac", 1154, "completions without an end", level=Level.MINIMAL)
+        Metric.fraction("lm/truncated_frac", 1154, "completions without an end")
         .asks("Which share of the completions was cut at the length limit? Their reward judges half an answer.")
         .bounds(healthy="< 0.1", warn="> 0.5", source="DAPO, arXiv 2503.14476, section 3.4; huggingface/trl docs")
         .absent("end tokens are not known")
@@ -383,7 +383,7 @@ class GroupStats(MetricGroup):
         .absent("no group differs in reward and in length")
     )
     zero_advantage: Mean = reports(
-        Metric.fraction("lm/groups/zero_advantage", 1164, "groups without advantages", level=Level.MINIMAL)
+        Metric.fraction("lm/groups/zero_advantage", 1164, "groups without advantages")
         .asks("In which share of the groups have all completions the same reward, so that nothing is learned?")
         .bounds(healthy="< 0.5", warn="> 0.8", critical="1", source=DEAD_GROUPS)
         .absent(NO_COMPLETION)
@@ -401,7 +401,7 @@ class GroupStats(MetricGroup):
         .absent("all completions have the same reward")
     )
     sign_agreement: Mean | None = reports(
-        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward", level=Level.MINIMAL)
+        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward")
         .asks(
             "Do completions that are better than their group get a positive advantage, and the others a negative one?"
         )
@@ -409,7 +409,7 @@ class GroupStats(MetricGroup):
         .absent("no group has any advantage, or rewards are normalised before they are added up")
     )
     mixed: Mean | None = reports(
-        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts", level=Level.MINIMAL)
+        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts")
         .asks(
             "Which share of the groups holds completions of several prompts? They are compared with each other wrongly."
         )

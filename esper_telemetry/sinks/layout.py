@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Level, MetricInfo, Record, RunInfo, template_of
@@ -189,8 +190,8 @@ class KeyBudget:
     """Admit keys up to a limit, most important families first, for the rest of the run; other keys stay in the journal only.
 
     Numbers of single layers and equations, and histories of other keys, are details: shown in runs at DEBUG or with `details`, and never
-    counted as refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do. Alarms come
-    late, too, and are always shown: of each type that is raised one number.
+    counted as refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do. Alarms, one
+    number for each type that is raised, and counts of non-finite numbers come late, too, or never: they are always shown.
     """
 
     def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool, quiet: bool = False) -> None:
@@ -204,7 +205,11 @@ class KeyBudget:
         self._admitted: set[str] = set()
         self._refused: set[str] = set()
         self._details: set[str] = set()
-        self._expected = {key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key}
+        self._expected = {
+            key
+            for key, info in run.metrics.items()
+            if info.level == "minimal" and "{" not in key and not key.endswith(NONFINITE)
+        }
 
     def select(self, record: Record) -> Record:
         """Return the record with the admitted keys only."""
@@ -227,8 +232,8 @@ class KeyBudget:
         for key in sorted(new - self._details, key=self._rank):
             missing = self._expected - self._admitted
             reserved = 0 if key in self._expected else min(len(missing), self._max_keys // RESERVED_SHARE)
-            is_alarm = family_name(key) == ALARM_FAMILY
-            if is_alarm or len(self._admitted) + reserved < self._max_keys:
+            is_always_shown = family_name(key) == ALARM_FAMILY or key.endswith(NONFINITE)
+            if is_always_shown or len(self._admitted) + reserved < self._max_keys:
                 self._admitted.add(key)
             else:
                 refused.append(key)

@@ -67,7 +67,7 @@ UNSCALED = {**FACTS, "normalize_observations": False}
 CASES: dict[str, Case] = {
     "lm/mask": Case(set_to({"lm/mask_errors": 0.2}), 1),
     "lm/advantage_sign": Case(set_to({"lm/groups/sign_agreement": 0.0, "lm/groups/mixed": 0.0}), 1),
-    "lm/grouping": Case(set_to({"lm/groups/sign_agreement": 0.6, "lm/groups/mixed": 0.0}), 1),
+    "lm/grouping": Case(set_to({"lm/groups/sign_agreement": 0.6, "lm/groups/mixed": 0.5}), 1),
     "lm/rounded": Case(set_to({"lm/logprob/bf16_frac": 1.0}), 1),
     "lm/engine_mismatch": Case(set_to({"lm/mismatch/mult_error": 1.3}), 2),
     "lm/other_distribution": Case(set_to({"lm/surprise/gap": 0.3, "lm/surprise/z": 10.0}), 1),
