@@ -401,7 +401,7 @@ class GroupStats(MetricGroup):
         .absent("all completions have the same reward")
     )
     sign_agreement: Mean | None = reports(
-        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward")
+        Metric.fraction("lm/groups/sign_agreement", 1167, "advantages with the sign of the reward", level=Level.MINIMAL)
         .asks(
             "Do completions that are better than their group get a positive advantage, and the others a negative one?"
         )
@@ -409,7 +409,7 @@ class GroupStats(MetricGroup):
         .absent("no group has any advantage, or rewards are normalised before they are added up")
     )
     mixed: Mean | None = reports(
-        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts")
+        Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts", level=Level.MINIMAL)
         .asks(
             "Which share of the groups holds completions of several prompts? They are compared with each other wrongly."
         )

@@ -70,8 +70,7 @@ class RunEnd:
         if text := cards.sentence():
             yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else _colour(cards.outcome))
         else:
-            run = read_run(self.run_dir)  # a short one: longer runs have events with their outcome
-            yield EndBlockLine(_capitalized(outcome_of(run.records, run.info.facts, run.status).text))
+            yield EndBlockLine(_outcome_of_short_run(self.run_dir))
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
@@ -127,6 +126,15 @@ class RunEnd:
             except PermanentSinkError:  # the run has no directory, and the sink was given no place of its own
                 continue
             yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place
+
+
+def _outcome_of_short_run(run_dir: Path) -> str:
+    """Return the outcome of a run whose journal has no event with it, as longer runs have."""
+    try:
+        run = read_run(run_dir)
+    except (OSError, ValueError):  # the disk had no room for its first lines
+        return "outcome not known: the journal cannot be read"
+    return _capitalized(outcome_of(run.records, run.info.facts, run.status).text)
 
 
 def _capitalized(text: str) -> str:
