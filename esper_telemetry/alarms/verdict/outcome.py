@@ -277,16 +277,17 @@ class OutcomeJudge:
         values = sign * blocks.values
         few = len(blocks.blocks) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = len(values) >= MIN_FAR_BLOCKS and blocks.episodes >= MIN_FLAT_EPISODES if few else True
-        shift = round(sign) * blocks.shift(noise_of(values)) if judged and (not few or blocks.has_spread) else 0
+        noise = noise_of(values) if judged else Noise(0.0, 0.0)
+        shift = round(sign) * blocks.shift(noise) if judged and (not few or blocks.has_spread) else 0
         if few and not shift:
             counted = f"{base.episodes:,} episodes in {len(blocks.blocks)} groups of updates"
             least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
-        course = Course.of(values)
+        course = Course.of(values, noise)
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = course.kind, None
-        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise_of(values)):
+        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise):
             kind = OutcomeKind.DECLINING
         elif shift and (few or kind is OutcomeKind.FLAT):
             kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
@@ -316,13 +317,13 @@ class Course:
     stable: int
 
     @classmethod
-    def of(cls, values: Array) -> Course:
+    def of(cls, values: Array, noise: Noise) -> Course:
         """Return the course of at least `MIN_BLOCKS` values."""
         count = len(values)
         width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
-        noise, levels = noise_of(values), smoothed(values, width)
+        levels = smoothed(values, width)
         last = float(np.mean(values[-last_width:]))
-        upward, downward = rise(values, noise, width), rise(-values, noise, width)
+        upward, downward = rise(values, levels, noise, width), rise(-values, -levels, noise, width)
         best = float(levels[upward.top])
         doubt = 3 * noise.lasting / math.sqrt(last_width)
         if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):
