@@ -120,26 +120,41 @@ class EquationRow:
         }
 
 
-def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
-    """Return a row for each declared equation, causes before effects.
+class EquationTable:
+    """Results of all equations in the records of a run, which are added one after the other.
 
     Args:
         run: head of the journal, whose facts say what the trainer does not show.
-        records: all of the run; those of updates that did not end do not count.
     """
-    results: dict[str, list[tuple[int, EquationResult]]] = {}
-    rates = RateHistory(run.facts)
-    for record in records:
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run = run
+        self._results: dict[str, list[tuple[int, EquationResult]]] = {}
+        self._rates = RateHistory(run.facts)
+
+    def add(self, record: Record) -> None:
+        """Add a record; one of an update that did not end does not count."""
         if record.partial:
-            continue
-        for result in equation_results(record.values, run.facts):
-            results.setdefault(result.equation.name, []).append((record.axes.update, result))
-        rates.add(record.axes.env_step, record.values.get(RATE_KEY))
-        schedules = rates.result()
+            return
+        for result in equation_results(record.values, self._run.facts):
+            self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
+        self._rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+        schedules = self._rates.result()
         if schedules is not None:
-            results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
-    ordered = sorted(equations().values(), key=lambda equation: equation.rank)
-    return [_row(equation, results.get(equation.name, ()), run) for equation in ordered]
+            self._results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
+
+    def rows(self) -> list[EquationRow]:
+        """Return a row for each declared equation, causes before effects."""
+        ordered = sorted(equations().values(), key=lambda equation: equation.rank)
+        return [_row(equation, self._results.get(equation.name, ()), self._run) for equation in ordered]
+
+
+def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
+    """Return a row for each declared equation, from all records of a run."""
+    table = EquationTable(run)
+    for record in records:
+        table.add(record)
+    return table.rows()
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:

@@ -49,7 +49,7 @@ from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.sinks.values import flattened
-from esper_telemetry.views.equations import EquationRow, equation_rows
+from esper_telemetry.views.equations import EquationRow, EquationTable, equation_rows
 from esper_telemetry.views.panels import (
     ChartDeclaration,
     PanelDeclaration,
@@ -316,6 +316,7 @@ class RunView:
         self._judge = RunJudge(info.facts, thresholds) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
+        self._equations: EquationTable | None = EquationTable(info)
         self._problems: dict[ViewDeclaration, str] = {}
         self._offset = 0
 
@@ -382,6 +383,7 @@ class RunView:
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
         self.used, self.unused = imported.used, imported.unused
+        self._equations = None
         self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
         for record in imported.records:
             self._add_record(record)
@@ -406,6 +408,7 @@ class RunView:
                     # a resumed run has another line; descriptions of keys stay
                     entry.metrics.update({**self.info.metrics, **entry.metrics})
                     self.info = entry
+                    self._equations = None if self.updates else EquationTable(entry)
                 case End(status=status):
                     self.status = status
 
@@ -422,6 +425,8 @@ class RunView:
             buffer.add(axes.update, axes.env_step, value)
         self.last.update(record.values)
         self._clock.append((axes.env_step, axes.wall_time))
+        if self._equations:
+            self._equations.add(record)
         if self._judge:
             self._judge.record(record)
 
@@ -726,7 +731,9 @@ class RunView:
         return "warn" if age <= max(MIN_WARN_SECONDS, WARN_UPDATES * (seconds or START_SECONDS)) else "bad"
 
     def equations(self) -> list[EquationRow]:
-        """Return a row for each declared equation; reads the records of the journal once more."""
+        """Return a row for each declared equation; reads the journal once more where records were left out, or the run was resumed."""
+        if self._equations is not None and not self.sampled:
+            return self._equations.rows()
         if self._imported is not None:
             return equation_rows(self.info, self._imported.records)
         return equation_rows(self.info, self._records())

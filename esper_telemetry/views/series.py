@@ -65,9 +65,10 @@ class SeriesBuffer:
         """Add a value; those that are not finite are passed over."""
         if not math.isfinite(value):
             return
-        columns, point = self._columns, (float(update), float(env_step), float(value))
-        self._first, self._last = self._first if self._count else point, point
-        if self._count % self._group == 0:
+        columns, point, count = self._columns, (update, env_step, value), self._count
+        self._last = point
+        if count % self._group == 0:
+            self._first = self._first if count else point
             columns.extend(point * 2)
         elif value < columns[-4]:
             columns[-6:-3] = array("d", point)
@@ -96,7 +97,7 @@ class SeriesBuffer:
         return Series(
             tuple(int(point[0]) for point in ordered),
             tuple(int(point[1]) for point in ordered),
-            tuple(point[2] for point in ordered),
+            tuple(float(point[2]) for point in ordered),
         )
 
 

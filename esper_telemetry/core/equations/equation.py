@@ -181,30 +181,23 @@ def equation_results(
         factor: of the tolerances.
     """
     results = []
-    for key, (equation, fitted_keys) in _result_keys().items():
-        error = values.get(key)
+    for name, equation in equations().items():
+        error = values.get(EQUATION_KEY + name)
         if error is None:
             continue
         usual = equation.tolerance_at(facts.get("precision"))
+        explanations = equation.explanations(values)
+        labels = {one.name: FITTED_KEY + equation.label(one) for one in explanations}
         results.append(
             EquationResult(
                 equation,
                 error,
-                factor * max(usual, values.get(TOLERANCE_KEY + equation.name, 0.0)),
-                equation.explanations(values),
-                {one: values[key] for one, key in fitted_keys.items() if key in values},
+                factor * max(usual, values.get(TOLERANCE_KEY + name, 0.0)),
+                explanations,
+                {one: values[key] for one, key in labels.items() if key in values},
             )
         )
     return sorted(results, key=lambda result: result.equation.rank)
-
-
-@lru_cache(maxsize=1)
-def _result_keys() -> dict[str, tuple[Equation, dict[str, str]]]:
-    """Return each equation by the key of its error, with the keys of fitted parameters by hypothesis: the same for every record."""
-    return {
-        EQUATION_KEY + name: (equation, {one.name: FITTED_KEY + equation.label(one) for one in equation.hypotheses})
-        for name, equation in equations().items()
-    }
 
 
 def unchecked_reason(equation: Equation, facts: Mapping[str, Any]) -> str:

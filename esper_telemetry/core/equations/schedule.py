@@ -239,6 +239,7 @@ class RateHistory:
         self._rates: list[float] = []
         self._over = False
         self._every, self._count = 1, 0
+        self._compared: RateComparison | None = None  # None where rates have come since the last comparison
 
     def add(self, env_step: int, rate: float | None) -> None:
         """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
@@ -251,6 +252,7 @@ class RateHistory:
         self._count += 1
         if self._count % self._every and not self._over:
             return
+        self._compared = None
         self._progress.append(min(1.0, env_step / schedule.total_steps))
         self._rates.append(rate)
         if len(self._rates) >= MAX_POINTS:
@@ -262,9 +264,10 @@ class RateHistory:
         equation = equations().get(SCHEDULES)
         if equation is None or self._schedule is None or not self._rates:
             return None
-        compared = compare_rates(
-            equation, ScheduleInputs(np.array(self._progress), self._schedule), np.array(self._rates)
-        )
+        compared = self._compared
+        if compared is None:
+            inputs = ScheduleInputs(np.array(self._progress), self._schedule)
+            compared = self._compared = compare_rates(equation, inputs, np.array(self._rates))
         return EquationResult(
             equation,
             compared.error,
