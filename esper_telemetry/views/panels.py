@@ -44,6 +44,7 @@ class ChartDeclaration:
         log: True for a logarithmic axis where all values are positive.
         stacked: True for parts of a whole, which are drawn on top of each other.
         label: short name of the first key, for a terminal of 80 columns; its metric's name by default.
+        min_lines: number of keys with a value below which the chart is left out.
     """
 
     keys: tuple[str, ...]
@@ -51,6 +52,7 @@ class ChartDeclaration:
     log: bool = False
     stacked: bool = False
     label: str = ""
+    min_lines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,9 @@ PANELS: Final = (
             ChartDeclaration(("policy/entropy_norm", "policy/entropy_marginal_norm"), "Entropy of the policy"),
             ChartDeclaration(("policy/entropy",)),
             ChartDeclaration(("policy/std/mean", "policy/head/{head}/std"), log=True),
-            ChartDeclaration(("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy"),
+            ChartDeclaration(
+                ("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy", min_lines=2
+            ),
         ),
         30,
     ),

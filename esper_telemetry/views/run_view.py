@@ -176,7 +176,7 @@ class IncidentView:
         until: update in which its last alarm was over; None where one lasts.
         ends: types of its alarms, with the update in which each was over; None for those that last.
         evidence: rows of the cause's evidence.
-        keys: of metrics to look at, that of the alarm first.
+        keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
         report: its alarms.
     """
 
@@ -524,7 +524,8 @@ class RunView:
         text, _, advice = " ".join(main.text.split()).partition(" Try: ")
         lasting = any(end is None for end in ends.values())
         values = main.evidence.get("values", {})
-        keys = dict.fromkeys(key for key in (main.key, *values) if key in self._buffers)
+        others = [alarm.key for alarm in report.alarms if alarm.event is AlarmEvent.RAISE]
+        keys = dict.fromkeys(key for key in (main.key, *values, *others) if key in self._buffers)
         return IncidentView(
             number=report.number,
             cause=report.cause or main.type,
@@ -594,9 +595,9 @@ class RunView:
 
     def _chart(self, declared: ChartDeclaration) -> ChartView | None:
         matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))
-        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
-        if not lines:
+        if len(matched) < declared.min_lines:
             return None
+        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
         info = self.info.describe(lines[0].key)
         key = lines[0].key
         name = info.name if info and info.name else key
@@ -629,11 +630,11 @@ class RunView:
         info, series = self.info.describe(key), self.series(key)
         template, value = template_of(key, self.info.metrics), self.last.get(key)
         healthy = HealthyRange.parse(info.healthy) if info else None
-        judgement: Judgement = "" if value is None else judge(info, value)
-        since = None
+        judgement, since = self.judgement(key), None
         if judgement:
+            others: dict[str, Series] = {}
             for update, earlier in zip(reversed(series.updates), reversed(series.values), strict=True):
-                if not judge(info, earlier):
+                if not judge(info, earlier, partial(self._value_at, key, update, others)):
                     break
                 since = update
         label = info.name if info and info.name and template == key else key
@@ -641,6 +642,26 @@ class RunView:
             places = zip(template.split("/"), key.split("/"), strict=False)
             label = "/".join(own for declared, own in places if declared.startswith("{")) or key
         return LineView(key, label, series, value, judgement, healthy, since)
+
+    def judgement(self, key: str) -> Judgement:
+        """Return the state of the latest value of a key beside the bounds of its metric; empty without a value."""
+        if key not in self.last:
+            return ""
+        return judge(self.info.describe(key), self.last[key], lambda other: self.last.get(self._beside(key, other)))
+
+    def _beside(self, key: str, template: str) -> str:
+        """Return the key of another metric for the head, group or layer of `key`."""
+        for declared, own in zip(template_of(key, self.info.metrics).split("/"), key.split("/"), strict=False):
+            template = template.replace(declared, own) if declared.startswith("{") else template
+        return template
+
+    def _value_at(self, key: str, update: int, others: dict[str, Series], template: str) -> float | None:
+        """Return the value that another metric had at an update; `others` keeps its values for the next call."""
+        if template not in others:
+            others[template] = self.series(self._beside(key, template))
+        updates, _, values = others[template]
+        place = bisect.bisect_right(updates, update)
+        return values[place - 1] if place else None
 
     def tables(self) -> list[TableView]:
         """Return the tables of all installed declarations that the run has, by place; one that raises is among `problems`."""
