@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from healthy_run import FACTS
 from hypothesis import given
 from hypothesis import strategies as st
-from healthy_run import FACTS
 from journaled import SPOILED, learning, lines_of, write
 
 from esper_telemetry.alarms.diagnosis import diagnose
