@@ -125,5 +125,16 @@ def _means(data: Any) -> tuple[TableCell, ...]:
 
 
 TABLES: Final = (
-    TableDeclaration("environments", "Environments", environments_table, 10, events=(ENVIRONMENTS_EVENT,)),
+    TableDeclaration(
+        "environments",
+        "Environments",
+        environments_table,
+        10,
+        events=(ENVIRONMENTS_EVENT,),
+        headings=(
+            ("Return, Length", "of the episode under way"),
+            ("Last return, Last length", "of the last episode that ended"),
+            ("Observations", "constant: they were the same in all steps of the last rollout"),
+        ),
+    ),
 )

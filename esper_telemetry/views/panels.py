@@ -115,6 +115,7 @@ class TableDeclaration:
         place: order among the tables, smallest first.
         events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
         detail: returns what a view shows of one row, by its number; None where there is no more than the row.
+        headings: (heading, meaning) of columns that a reader may ask about, for the help of the terminal.
     """
 
     name: str
@@ -123,6 +124,7 @@ class TableDeclaration:
     place: int = 100
     events: tuple[str, ...] = ()
     detail: Callable[[RunView, int], RenderableType] | None = None
+    headings: tuple[tuple[str, str], ...] = ()
 
     def checked_table(self, view: RunView) -> TableView | None:
         """Return the table; raises TypeError where a view could not show it."""

@@ -134,7 +134,7 @@ def test_a_judged_view_says_what_diagnose_says_also_of_a_run_without_alarms(tmp_
     view = open_view(write(tmp_path / "run", lines), judged=True)
 
     assert view.diagnosis == diagnose(FACTS, records, status=RunStatus.FINISHED)
-    assert view.diagnosis.incidents and view.diagnosis.unanswered and view.diagnosis.checks
+    assert view.diagnosis.incidents and view.diagnosis.checks
 
 
 def test_a_run_without_records_and_one_that_was_killed_are_shown(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from textual.widgets import Input, Static
 
 from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
 from esper_telemetry.views.watch.pages import (
@@ -303,7 +304,9 @@ class WatchApp(App[None]):
         if status := self._status(kind):
             top.append(Line(Text(status, "dim")))
         if kind == "help":
-            self._page.show(top[:1], help_page(width))
+            names = {table.name for view in views for table in view.tables()}
+            tables = [table for table in view_declarations().tables if table.name in names]
+            self._page.show(top[:1], help_page(width, tables))
         elif not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
             self._page.show(top, lines)
