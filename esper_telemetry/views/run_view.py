@@ -28,7 +28,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeKind
+from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.backends import limit_mlflow_requests
@@ -312,6 +312,7 @@ class RunView:
         self._remarks: list[Mapping[str, Any]] = []
         self._failures: list[Failure] = []
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
+        self._outcome = OutcomeJudge(info.facts)
         self._judge = RunJudge(info.facts, as_recorded=True) if judged else None
         self._equations = EquationHistory(info.facts) if judged else None
         self._diagnosis: Diagnosis | None = None
@@ -425,6 +426,8 @@ class RunView:
         self._clock.append((axes.env_step, axes.wall_time))
         if self._judge:
             self._judge.record(record)
+        else:
+            self._outcome.add(record)
         if self._equations:
             self._equations.add(record)
 
@@ -484,7 +487,11 @@ class RunView:
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
-        if OUTCOME in self.latest:
+        if (
+            self.updates and self.status is None and not self.sampled
+        ):  # the journal has an outcome only where its kind changes
+            outcome = self._outcome.end(None)
+        elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
                 outcome = Outcome.of(self.latest[OUTCOME].data)
         if self.ending and outcome.kind is not OutcomeKind.FAILED:

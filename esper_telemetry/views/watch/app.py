@@ -72,6 +72,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self._rich = Console(width=1000, color_system="standard")
         self._fixed: list[Line] = []
         self._lines: list[Line] = []
+        self._moved = False  # until then the first line that can be chosen is: the incident that has just begun
         self.chosen = ""
         self.frozen = 0
 
@@ -81,7 +82,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         moved = len(fixed) != len(self._fixed)
         self._fixed, self._lines = list(fixed), list(lines)
         ids = [line.id for line in self._lines if line.id]
-        chosen = self.chosen if self.chosen in ids else ids[0] if ids else ""
+        chosen = self.chosen if self._moved and self.chosen in ids else ids[0] if ids else ""
         lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
@@ -125,6 +126,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
+        self._moved = True
         ids = [line.id for line in self._lines if line.id]
         room = max(1, self.size.height - len(self._fixed))
         if not ids:
@@ -149,6 +151,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def turn(self, pages: int) -> None:
         """Scroll by screens, and choose the first line in sight that can be chosen."""
+        self._moved = True
         self.scroll_relative(y=pages * max(1, self.room - 1), animate=False)
         seen = [line.id for line in self._visible() if line.id]
         if seen and self.chosen not in seen:

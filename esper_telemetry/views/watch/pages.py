@@ -45,7 +45,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 16, 17, 10
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 17, 10
 WIDE_COLUMNS: Final = 100
 """Width from which on metrics have their whole names."""
 
@@ -252,7 +252,7 @@ def _single(
 ) -> Text:
     value = line.value if state.cursor is None else value_at(line.series, state.cursor)
     style, number = LEVEL_STYLES[line.judgement], with_unit(value, unit)
-    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<5}", style)
+    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<6}", style)
     label.append(f"{LEVEL_MARKS[line.judgement]} ", style)
     healthy = "" if line.healthy is None else range_text(line.healthy.low, line.healthy.high)
     healthy += " *" if line.healthy is not None and line.healthy.condition else ""
