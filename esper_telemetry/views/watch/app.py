@@ -279,7 +279,9 @@ class WatchApp(App[None]):
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
         self._read_at = now if count else self._read_at
         if not count:
-            is_over = now - self._read_at > OVER_SECONDS and all(view is not None and view.ended for view in self._views)
+            is_over = now - self._read_at > OVER_SECONDS and all(
+                view is not None and view.ended for view in self._views
+            )
             pause = math.inf if is_over else 1.0
         if now - self._drawn_at >= pause:
             self.draw()
