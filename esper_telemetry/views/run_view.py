@@ -487,9 +487,9 @@ class RunView:
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
-        if (
-            self.updates and self.status is None and not self.sampled
-        ):  # the journal has an outcome only where its kind changes
+        # before the end the journal has an outcome only where its kind changes
+        is_written = OUTCOME in self.latest and self.status is not None
+        if self.updates and not is_written and not self.sampled:
             outcome = self._outcome.end(None)
         elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
