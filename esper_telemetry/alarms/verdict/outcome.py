@@ -35,7 +35,9 @@ from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 
-NOT_REPORTED: Final = "no returns are reported, as telemetry.observe(episode_stats(returns, lengths)) would"
+NOT_REPORTED: Final = (
+    "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
+)
 
 OUTCOME: Final = "outcome"
 """Type of the journal's event."""
