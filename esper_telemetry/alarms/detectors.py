@@ -350,9 +350,9 @@ class Detectors:
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
             text=f"Since update {since}, more than {self._limit.limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-            "Further ones are not told until it is over."
+            "Further ones are not reported until it is over."
             if raised
-            else f"Over since update {self._update}: alarms are told again.",
+            else f"Over since update {self._update}: alarms are reported again.",
             evidence={"counts": counts} if raised else {},
         )
 

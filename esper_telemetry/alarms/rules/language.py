@@ -1,6 +1,6 @@
 """Language models that learn from completions: tokens, groups, rewards and the engine that samples.
 
-No alarm promises to see reward hacking early: in published runs no logged number told it from learning before the reward did
+No alarm promises to see reward hacking early: in published runs no logged number separated it from learning before the reward did
 (volcengine/verl#7004). `lm/length_reward` names one cause that can be measured.
 """
 

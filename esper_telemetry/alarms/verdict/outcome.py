@@ -376,7 +376,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
             least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
-            return f", no change yet; a flat curve is told from {least} on"
+            return f", no change yet; a flat curve is recognised from {least} on"
         case _:
             return passed
 
