@@ -77,7 +77,9 @@ class PolicyPass(NamedTuple):
 
     def loss(self, step: CheckedStep) -> MinibatchLoss:
         """Take the pass; return the gradients of the loss."""
-        parameters = [nn.Parameter(weights.clone()) for weights in step.parts(step.weights)]  # aligned, so rounded alike
+        parameters = [
+            nn.Parameter(weights.clone()) for weights in step.parts(step.weights)
+        ]  # aligned, so rounded alike
         content = _Unpickler(self.content, [*parameters, *self.tensors])
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
