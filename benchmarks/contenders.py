@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import statistics
 import subprocess
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Work:
     lstm_size: int | None = None
     scaled_rewards: bool = False
     script: str | None = None
+    purejaxrl: str | None = None
+    jax_python: str = sys.executable
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,19 @@ def cleanrl(work: Work, *, native: bool = False) -> Run:
     return run_of(work.steps, *watch.elapsed(), watch.returns)
 
 
+def purejaxrl(work: Work, *, count_compilation: bool = False) -> Run:
+    """PureJaxRL's `ppo.py` under the Python that has JAX; the clock starts before or after its compilation."""
+    script = Path(__file__).with_name("purejaxrl.py")
+    command = [work.jax_python, str(script), "--work", json.dumps(asdict(work))]
+    done = subprocess.run(
+        [*command, *(["--count-compilation"] if count_compilation else [])],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
+
+
 CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper": esper,
     "esper, one LSTM": tuned,
@@ -298,4 +314,6 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "rsl_rl": rsl_rl,
     "cleanrl": cleanrl,
     "cleanrl, native": partial(cleanrl, native=True),
+    "purejaxrl": purejaxrl,
+    "purejaxrl, with compilation": partial(purejaxrl, count_compilation=True),
 }
