@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import glossary
 import pytest
+from forked import run_python
 
 from esper_telemetry.cli.check import parse
 from esper_telemetry.core.equations.equation import equations
@@ -26,9 +26,7 @@ COMMANDS = [shlex.split(line)[2:] for line in TEXT.splitlines() if line.startswi
 def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
-    process = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    process = run_python("-c", block, cwd=tmp_path, env=environment)
 
     assert process.returncode == 0, process.stderr
     if "Telemetry(" in block:

@@ -2,7 +2,7 @@
 
 An update is what is learned from one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record. That is
 the unit in which rewards, groups and the first pass at the weights of collection come, and with `num_iterations` above 1 the only one in
-which ratios before and after the first step can be told apart. Where several batches feed one optimizer step, they share a record.
+which ratios before the first step differ from those after it. Where several batches feed one optimizer step, they share a record.
 
 Environment steps count completions: a completion is an episode with one reward, their number is known without asking the device, and runs
 whose completions grow or shrink stay comparable. Tokens are `lm/tokens`.

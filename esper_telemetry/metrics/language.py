@@ -110,7 +110,7 @@ def token_stats(
         log_probs: [B, T] of the sampled tokens now.
         mask: [B, T], True where a token is learned from.
         entropy: [B, T] of the distribution of each token.
-        ends: [B, T], True where a token is an end token; None where the mask cannot be told from it. A completion without any token in
+        ends: [B, T], True where a token is an end token; None where the mask does not follow from it. A completion without any token in
             its mask was left out on purpose and counts as right.
     """
     s = sample(log_probs, mask)

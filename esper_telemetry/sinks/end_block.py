@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.outcome import outcome_of
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
-from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
@@ -68,7 +67,9 @@ class RunEnd:
             return
         cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         if text := cards.sentence():
-            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else _colour(cards.outcome))
+            outcome = str(cards.outcome.data.get("outcome", "")) if cards.outcome else None
+            colour = "" if outcome is None else OUTCOME_COLOURS.get(outcome, "cyan")
+            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else colour)
         else:
             yield EndBlockLine(_outcome_of_short_run(self.run_dir))
         numbers = sorted({alarm.incident for alarm in cards.raised})
@@ -139,10 +140,6 @@ def _outcome_of_short_run(run_dir: Path) -> str:
 
 def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _colour(outcome: JournalEvent | None) -> str:
-    return OUTCOME_COLOURS.get(str(outcome.data.get("outcome", "")), "cyan") if outcome else ""
 
 
 def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:

@@ -111,7 +111,7 @@ def test_a_checkpoint_is_written_after_everybody_was_told_of_the_update(tmp_path
     trainer.hooks.on(UpdateEnd, lambda event: curriculum.load_state_dict({"lesson": event.update}))
     trainer.learn(128)
 
-    assert torch.load(tmp_path / "latest.pt", weights_only=True)["companions"]["curriculum"] == {
+    assert torch.load(tmp_path / "latest.pt", weights_only=True)["checkpointables"]["curriculum"] == {
         "lesson": trainer.updates
     }
 

@@ -69,7 +69,9 @@ class StorageRolloutRecorder:
         values, returns = storage.values.squeeze(-1), storage.returns.squeeze(-1)
         ended = storage.dones.squeeze(-1).bool()
         raw = torch.stack(self._rewards).to(values.device)
-        limits = self._limits(ended)
+        limits = torch.zeros_like(ended)
+        if len(self._time_outs) == len(self._rewards):
+            limits = torch.stack(self._time_outs).to(ended.device).bool() & ended
         rewards = raw
         if alg.rnd:  # curiosity is part of the rewards that are learned from
             rewards = storage.rewards.squeeze(-1) - alg.gamma * values * limits
@@ -102,12 +104,6 @@ class StorageRolloutRecorder:
         """Return the event of the episodes that finished in a rollout; those that had begun before the first one are left out."""
         rewards = rollout.rewards if rollout.raw_rewards is None else rollout.raw_rewards
         return self._counter.episodes(rewards, rollout.ended, rollout.env_step)
-
-    def _limits(self, ended: Tensor) -> Tensor:
-        """Steps [T, B] that a time limit ended."""
-        if len(self._time_outs) != len(self._rewards):
-            return torch.zeros_like(ended)
-        return torch.stack(self._time_outs).to(ended.device).bool() & ended
 
     def _scales(self) -> dict[str, Scale]:
         """State of the running normaliser of the actor's observations; it cuts nothing, so the observations stand for what it returns."""

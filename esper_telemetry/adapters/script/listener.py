@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.losses import LossReader
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.objective import LossReader, leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
@@ -216,7 +215,7 @@ class ScriptListener:
                 epoch=self._epoch,
                 step=self._step,
                 steps=3 + self.updates % 2 if self._several else None,  # of two optimizers the one and the other
-                rows=None,
+                forward=None,
                 coefficients={},
                 parameters={**self._named_parameters(optimizer), **more},
                 optimizer=optimizer,

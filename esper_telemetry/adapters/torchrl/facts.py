@@ -61,6 +61,8 @@ def facts_of(
         distribution = None if batch is None else acting_distribution(batch, loss)
     own, averaged = bool(getattr(loss, "normalize_advantage", False)), bool(getattr(estimator, "average_gae", False))
     clip, critic = getattr(loss, "clip_epsilon", None), _number(getattr(loss, "critic_coeff", None))
+    of_critic = [name for name in parameters if name.startswith("critic.")]
+    weights = [place for place, name in enumerate(of_critic) if name.endswith("weight")]
     settings: dict[str, Any] = {
         "trainer": "torchrl",
         "num_envs": envs,
@@ -71,7 +73,7 @@ def facts_of(
         "advantage_correction": 1,
         "advantage_std_floor": STD_FLOOR,
         "groups": groups_of(loss, parameters),
-        "value_head": _value_head(parameters),
+        "value_head": of_critic[weights[-1] :] if weights else [],  # its last weight and what follows
         "clip": _number(clip),
         "clip_value": _number(getattr(loss, "clip_value", None)),
         "gamma": gamma_of(loss, estimator),
@@ -146,13 +148,6 @@ def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
     if estimator is None:
         reasons |= dict.fromkeys(("advantages", "returns", "normalized_advantages"), "the loss computes the advantages")
     return reasons
-
-
-def _value_head(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters of the critic's last layer: its last weight and what follows."""
-    names = [name for name in parameters if name.startswith("critic.")]
-    last = max((place for place, name in enumerate(names) if name.endswith("weight")), default=len(names))
-    return names[last:]
 
 
 def _number(value: Any) -> float | None:

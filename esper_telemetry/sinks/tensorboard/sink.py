@@ -238,7 +238,7 @@ class _EventFile:
         self.writer.add_event(self.events.event(record.axes, values))
         if has_new_tag and not self.shared:
             keys = self.tags - AXES - set(self.overview.values())
-            # TensorBoard draws all lines of a run in one colour, so that alarms could not be told apart in one chart.
+            # TensorBoard draws all lines of a run in one colour, so that alarms in one chart would look the same.
             dashboard = self.events.layout(sections(keys, self.run, apart=(ALARM_FAMILY,)))
             self.writer.add_event(self.events.event(record.axes, [dashboard]))
 

@@ -258,12 +258,6 @@ ENTROPY_LOSS = Equation(
 )
 
 
-def _with_a_choice(mask: Tensor) -> Tensor:
-    """Return a mask [R, A] that allows every action in rows where it allows none, as in padding."""
-    rows = mask.reshape(-1, mask.shape[-1])
-    return rows | ~rows.any(-1, keepdim=True)
-
-
 @inference_mode
 def check_entropy(
     loss: ArrayLike,
@@ -317,10 +311,11 @@ def check_entropy(
         return column.detach().reshape(-1, column.shape[-1]).double()
 
     unmasked = {head: flat(column).log_softmax(-1) for head, column in categorical.items()}
-    masked = {
-        head: flat(categorical[head]).masked_fill(~_with_a_choice(mask), -torch.inf).log_softmax(-1)
-        for head, mask in allowed.items()
-    }
+    masked = {}
+    for head, mask in allowed.items():
+        choices = mask.reshape(-1, mask.shape[-1])
+        choices = choices | ~choices.any(-1, keepdim=True)  # rows of padding allow nothing
+        masked[head] = flat(categorical[head]).masked_fill(~choices, -torch.inf).log_softmax(-1)
     inputs = EntropyInputs(
         minibatches=minibatches,
         log_probs={**unmasked, **masked} if masked else unmasked,
