@@ -184,22 +184,12 @@ def case_records(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_goes_wrong_is_reported_in_time(kind: str) -> None:
+def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_try(kind: str) -> None:
     case = CASES[kind]
+    verdicts = judged(case_records(kind), case.facts, case.thresholds)
+    first = next(alarm for alarm in alarms(verdicts) if alarm.type == kind)
 
-    updates = raised(judged(case_records(kind), case.facts, case.thresholds))
-
-    assert kind in updates
-    assert SINCE <= updates[kind] <= SINCE + case.lag
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_it_is_reported_with_numbers_evidence_and_what_to_try(kind: str) -> None:
-    case = CASES[kind]
-    (first, *_) = [
-        alarm for alarm in alarms(judged(case_records(kind), case.facts, case.thresholds)) if alarm.type == kind
-    ]
-
+    assert SINCE <= raised(verdicts)[kind] <= SINCE + case.lag
     assert first.event is AlarmEvent.RAISE
     assert first.text.startswith(f"Since update {first.since}, ") and "Try: " in first.text
     assert first.incident >= 1 and first.cause
