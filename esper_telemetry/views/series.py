@@ -18,9 +18,6 @@ MIN_POINTS: Final = 6
 Judgement = Literal["", "outside", "warn", "critical"]
 """State of a value beside its metric's bounds; empty within them or without plain bounds."""
 
-SEVERITIES: Final[tuple[Judgement, ...]] = ("", "outside", "warn", "critical")
-"""Judgements, the worst last."""
-
 LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
