@@ -59,7 +59,7 @@ from esper_telemetry.pipeline.run import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
-from esper_telemetry.pipeline.worker import can_use_worker
+from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
 from esper_telemetry.updates.containment import Containment, Measurement
@@ -178,6 +178,11 @@ class TelemetrySession:
         """Precision of the trainer's arithmetic; None where it does not say."""
         precision = self._facts.get("precision")
         return None if precision is None else str(precision)
+
+    @property
+    def has_worker(self) -> bool:
+        """True where a worker measures what is submitted."""
+        return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
     @property
     def update_level(self) -> Level:

@@ -125,21 +125,40 @@ def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
 
     Args:
         run: head of the journal, whose facts say what the trainer does not show.
-        records: all of the run; those of updates that did not end do not count.
+        records: all of the run.
     """
-    results: dict[str, list[tuple[int, EquationResult]]] = {}
-    rates = RateHistory(run.facts)
+    history = EquationHistory(run.facts)
     for record in records:
+        history.add(record)
+    return history.rows(run)
+
+
+class EquationHistory:
+    """Results of the equations of a run, record by record.
+
+    Args:
+        facts: of the run.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._facts, self._rates = facts, RateHistory(facts)
+        self._results: dict[str, list[tuple[int, EquationResult]]] = {}
+
+    def add(self, record: Record) -> None:
+        """Add a record; those of updates that did not end do not count."""
         if record.partial:
-            continue
-        for result in equation_results(record.values, run.facts):
-            results.setdefault(result.equation.name, []).append((record.axes.update, result))
-        rates.add(record.axes.env_step, record.values.get(RATE_KEY))
-        schedules = rates.result()
+            return
+        for result in equation_results(record.values, self._facts):
+            self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
+        self._rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+        schedules = self._rates.result()
         if schedules is not None:
-            results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
-    ordered = sorted(equations().values(), key=lambda equation: equation.rank)
-    return [_row(equation, results.get(equation.name, ()), run) for equation in ordered]
+            self._results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
+
+    def rows(self, run: RunInfo) -> list[EquationRow]:
+        """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
+        ordered = sorted(equations().values(), key=lambda equation: equation.rank)
+        return [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:

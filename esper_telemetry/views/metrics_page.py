@@ -103,11 +103,11 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
         yield f"absent when: {metric.undefined}"
     if entry.series:
         names = (
-            "every ending"
+            f"`/{entry.series[0]}` and all other endings"
             if len(entry.series) >= len(ALL_SUFFIXES)
             else ", ".join(f"`/{name}`" for name in entry.series)
         )
-        yield f"its [history](#histories), under the same key with: {names}"
+        yield f"compared with earlier updates under this key and an ending ([histories](#histories)): {names}"
     parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
     parts += [COSTS[metric.cost], f"priority {entry.priority}"]
     forms = {form for sink, form in _sink_forms(entry).items() if sink not in ("journal", "console")}

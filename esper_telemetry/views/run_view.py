@@ -49,7 +49,7 @@ from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.sinks.layout import flattened
-from esper_telemetry.views.equations import EquationRow, equation_rows
+from esper_telemetry.views.equations import EquationHistory, EquationRow
 from esper_telemetry.views.panels import (
     ChartDeclaration,
     PanelDeclaration,
@@ -233,9 +233,9 @@ def open_view(
     Args:
         source: a run directory, or the address of another trainer's logs as `--from` takes it.
         max_points: values that are kept of each key, at least 6; 0 for all.
-        judged: make the verdict again from the records, as `diagnose` does, with all that could not be answered; by default the
-            alarms and outcomes that the journal holds, which takes a tenth of the time. Logs are always judged.
-        thresholds: bounds to judge by; those of the run by default.
+        judged: judge what the journal does not hold, too: what could not be answered, what is unusual, and the equations. Records that
+            nobody judged when they were written are judged; logs always are.
+        thresholds: bounds to judge logs by.
 
     Raises:
         FileNotFoundError: where there is no such run.
@@ -253,7 +253,7 @@ def open_view(
         view = RunView(info, address, max_points=max_points)
         view._import(imported, thresholds or Thresholds())
         return view
-    view = RunView(run_info(source), address, max_points=max_points, judged=judged, thresholds=thresholds)
+    view = RunView(run_info(source), address, max_points=max_points, judged=judged)
     view.refresh()
     return view
 
@@ -286,7 +286,6 @@ class RunView:
         *,
         max_points: int = DEFAULT_POINTS,
         judged: bool = False,
-        thresholds: Thresholds | None = None,
     ) -> None:
         self.info, self.source = info, source
         self.status: RunStatus | None = None
@@ -310,7 +309,8 @@ class RunView:
         self._remarks: list[Mapping[str, Any]] = []
         self._failures: list[Failure] = []
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
-        self._judge = RunJudge(info.facts, thresholds) if judged else None
+        self._judge = RunJudge(info.facts, as_recorded=True) if judged else None
+        self._equations = EquationHistory(info.facts) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
         self._problems: dict[ViewDeclaration, str] = {}
@@ -380,6 +380,7 @@ class RunView:
         self._imported, self.x_label = imported, imported.x
         self.used, self.unused = imported.used, imported.unused
         self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
+        self._equations = EquationHistory(imported.facts)
         for record in imported.records:
             self._add_record(record)
         for incident in self.diagnosis.incidents:
@@ -421,6 +422,8 @@ class RunView:
         self._clock.append((axes.env_step, axes.wall_time))
         if self._judge:
             self._judge.record(record)
+        if self._equations:
+            self._equations.add(record)
 
     def _add_alarms(self, alarms: Iterable[Alarm]) -> None:
         for alarm in alarms:
@@ -439,6 +442,8 @@ class RunView:
         if is_rare_event(event.type):
             return
         self.events.append(event)
+        if self._judge:
+            self._judge.event(event.type, event.data)
         if is_course(event.type, event.data):
             self._course.append((event.type, event.data))
         if event.type == REMARK:
@@ -723,23 +728,8 @@ class RunView:
         return "warn" if age <= max(MIN_WARN_SECONDS, WARN_UPDATES * (seconds or START_SECONDS)) else "bad"
 
     def equations(self) -> list[EquationRow]:
-        """Return a row for each declared equation; reads the records of the journal once more."""
-        if self._imported is not None:
-            return equation_rows(self.info, self._imported.records)
-        return equation_rows(self.info, self._records())
-
-    def _records(self) -> Iterable[Record]:
-        if self.run_dir is None:
-            return
-        last = 0
-        reader = JournalReader(journal_path(self.run_dir))
-        while entries := reader.read(CHUNK_LINES):
-            for entry in entries:
-                if isinstance(entry, Record) and entry.axes.update > last:
-                    last = entry.axes.update
-                    yield entry
-        reader.damage.clear()  # `refresh` has reported it
-        reader.close()
+        """Return a row for each declared equation; none for a view that was not opened with `judged`."""
+        return [] if self._equations is None else self._equations.rows(self.info)
 
     def outside_settings(self) -> list[OutsideSetting]:
         """Return the settings that no published configuration has."""

@@ -6,6 +6,7 @@ import math
 import re
 from array import array
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.verdict.unusual import BOUND, NUMBER, RANGE, beyond_bound
@@ -14,6 +15,8 @@ from esper_telemetry.core.record import MetricInfo
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
 MIN_POINTS: Final = 6
+MAX_PENDING: Final = 32
+VALUE: Final = itemgetter(2)
 
 Judgement = Literal["", "outside", "warn", "critical"]
 """State of a value beside its metric's bounds; empty within them or without plain bounds."""
@@ -47,7 +50,7 @@ class SeriesBuffer:
         max_points: most values that `series` returns, at least `MIN_POINTS`; 0 for all of them.
     """
 
-    __slots__ = ("_columns", "_count", "_first", "_group", "_last", "_max_groups")
+    __slots__ = ("_columns", "_count", "_first", "_group", "_last", "_max_groups", "_pending", "_room")
 
     def __init__(self, max_points: int = DEFAULT_POINTS) -> None:
         if max_points != 0 and max_points < MIN_POINTS:
@@ -57,22 +60,36 @@ class SeriesBuffer:
         # (update, step, value) of the smallest and of the largest value of each group
         self._columns = array("d")
         self._first = self._last = (0.0, 0.0, 0.0)
+        # values that are not in a group yet, at most as many as the last group has room for: one by one takes three times as long
+        self._pending: list[tuple[float, float, float]] = []
+        self._room = 1
 
     def add(self, update: int, env_step: int, value: float) -> None:
         """Add a value; those that are not finite are passed over."""
-        if not math.isfinite(value):
-            return
-        columns, point = self._columns, (float(update), float(env_step), float(value))
-        self._first, self._last = self._first if self._count else point, point
+        if math.isfinite(value):
+            self._pending.append((update, env_step, value))
+            if len(self._pending) >= self._room:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Put the pending values into the last group."""
+        columns, pending = self._columns, self._pending
+        low, high = min(pending, key=VALUE), max(pending, key=VALUE)
+        if not self._count:
+            self._first = pending[0]
+        self._last = pending[-1]
         if self._count % self._group == 0:
-            columns.extend(point * 2)
-        elif value < columns[-4]:
-            columns[-6:-3] = array("d", point)
-        elif value > columns[-1]:
-            columns[-3:] = array("d", point)
-        self._count += 1
+            columns.extend(low + high)
+        else:
+            if low[2] < columns[-4]:
+                columns[-6:-3] = array("d", low)
+            if high[2] > columns[-1]:
+                columns[-3:] = array("d", high)
+        self._count += len(pending)
+        pending.clear()
         if self._max_groups and self._count == self._group * self._max_groups:
             self._merge()
+        self._room = min(MAX_PENDING, self._group - self._count % self._group)
 
     def _merge(self) -> None:
         """Merge each group with the next one; their number is even."""
@@ -86,6 +103,8 @@ class SeriesBuffer:
     @property
     def series(self) -> Series:
         """The values that are kept, in order."""
+        if self._pending:
+            self._settle()
         columns = self._columns
         points = set(zip(columns[::3], columns[1::3], columns[2::3], strict=True))
         points |= {self._first, self._last} if self._count else set()

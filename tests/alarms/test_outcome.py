@@ -152,7 +152,9 @@ def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
     assert outcome_of(records(blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
     assert outcome_of(records(-blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.DECLINING
     assert outcome_of(records(blocks)).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(blocks[:3], more={"episode/return_std": 60.0})).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(blocks[:3], more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
+    assert outcome_of(records(blocks[:3], more={"episode/return_std": 200.0})).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(blocks[:2], more={"episode/return_std": 60.0})).kind is OutcomeKind.TOO_SHORT
 
 
 def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_varies() -> None:

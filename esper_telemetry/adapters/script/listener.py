@@ -215,7 +215,7 @@ class ScriptListener:
                 epoch=self._epoch,
                 step=self._step,
                 steps=3 + self.updates % 2 if self._several else None,  # of two optimizers the one and the other
-                rows=None,
+                forward=None,
                 coefficients={},
                 parameters={**self._named_parameters(optimizer), **more},
                 optimizer=optimizer,

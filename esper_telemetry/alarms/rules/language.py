@@ -7,7 +7,7 @@ No alarm promises to see reward hacking early: in published runs no logged numbe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,9 @@ TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
 UPDATES = count(
-    "lm_updates", 5, "updates over which the correlation is taken together, and first updates of the truncation"
+    "lm_updates",
+    5,
+    "updates over which the correlation and the rewards are taken together, and first updates of the truncation",
 )
 SURPRISE_UPDATES = count(
     "lm_surprise_updates", 30, "updates over which surprise is taken together: hardly trained models differ little"
@@ -98,10 +100,16 @@ class SurpriseJudge:
 
 @dataclass(slots=True)
 class DeadGroupsJudge:
-    """Groups without advantages, but for those of a run whose rewards are as good as they have ever been and once were worse."""
+    """Groups without advantages, but for those of a run whose last rewards are as good as they have ever been and once were worse.
+
+    Attributes:
+        lowest, highest: of all mean rewards.
+        last: the mean rewards of the last updates, whose prompts may differ in difficulty.
+    """
 
     lowest: float = float("inf")
     highest: float = float("-inf")
+    last: list[float] = field(default_factory=list)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, reward = "lm/groups/zero_advantage", view.get("lm/reward/mean")
@@ -109,8 +117,9 @@ class DeadGroupsJudge:
         if value is None or reward is None:
             return
         self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+        self.last = [*self.last, reward][-int(view.limits[UPDATES]) :]
         width = self.highest - self.lowest
-        solved = width > 0 and reward >= self.highest - 0.1 * width
+        solved = width > 0 and sum(self.last) / len(self.last) >= self.highest - 0.1 * width
         yield Finding(hard(value > view.limits[DEAD] and not solved), key, value, view.limits[DEAD]).with_text(
             lambda: (
                 f"in {percent(value)} of the groups all completions have had the same reward, so that they teach nothing"
@@ -299,7 +308,7 @@ RULES = (
             "or sampling that skips groups without advantages."
         ),
         judge=DeadGroupsJudge(),
-        bounds=(DEAD,),
+        bounds=(DEAD, UPDATES),
         source="huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
         rank=70,
         n_on=3,
