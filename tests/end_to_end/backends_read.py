@@ -19,7 +19,7 @@ from waiting import wait_until
 from esper_telemetry import Record, read_run
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import Histogram, template_of
-from esper_telemetry.sinks.values import by_tag
+from esper_telemetry.sinks.layout import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")

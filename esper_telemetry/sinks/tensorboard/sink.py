@@ -18,10 +18,9 @@ from typing import Any, ClassVar, Final
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, family_of, overview_keys, sections
+from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_keys, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
-from esper_telemetry.sinks.values import by_tag
 
 SUFFIX: Final = ".esper"
 OVERVIEW: Final = "0_overview"
