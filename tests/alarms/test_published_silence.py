@@ -71,6 +71,19 @@ def test_a_narrow_trust_region_may_be_left_by_a_small_step() -> None:
     )
 
 
+def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_share() -> None:
+    """Walker2d's published 20 passes: 0.6 throughout, at a KL of 0.04. A share that doubles, or a return that stays, is not excused."""
+    always = set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04})
+    rises = returns(5.0, 400.0)
+
+    def doubles(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/clip_frac": 0.3 if ago < 40 else 0.6, "policy/kl": 0.04})
+
+    assert "policy/clip_saturation" not in raised(judged(run(60, both(always, rises), since=1)))
+    assert raised(judged(run(60, both(doubles, rises), since=1)))["policy/clip_saturation"] > 40
+    assert "policy/clip_saturation" in raised(judged(run(60, always, since=1)))
+
+
 def test_rules_wait_longer_where_updates_are_small() -> None:
     """Eight updates of 8 steps are 64; an identity does not wait."""
     critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))
