@@ -291,6 +291,15 @@ def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) 
     assert all("hardly moved for 20 updates" in alarm.text for alarm in found)
 
 
+@pytest.mark.parametrize(("kl", "told"), [(3e-6, False), (3e-7, True)])
+def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
+    """CartPole with four steps on 32 rows in each update learns from 29 to 122 at a KL of 3e-6: a quarter of 16 steps, a sixteenth of their KL."""
+    slow = run(60, both(set_to({"policy/kl_max": kl, "policy/kl": kl / 2}), returns(5.0, 5.0)), since=1)
+    few = [replace(entry, axes=replace(entry.axes, gradient_step=4 * entry.seq)) for entry in slow]
+
+    assert ("policy/kl_stall" in raised(judged(few))) is told
+
+
 def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:
     """A KL of 4e-8 at a third of the learning rate is 4e-7 at the whole of it; at the same rate it is next to nothing."""
 

@@ -169,6 +169,9 @@ KL_SLOW = below("kl_slow", 1e-5, "the same, median over twenty updates, while th
 SLOW_UPDATES = 20
 """Updates in which the policy must have hardly moved."""
 
+SLOW_STEPS = 16
+"""Optimizer steps of an update from which on the bound on their KL holds in full; it goes with their square below."""
+
 DECIDED_ENTROPY = 0.03
 """Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
 anything that could move it."""
@@ -212,7 +215,8 @@ class KlStallJudge(AnnealedRate):
         decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
         bound *= lowered
         stalled = value < bound and not annealed and not decided
-        slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
+        slow_bound = view.limits[KL_SLOW] * min(1.0, (view.steps or SLOW_STEPS) / SLOW_STEPS) ** 2
+        slow = len(moves) == SLOW_UPDATES and median(moves) < slow_bound and view.course.risen is False
         slow = slow and not annealed and not stalled
         elsewhere = exact > MIN_MOVED
         at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
@@ -220,7 +224,7 @@ class KlStallJudge(AnnealedRate):
             1.0 if stalled else WARNING_SEVERITY if slow else 0.0,
             key,
             value,
-            view.limits[KL_SLOW] if slow else bound,
+            slow_bound if slow else bound,
             held=SLOW_UPDATES if slow else 1,
         )
         yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
