@@ -293,7 +293,7 @@ def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) 
 
 @pytest.mark.parametrize(("kl", "told"), [(3e-6, False), (3e-7, True)])
 def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
-    """CartPole with four steps on 32 rows in each update learns from 29 to 122 at a KL of 3e-6: a quarter of 16 steps, a sixteenth of their KL."""
+    """CartPole with 4 steps on 32 rows in each update learns at a KL of 3e-6: a quarter of 16 steps, a sixteenth of their KL."""
     slow = run(60, both(set_to({"policy/kl_max": kl, "policy/kl": kl / 2}), returns(5.0, 5.0)), since=1)
     few = [replace(entry, axes=replace(entry.axes, gradient_step=4 * entry.seq)) for entry in slow]
 
