@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from esper_telemetry.alarms.number_text import number
+from esper_telemetry.core.messages import number
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
 from esper_telemetry.views.compared_runs import FirstDifference

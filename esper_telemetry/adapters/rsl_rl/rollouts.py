@@ -76,7 +76,10 @@ class StorageRolloutRecorder:
         if alg.rnd:  # curiosity is part of the rewards that are learned from
             rewards = storage.rewards.squeeze(-1) - alg.gamma * values * limits
         assert self._last_values is not None
-        columns = _acted_on(alg)
+        columns = HeadColumns()
+        if is_gaussian(alg) and storage.distribution_params is not None:
+            means, stds = storage.distribution_params
+            columns = HeadColumns(means={HEAD: means}, log_std={HEAD: stds.log()})
         return RolloutEnd(
             update=update,
             env_step=env_step,
@@ -137,11 +140,3 @@ def observations_of(alg: Any) -> Tensor | None:
     if not parts or any(part.dim() != 3 for part in parts):
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
-def _acted_on(alg: Any) -> HeadColumns:
-    parameters = alg.storage.distribution_params
-    if not is_gaussian(alg) or parameters is None:
-        return HeadColumns()
-    means, stds = parameters
-    return HeadColumns(means={HEAD: means}, log_std={HEAD: stds.log()})

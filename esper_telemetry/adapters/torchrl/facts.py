@@ -44,8 +44,13 @@ def is_squared(loss: Any) -> bool:
 
 def config_of(loss: Any) -> dict[str, Any]:
     """Return the settings of the loss module as plain values."""
-    settings = {name: _plain(getattr(loss, name, None)) for name in SETTINGS}
-    return {"loss": type(loss).__name__, **{name: value for name, value in settings.items() if value is not None}}
+    config: dict[str, Any] = {"loss": type(loss).__name__}
+    for name in SETTINGS:
+        value = getattr(loss, name, None)
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if value is not None:
+            config[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return config
 
 
 def facts_of(
@@ -153,9 +158,3 @@ def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
 def _number(value: Any) -> float | None:
     """A number that the module may hold in single precision."""
     return None if value is None or isinstance(value, bool) else float(f"{float(value):.7g}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return value if isinstance(value, bool | int | float | str | type(None)) else str(value)

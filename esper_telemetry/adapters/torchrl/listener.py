@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import EpisodeCounter, HeadColumns, join_columns, numbers_by_key
-from esper_telemetry.adapters.taps import Listener, listen
+from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.adapters.torchrl.facts import (
     config_of,
     environment_facts,

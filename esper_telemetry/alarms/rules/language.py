@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from esper_telemetry.alarms.judges import AboveBound
@@ -190,13 +191,16 @@ def is_language_model(facts: Mapping[str, Any]) -> bool:
     return bool(facts.get("model", "language") == "language")
 
 
+language_rule = partial(AlarmRule, optional=True, applies=is_language_model)
+
+
 def samples_whole(facts: Mapping[str, Any]) -> bool:
     """Return whether tokens are sampled from the whole distribution."""
     return is_language_model(facts) and not facts.get("truncated_sampling")
 
 
 RULES = (
-    AlarmRule(
+    language_rule(
         type="lm/mask",
         inputs=("lm/mask_errors",),
         meaning="Tokens are learned from that are no part of the completion, or parts of it are left out.",
@@ -212,10 +216,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/advantage_sign",
         inputs=("lm/groups/sign_agreement", "lm/groups/mixed"),
         meaning="Better completions get negative advantages: the model learns to be worse.",
@@ -226,10 +228,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/grouping",
         inputs=("lm/groups/mixed", "lm/groups/sign_agreement"),
         meaning="Completions of different prompts are compared with each other.",
@@ -242,10 +242,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/rounded",
         inputs=("lm/logprob/bf16_frac",),
         meaning="Log-probabilities are rounded to bfloat16, so that ratios near 1 are mostly rounding.",
@@ -258,10 +256,8 @@ RULES = (
         rank=63,
         n_on=2,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/engine_mismatch",
         inputs=(
             "lm/mismatch/mult_error",
@@ -286,11 +282,9 @@ RULES = (
         rank=64,
         n_on=3,
         claim=True,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/mismatch/*", "lm/surprise/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/other_distribution",
         inputs=("lm/surprise/gap", "lm/surprise/z"),
         meaning="Tokens were sampled from another distribution than the one that is learned from.",
@@ -303,10 +297,9 @@ RULES = (
         source="identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
         rank=66,
         n_on=2,
-        optional=True,
         applies=samples_whole,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/dead_groups",
         inputs=("lm/groups/zero_advantage", "lm/reward/mean"),
         meaning="Nearly all groups of completions have equal rewards, so that nothing is learned.",
@@ -319,11 +312,9 @@ RULES = (
         source="huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
         rank=70,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/groups/*", "lm/reward/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/length_reward",
         inputs=("lm/reward/length_correlation",),
         meaning="Within groups the reward follows the length of the completion and little else.",
@@ -334,11 +325,9 @@ RULES = (
         rank=72,
         warmup=4,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/length/*", "lm/reward/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/truncation",
         inputs=("lm/truncated_frac",),
         meaning="Most completions are cut at the length limit, and were not at first.",
@@ -348,11 +337,9 @@ RULES = (
         source="DAPO, arXiv 2503.14476, section 3.4",
         rank=190,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/length/*",),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/entropy_collapse",
         inputs=("lm/entropy", "lm/groups/zero_advantage", "lm/groups/all_best"),
         meaning="The model has stopped exploring before its task is solved.",
@@ -362,7 +349,5 @@ RULES = (
         source="arXiv 2505.22617; DAPO, arXiv 2503.14476, section 3.1",
         rank=192,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
     ),
 )

@@ -30,8 +30,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.number_text import number
 from esper_telemetry.alarms.verdict.return_course import STD
+from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.number_text import number, span
+from esper_telemetry.core.messages import number, span
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from esper_telemetry.core.backends import wandb_records
 from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import KeyBudget, family_of
+from esper_telemetry.sinks.layout import KeyBudget, by_tag, family_of, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.protocol import (
     DeadClientError,
@@ -38,7 +38,6 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
-from esper_telemetry.sinks.values import by_tag, with_at_most
 from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start, why_offline
 
 ALERT_INTERVAL: Final = timedelta(minutes=5)

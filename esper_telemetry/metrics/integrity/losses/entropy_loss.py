@@ -326,15 +326,8 @@ def check_entropy(
         trained=rows.get("log_probs"),
         weight=weight,
     )
-    logits_of = {head: flat(column) for head, column in categorical.items()}
-    magnitudes = (inputs.summed(_rounding(inputs, logits_of)),)
+    # where one action is certain, its log-probability is rounded at the size of its logit, and the entropy itself is almost 0
+    sizes = {head: 1 + (inputs.log_probs[head].exp() * flat(z).abs()).sum(-1) for head, z in categorical.items()}
+    sizes |= {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
+    magnitudes = (inputs.summed({head: ROUNDED_SHARE * size for head, size in sizes.items()}),)
     return compare(ENTROPY_LOSS, inputs, claimed, magnitudes=magnitudes, precision=precision, tolerance=tolerance)
-
-
-def _rounding(inputs: EntropyInputs, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sizes [R] of the numbers that an entropy is rounded at: where one action is certain, its log-probability is rounded at the size of
-    its logit, and the entropy itself is almost 0.
-    """
-    certain = {head: 1 + (inputs.log_probs[head].exp() * column.abs()).sum(-1) for head, column in logits.items()}
-    spread = {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
-    return {head: ROUNDED_SHARE * size for head, size in {**certain, **spread}.items()}
