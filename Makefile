@@ -76,6 +76,7 @@ bench: install  ## speed and memory beside other trainers and loggers, into docs
 	@$(BIN)/python benchmarks/adapters.py --save
 	@$(BIN)/python benchmarks/delivery.py --save
 	@$(BIN)/python benchmarks/paced.py --save
+	@$(BIN)/python benchmarks/detection.py --save
 
 docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py

@@ -7,6 +7,7 @@ hypothesis or an option.
 from __future__ import annotations
 
 import argparse
+import html
 import re
 import warnings
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ The equations that `esper-telemetry check` and the alarm `integrity/equation` co
 change, and published variants, which raise no alarm. Numbers such as 1506.02438 are arXiv papers. *Fitted* means that the value is
 estimated from the numbers, and printed.
 """
+BARRED_CODE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 EXIT_CODES: Final = {
     "train": "1: training failed; 130 and 143 after a checkpoint was saved, from which `--resume` goes on.",
     "run": "those of the script alone.",
@@ -61,12 +63,12 @@ EXIT_CODES: Final = {
 
 def equation_page() -> str:
     """Return the page of all equations, with the mistakes and variants of each."""
-    return f"{EQUATIONS_HEAD}\n{equation_list()}\n".replace("\n### ", "\n## ")
+    return with_bars(f"{EQUATIONS_HEAD}\n{equation_list()}\n".replace("\n### ", "\n## "))
 
 
 def command_page() -> str:
     """Return the page of all commands with their options."""
-    return "\n".join([COMMANDS_HEAD, *(section(name, parser) for name, parser in parsers())])
+    return with_bars("\n".join([COMMANDS_HEAD, *(section(name, parser) for name, parser in parsers())]))
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -145,6 +147,18 @@ def table_row(action: argparse.Action) -> str:
     first, _, rest = words.partition(" ")
     meaning = f"{first if first.endswith(',') else first[:1].upper() + first[1:]} {rest}".rstrip(". ")
     return " | ".join(["", f"`{spelling(action)}`".replace("|", "\\|"), default, in_cell(meaning), ""]).strip()
+
+
+def with_bars(text: str) -> str:
+    """Return Markdown whose code with an escaped bar is HTML: the site's tables would show the backslash too."""
+
+    def tag(match: re.Match[str]) -> str:
+        code = html.escape(match[1].replace("\\|", "|"), quote=False)
+        for character in "|_*[]":
+            code = code.replace(character, f"&#{ord(character)};")
+        return f"<code>{code}</code>"
+
+    return BARRED_CODE.sub(tag, text)
 
 
 def in_cell(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Trains a healthy and a broken run, and takes the pictures of the README and the guides, in headless Chromium.
+"""Train a healthy and a broken run, and take the pictures of the README and the guides, in headless Chromium.
 
 python docs/screenshots.py                     # all of them, some minutes
 python docs/screenshots.py report watch        # some of them
+python docs/screenshots.py --runs DIR          # of the runs DIR/healthy and DIR/broken, which are made where they are missing
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import io
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -37,6 +39,11 @@ CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
 PATIENCE_SECONDS = 60.0
 DRAWING_SECONDS = 5.0
+FAULT = "lr_x100"
+FRAMES_BEFORE, FRAMES_AFTER, FRAME_MS, LAST_FRAME_MS = 8, 4, 350, 4000
+"""Updates of the animation around the one that raises the first alarm, and how long a picture stands."""
+WATCH_TITLE = f"esper-telemetry watch runs/{FAULT}"
+COLOURS = 64
 GROUP = "metrics-card-group-toolbar"
 FLAGS = (
     "--headless",
@@ -223,18 +230,80 @@ def take_watch(run_dir: Path, picture: Path) -> None:
         app = WatchApp([str(run_dir)])
         async with app.run_test(size=(110, 40)) as pilot:
             await pilot.pause(2.0)
-            return app.export_screenshot()
+            return app.export_screenshot(title=WATCH_TITLE)
+
+    picture.write_bytes(rasterized([asyncio.run(drawn())], 1100)[0])
+
+
+def take_animation(run_dir: Path, picture: Path) -> None:
+    """The terminal while a run goes wrong, and then the evidence of its first incident, 100 columns wide."""
+    from PIL import Image
+
+    lines = (run_dir / "journal.jsonl").read_text().splitlines()
+    alarm = next(line for line in map(json.loads, lines) if line["kind"] == "alarm")
+    begin, end = alarm["axes"]["update"] - FRAMES_BEFORE, alarm["axes"]["update"] + FRAMES_AFTER
+    copied = list(paced(lines, begin, time.time()))
+
+    async def drawn(place: Path) -> list[str]:
+        journal = place / "journal.jsonl"
+        journal.write_text("".join(text for update, text in copied if update < begin))
+        app, screens = WatchApp([str(place)]), []
+        async with app.run_test(size=(100, 30)) as pilot:
+            for update in range(begin, end + 1):
+                with journal.open("a") as file:
+                    file.writelines(text for other, text in copied if other == update)
+                app.tick()
+                app.draw()
+                await pilot.pause(0.2)
+                screens.append(app.export_screenshot(title=WATCH_TITLE))
+            await pilot.press("enter")
+            await pilot.pause(0.5)
+            return [*screens, app.export_screenshot(title=WATCH_TITLE)]
 
     with tempfile.TemporaryDirectory() as place:
-        page = Path(place, "watch.html")
-        page.write_text(f"<body style='margin:0'>{asyncio.run(drawn())}</body>", encoding="utf-8")
-        with browser(1100, 800) as driver:
+        run_copy = Path(place, run_dir.name)
+        run_copy.mkdir()
+        images = [Image.open(io.BytesIO(one)).convert("RGB") for one in rasterized(asyncio.run(drawn(run_copy)), 900)]
+    every = Image.new("RGB", (images[0].width, 3 * images[0].height))
+    for row, image in enumerate((images[0], images[FRAMES_BEFORE], images[-1])):
+        every.paste(image, (0, row * image.height))
+    palette = every.quantize(COLOURS)
+    first, *others = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images)
+    last_ms = [2 * LAST_FRAME_MS // 3, LAST_FRAME_MS]
+    durations = [*[FRAME_MS] * (len(images) - len(last_ms)), *last_ms]
+    first.save(picture, save_all=True, append_images=others, duration=durations, loop=0, optimize=True)
+
+
+def paced(lines: Iterable[str], begin: int, now: float) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a journal but its end with their updates, as if update `begin` were over now and each took a second."""
+    update = 0
+    for line in map(json.loads, lines):
+        if axes := line.get("axes"):
+            update = axes["update"]
+            axes["wall_time"] = now + update - begin
+        if line["kind"] != "end":
+            yield update, json.dumps(line) + "\n"
+
+
+def rasterized(screens: Sequence[str], width: int) -> list[bytes]:
+    """Return SVG pictures of terminals as PNG, so many pixels wide."""
+    pictures = []
+    with tempfile.TemporaryDirectory() as place, browser(width, width) as driver:
+        page = Path(place, "terminal.html")
+        for screen in screens:
+            page.write_text(f"<body style='margin:0'>{screen}</body>", encoding="utf-8")
             driver.get(page.as_uri())
-            driver.save_screenshot(str(picture))
+            height = driver.execute_script("return document.querySelector('svg').getBoundingClientRect().height")
+            part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": part, "captureBeyondViewport": True})
+            pictures.append(base64.b64decode(taken["data"]))
+    return pictures
 
 
 def trained(place: Path, *command: str) -> Path:
-    """A new run of that command, which has ended."""
+    """A run of that command, which has ended; the one that is there, if any."""
+    if place.exists():
+        return place
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     arguments = [sys.executable, "-m", *command, "--run-dir", str(place)]
     subprocess.run(arguments, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -242,19 +311,22 @@ def trained(place: Path, *command: str) -> Path:
 
 
 def main() -> None:
-    """Trains a healthy and a broken run, and takes the pictures that the command line names, all by default."""
+    """Take the pictures that the command line names, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", choices=[[], *PICTURES], metavar="PICTURE", help=", ".join(PICTURES))
     parser.add_argument("--steps", type=int, default=60_000, help="environment steps of each run")
+    parser.add_argument("--runs", type=Path, help="directory of the runs; a temporary one by default")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     sinks = ("--total-steps", str(options.steps), "--sink", "tensorboard", "--sink", "mlflow")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        place = options.runs or Path(temporary)
         healthy = trained(Path(place, "healthy"), "esper_telemetry", "train", "--env", "CartPole-v1", *sinks)
-        broken = trained(Path(place, "broken"), "esper_telemetry.lab.faults", "demo", "--fault", "lr_x100", *sinks)
+        broken = trained(Path(place, "broken"), "esper_telemetry.lab.faults", "demo", "--fault", FAULT, *sinks)
         for name in options.pictures or PICTURES:
-            PICTURES[name](healthy, broken, IMAGES / f"{name}.png")
-            print(IMAGES / f"{name}.png")
+            picture = IMAGES / f"{name}.{'gif' if name == 'watch_live' else 'png'}"
+            PICTURES[name](healthy, broken, picture)
+            print(f"{picture} ({picture.stat().st_size / 1e3:.0f} kB)")
 
 
 PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
@@ -264,6 +336,7 @@ PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
     "report": lambda _, broken, picture: take_report(broken, picture),
     "comparison": lambda healthy, broken, picture: take_comparison([healthy, broken], picture),
     "watch": lambda _, broken, picture: take_watch(broken, picture),
+    "watch_live": lambda _, broken, picture: take_animation(broken, picture),
 }
 """Functions of the healthy run, the broken run and the file of the picture."""
 

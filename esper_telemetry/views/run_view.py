@@ -28,7 +28,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeKind
+from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.backends import limit_mlflow_requests
@@ -176,7 +176,7 @@ class IncidentView:
         until: update in which its last alarm was over; None where one lasts.
         ends: types of its alarms, with the update in which each was over; None for those that last.
         evidence: rows of the cause's evidence.
-        keys: of metrics to look at, that of the alarm first.
+        keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
         report: its alarms.
     """
 
@@ -309,6 +309,7 @@ class RunView:
         self._remarks: list[Mapping[str, Any]] = []
         self._failures: list[Failure] = []
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
+        self._outcome = OutcomeJudge(info.facts)
         self._judge = RunJudge(info.facts, as_recorded=True) if judged else None
         self._equations = EquationHistory(info.facts) if judged else None
         self._diagnosis: Diagnosis | None = None
@@ -422,6 +423,8 @@ class RunView:
         self._clock.append((axes.env_step, axes.wall_time))
         if self._judge:
             self._judge.record(record)
+        else:
+            self._outcome.add(record)
         if self._equations:
             self._equations.add(record)
 
@@ -481,7 +484,11 @@ class RunView:
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
-        if OUTCOME in self.latest:
+        if (
+            self.updates and self.status is None and not self.sampled
+        ):  # the journal has an outcome only where its kind changes
+            outcome = self._outcome.end(None)
+        elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
                 outcome = Outcome.of(self.latest[OUTCOME].data)
         if self.ending and outcome.kind is not OutcomeKind.FAILED:
@@ -521,7 +528,8 @@ class RunView:
         text, _, advice = " ".join(main.text.split()).partition(" Try: ")
         lasting = any(end is None for end in ends.values())
         values = main.evidence.get("values", {})
-        keys = dict.fromkeys(key for key in (main.key, *values) if key in self._buffers)
+        others = [alarm.key for alarm in report.alarms if alarm.event is AlarmEvent.RAISE]
+        keys = dict.fromkeys(key for key in (main.key, *values, *others) if key in self._buffers)
         return IncidentView(
             number=report.number,
             cause=report.cause or main.type,
@@ -591,9 +599,9 @@ class RunView:
 
     def _chart(self, declared: ChartDeclaration) -> ChartView | None:
         matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))
-        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
-        if not lines:
+        if len(matched) < declared.min_lines:
             return None
+        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
         info = self.info.describe(lines[0].key)
         key = lines[0].key
         name = info.name if info and info.name else key
@@ -626,11 +634,11 @@ class RunView:
         info, series = self.info.describe(key), self.series(key)
         template, value = template_of(key, self.info.metrics), self.last.get(key)
         healthy = HealthyRange.parse(info.healthy) if info else None
-        judgement: Judgement = "" if value is None else judge(info, value)
-        since = None
+        judgement, since = self.judgement(key), None
         if judgement:
+            others: dict[str, Series] = {}
             for update, earlier in zip(reversed(series.updates), reversed(series.values), strict=True):
-                if not judge(info, earlier):
+                if not judge(info, earlier, partial(self._value_at, key, update, others)):
                     break
                 since = update
         label = info.name if info and info.name and template == key else key
@@ -638,6 +646,26 @@ class RunView:
             places = zip(template.split("/"), key.split("/"), strict=False)
             label = "/".join(own for declared, own in places if declared.startswith("{")) or key
         return LineView(key, label, series, value, judgement, healthy, since)
+
+    def judgement(self, key: str) -> Judgement:
+        """Return the state of the latest value of a key beside the bounds of its metric; empty without a value."""
+        if key not in self.last:
+            return ""
+        return judge(self.info.describe(key), self.last[key], lambda other: self.last.get(self._beside(key, other)))
+
+    def _beside(self, key: str, template: str) -> str:
+        """Return the key of another metric for the head, group or layer of `key`."""
+        for declared, own in zip(template_of(key, self.info.metrics).split("/"), key.split("/"), strict=False):
+            template = template.replace(declared, own) if declared.startswith("{") else template
+        return template
+
+    def _value_at(self, key: str, update: int, others: dict[str, Series], template: str) -> float | None:
+        """Return the value that another metric had at an update; `others` keeps its values for the next call."""
+        if template not in others:
+            others[template] = self.series(self._beside(key, template))
+        updates, _, values = others[template]
+        place = bisect.bisect_right(updates, update)
+        return values[place - 1] if place else None
 
     def tables(self) -> list[TableView]:
         """Return the tables of all installed declarations that the run has, by place; one that raises is among `problems`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple
@@ -23,6 +24,8 @@ Judgement = Literal["", "outside", "warn", "critical"]
 
 LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
+CONDITIONAL: Final = re.compile(rf"(.+) with (\S+) ([<>]=? {NUMBER})")
+"""A bound that holds while another metric is beyond a bound of its own."""
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
 """What follows a number that is in units of another value: no bound of the value itself."""
 
@@ -157,16 +160,30 @@ def _float(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def judge(info: MetricInfo | None, value: float) -> Judgement:
-    """Return the state of a value beside the bounds that its metric declares in plain numbers."""
+def judge(info: MetricInfo | None, value: float, other: Callable[[str], float | None] = lambda key: None) -> Judgement:
+    """Return the state of a value beside the bounds that its metric declares in plain numbers.
+
+    Args:
+        info: description of the metric.
+        value: of it.
+        other: returns the value of another metric at the same time, by its key or template: `< 0.1 with policy/kl > 0.05` needs it.
+    """
     if info is None or not math.isfinite(value):
         return ""
-    if beyond_bound(info.critical, value):
+    if _is_beyond(info.critical, value, other):
         return "critical"
-    if beyond_bound(info.warn, value):
+    if _is_beyond(info.warn, value, other):
         return "warn"
     healthy = HealthyRange.parse(info.healthy)
     is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
     return (
         "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
     )
+
+
+def _is_beyond(bound: str, value: float, other: Callable[[str], float | None]) -> bool:
+    condition = CONDITIONAL.fullmatch(bound)
+    if condition is None:
+        return bool(beyond_bound(bound, value))
+    second = other(condition[2])
+    return second is not None and bool(beyond_bound(condition[1], value)) and bool(beyond_bound(condition[3], second))

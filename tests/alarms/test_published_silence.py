@@ -71,6 +71,19 @@ def test_a_narrow_trust_region_may_be_left_by_a_small_step() -> None:
     )
 
 
+def test_a_return_that_rises_with_a_share_outside_the_trust_region_excuses_that_share() -> None:
+    """Walker2d's published 20 passes: 0.6 throughout, at a KL of 0.04. A share that doubles, or a return that stays, is not excused."""
+    always = set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04})
+    rises = returns(5.0, 400.0)
+
+    def doubles(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/clip_frac": 0.3 if ago < 40 else 0.6, "policy/kl": 0.04})
+
+    assert "policy/clip_saturation" not in raised(judged(run(60, both(always, rises), since=1)))
+    assert raised(judged(run(60, both(doubles, rises), since=1)))["policy/clip_saturation"] > 40
+    assert "policy/clip_saturation" in raised(judged(run(60, always, since=1)))
+
+
 def test_rules_wait_longer_where_updates_are_small() -> None:
     """Eight updates of 8 steps are 64; an identity does not wait."""
     critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))
@@ -276,6 +289,15 @@ def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) 
 
     assert bool(found) is told
     assert all("hardly moved for 20 updates" in alarm.text for alarm in found)
+
+
+@pytest.mark.parametrize(("kl", "told"), [(3e-6, False), (3e-7, True)])
+def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
+    """CartPole with 4 steps on 32 rows in each update learns at a KL of 3e-6: a quarter of 16 steps, a sixteenth of their KL."""
+    slow = run(60, both(set_to({"policy/kl_max": kl, "policy/kl": kl / 2}), returns(5.0, 5.0)), since=1)
+    few = [replace(entry, axes=replace(entry.axes, gradient_step=4 * entry.seq)) for entry in slow]
+
+    assert ("policy/kl_stall" in raised(judged(few))) is told
 
 
 def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:

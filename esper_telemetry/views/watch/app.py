@@ -23,6 +23,7 @@ from textual.widgets import Input, Static
 
 from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
 from esper_telemetry.views.watch.pages import (
@@ -71,6 +72,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self._rich = Console(width=1000, color_system="standard")
         self._fixed: list[Line] = []
         self._lines: list[Line] = []
+        self._moved = False  # until then the first line that can be chosen is: the incident that has just begun
         self.chosen = ""
         self.frozen = 0
 
@@ -80,7 +82,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         moved = len(fixed) != len(self._fixed)
         self._fixed, self._lines = list(fixed), list(lines)
         ids = [line.id for line in self._lines if line.id]
-        chosen = self.chosen if self.chosen in ids else ids[0] if ids else ""
+        chosen = self.chosen if self._moved and self.chosen in ids else ids[0] if ids else ""
         lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
@@ -124,6 +126,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
+        self._moved = True
         ids = [line.id for line in self._lines if line.id]
         room = max(1, self.size.height - len(self._fixed))
         if not ids:
@@ -148,6 +151,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def turn(self, pages: int) -> None:
         """Scroll by screens, and choose the first line in sight that can be chosen."""
+        self._moved = True
         self.scroll_relative(y=pages * max(1, self.room - 1), animate=False)
         seen = [line.id for line in self._visible() if line.id]
         if seen and self.chosen not in seen:
@@ -303,7 +307,9 @@ class WatchApp(App[None]):
         if status := self._status(kind):
             top.append(Line(Text(status, "dim")))
         if kind == "help":
-            self._page.show(top[:1], help_page(width))
+            names = {table.name for view in views for table in view.tables()}
+            tables = [table for table in view_declarations().tables if table.name in names]
+            self._page.show(top[:1], help_page(width, tables))
         elif not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
             self._page.show(top, lines)
