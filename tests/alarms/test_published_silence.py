@@ -95,6 +95,18 @@ def test_rules_wait_longer_where_updates_are_small() -> None:
     assert raised(judged(broken, TINY))["integrity/gae_identity"] == SINCE
 
 
+@pytest.mark.parametrize(("shift", "told"), [(0.22, False), (0.5, True)])
+def test_rollouts_of_a_few_steps_hold_other_parts_of_episodes(shift: float, told: bool) -> None:
+    """Acrobot, solved, in rollouts of 16 steps in four environments: 0.22 once in 312 updates."""
+
+    def once(metrics: Values, ago: int) -> None:
+        metrics["policy/action_shift_js"] = shift if ago == 40 else 0.01
+
+    records = small(run(60, once, since=1), 64)
+
+    assert ("policy/action_shift" in raised(judged(records, {**FACTS, "num_envs": 4, "num_steps": 16}))) is told
+
+
 def test_a_normaliser_of_few_steps_has_not_settled_yet() -> None:
     """Two hundred updates of 8 steps are 1,600."""
     moving = set_to({"norm/obs/drift": 2.0})
