@@ -121,8 +121,9 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
     points = {
         tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
     }
+    keys = {tag.replace("/", " "): tag for tag in points}
     for tag in [tag for tag in points if tag.startswith("0_overview/")]:
-        assert points.pop(tag) == points[tag.partition(" ")[2]]
+        assert points.pop(tag) == points[keys[tag.partition(" ")[2]]]
     return points
 
 

@@ -99,9 +99,12 @@ def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
     """The actor's step is checked in one update and the critic's in the next; the gradient that is not cleared is named in its turns."""
     source = TWO_NETWORKS.replace(
-        "            optimizer.zero_grad()\n", f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n"
+        "            optimizer.zero_grad()\n",
+        f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n",
     )
-    (tmp_path / "script.py").write_text(source.replace("range(3)", "range(4)") if uncleared is not None else TWO_NETWORKS)
+    (tmp_path / "script.py").write_text(
+        source.replace("range(3)", "range(4)") if uncleared is not None else TWO_NETWORKS
+    )
 
     command = ["-m", "esper_telemetry", "run", "--level", "debug", "--run-dir", "run", "script.py"]
     result = python(tmp_path, *command, cores=1)

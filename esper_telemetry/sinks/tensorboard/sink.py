@@ -156,7 +156,7 @@ class _EventFile:
         self.run = run
         self.budget = budget
         self.tags: set[str] = set()
-        self.overview = {key: f"{OVERVIEW}/{place:02} {key}" for place, key in enumerate(overview_keys(run), start=1)}
+        self.overview = {key: overview_tag(place, key) for place, key in enumerate(overview_keys(run), start=1)}
         self.incidents = IncidentCards()
         self.writer: Any = None
         self.shared = self.restarts = False
@@ -240,6 +240,11 @@ class _EventFile:
             # TensorBoard draws all lines of a run in one colour, so that alarms in one chart would look the same.
             dashboard = self.events.layout(sections(keys, self.run, apart=(ALARM_FAMILY,)))
             self.writer.add_event(self.events.event(record.axes, [dashboard]))
+
+
+def overview_tag(place: int, key: str) -> str:
+    """Return the tag that repeats a headline: with one slash, as the title of a card keeps what follows the last one."""
+    return f"{OVERVIEW}/{place:02} {key.replace('/', ' ')}"
 
 
 def outcomes(run: RunInfo) -> list[str]:
