@@ -262,8 +262,8 @@ def take_animation(run_dir: Path, picture: Path) -> None:
         run_copy.mkdir()
         images = [Image.open(io.BytesIO(one)).convert("RGB") for one in rasterized(asyncio.run(drawn(run_copy)), 900)]
     every = Image.new("RGB", (images[0].width, 3 * images[0].height))
-    for place, image in enumerate((images[0], images[FRAMES_BEFORE], images[-1])):
-        every.paste(image, (0, place * image.height))
+    for row, image in enumerate((images[0], images[FRAMES_BEFORE], images[-1])):
+        every.paste(image, (0, row * image.height))
     palette = every.quantize(COLOURS)
     first, *others = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images)
     last_ms = [2 * LAST_FRAME_MS // 3, LAST_FRAME_MS]

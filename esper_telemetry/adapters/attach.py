@@ -193,6 +193,7 @@ class UpdateCollector:
     def take(self, progress: TrainingProgress | None = None) -> UpdateData:
         """Return the data of the update since the last call."""
         self._join()
+        self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         rollout = self._rollouts[-1] if self._rollouts else None
         minibatches = self._minibatches[-1] if self._minibatches else None
         collected: CollectedRows | None = None
@@ -217,13 +218,13 @@ class UpdateCollector:
             collected=collected,
             gradients=stacked_backwards(self._backwards[-1], self._trunk) if self._backwards else (),
             sample=self._take_sample(),
+            step=self._step_probe.take(),
             progress=progress,
             extensions=self._take_extensions(),
             sampled=self._sampled,
         )
         self._layers, self._features, self._sampled = (), None, False
         self._for_this_update.stop()
-        self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         if self._backwards:
             self._last_backwards = self._backwards[-1]
         lists: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]

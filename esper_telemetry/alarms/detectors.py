@@ -251,8 +251,10 @@ class Detectors:
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            state = self._states[rule.type]
-            findings = [f for f in self._judges[rule.type](self._view) if not math.isnan(f.severity)]
+            state, findings = self._states[rule.type], list(self._judges[rule.type](self._view))
+            if state.is_calm(findings):
+                continue
+            findings = [finding for finding in findings if not math.isnan(finding.severity)]
             change = state.step(findings, self._update) if findings else None
             if change is not None:
                 changes.append((state, change))
@@ -350,9 +352,9 @@ class Detectors:
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
             text=f"Since update {since}, more than {self._limit.limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-            "Further ones are not told until it is over."
+            "Further ones are not reported until it is over."
             if raised
-            else f"Over since update {self._update}: alarms are told again.",
+            else f"Over since update {self._update}: alarms are reported again.",
             evidence={"counts": counts} if raised else {},
         )
 

@@ -7,7 +7,7 @@ Schulman's k3 unless a note says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 KL, KL_K1, CLIPPED = "policy/kl", "policy/kl_k1", "policy/clip_frac"
@@ -50,6 +50,7 @@ class Trainer:
         aliases: of its tags.
         x: unit of its x-axis.
         steps: tags that hold the environment steps, in backends whose x is only a counter.
+        facts: of every run of the trainer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Trainer:
     aliases: tuple[Alias, ...]
     x: str = "environment steps"
     steps: tuple[str, ...] = field(default=("global_step",))
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 ANALYTIC = "the exact divergence, not an estimate"
@@ -221,6 +223,7 @@ TOKEN_ENTROPY, REFERENCE_KL = "lm/entropy", "lm/kl_reference"
 TOKENS, LONGEST, TRUNCATED = "lm/length/mean", "lm/length/max", "lm/truncated_frac"
 ENGINE_ERROR, ENGINE_RATIO, ENGINE_KL = "lm/mismatch/mult_error", "lm/mismatch/ratio_mean", "lm/mismatch/kl"
 BATCH = "mean of one batch of completions"
+LANGUAGE = {"model": "language"}
 
 _TRL = r"(?:train/)?"
 TRL = Trainer(
@@ -228,7 +231,7 @@ TRL = Trainer(
     (_TRL + r"frac_reward_zero_std", _TRL + r"completions/clipped_ratio"),
     (
         Alias(_TRL + r"reward", REWARD),
-        Alias(_TRL + r"reward", RETURN_100, note=BATCH),
+        Alias(_TRL + r"reward", RETURN, note=BATCH),
         Alias(_TRL + r"reward_std", REWARD_STD),
         Alias(_TRL + r"frac_reward_zero_std", DEAD_GROUPS),
         Alias(_TRL + r"entropy", TOKEN_ENTROPY),
@@ -244,6 +247,7 @@ TRL = Trainer(
     ),
     x="optimizer steps",
     steps=("train/global_step",),
+    facts=LANGUAGE,
 )
 
 VERL = Trainer(
@@ -251,7 +255,7 @@ VERL = Trainer(
     (r"actor/ppo_kl", r"actor/pg_clipfrac"),
     (
         Alias(r"critic/score/mean", REWARD),
-        Alias(r"critic/score/mean", RETURN_100, note=BATCH),
+        Alias(r"critic/score/mean", RETURN, note=BATCH),
         Alias(r"actor/entropy|actor/entropy_loss", TOKEN_ENTROPY),
         Alias(r"actor/kl_loss", REFERENCE_KL, note="by the estimator that kl_loss_type names"),
         Alias(r"actor/ppo_kl", KL_K1),
@@ -261,12 +265,15 @@ VERL = Trainer(
         Alias(r"actor/lr", RATE),
         Alias(r"critic/vf_explained_var", FIT),
         Alias(r"critic/vf_loss", VALUE_LOSS),
+        Alias(r"rollout_corr/kl", ENGINE_KL, note="k1, which may be negative"),
+        Alias(r"rollout_corr/rollout_is_mean", ENGINE_RATIO, note="cut at rollout_is_threshold"),
         Alias(r"response_length/mean", TOKENS),
         Alias(r"response_length/max", LONGEST),
         Alias(r"response_length/clip_ratio", TRUNCATED),
     ),
     x="training steps",
     steps=("training/global_step",),
+    facts=LANGUAGE,
 )
 
 OPENRLHF = Trainer(
@@ -274,19 +281,21 @@ OPENRLHF = Trainer(
     (r"train/ppo_clip_ratio", r"train/vllm_kl"),
     (
         Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/entropy_loss", TOKEN_ENTROPY),
         Alias(r"train/kl", REFERENCE_KL, note="by the estimator that kl_estimator names"),
         Alias(r"train/ppo_kl", KL_K1),
         Alias(r"train/vllm_kl", ENGINE_KL, note="k1, which may be negative"),
         Alias(r"train/ppo_clip_ratio", ACTIVE),
         Alias(r"train/policy_loss", POLICY_LOSS),
+        Alias(r"train/critic_loss", VALUE_LOSS),
         Alias(r"train/(actor_grad_norm|grad_norm)", BEFORE),
         Alias(r"train/actor_lr", RATE),
         Alias(r"train/response_length", TOKENS),
     ),
     x="training steps",
     steps=("train/global_step",),
+    facts=LANGUAGE,
 )
 
 NEMO_RL = Trainer(
@@ -294,7 +303,7 @@ NEMO_RL = Trainer(
     (r"train/token_mult_prob_error", r"train/probs_ratio_clamped"),
     (
         Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
         Alias(r"train/kl_penalty", REFERENCE_KL),
         Alias(r"train/token_mult_prob_error", ENGINE_ERROR),
@@ -306,11 +315,15 @@ NEMO_RL = Trainer(
         Alias(r"train/loss", POLICY_LOSS, note="with its KL penalty"),
         Alias(r"train/grad_norm", BEFORE),
         Alias(r"train/lr", RATE),
+        Alias(r"train/critic/loss", VALUE_LOSS),
+        Alias(r"train/critic/explained_var", FIT),
         Alias(r"train/mean_gen_tokens_per_sample", TOKENS),
-        Alias(r"train/max_gen_tokens_per_sample", LONGEST),
+        Alias(r"train/(max_gen_tokens_per_sample|gen_tokens_per_sample/max)", LONGEST),
+        Alias(r"train/truncation_rate", TRUNCATED),
     ),
     x="training steps",
     steps=(),
+    facts=LANGUAGE,
 )
 
 TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL, TRL, VERL, OPENRLHF, NEMO_RL)

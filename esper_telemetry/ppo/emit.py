@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
+from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -164,7 +164,11 @@ class TrainerEvents:
             self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
 
     def minibatch_objective(
-        self, epoch: int, step: int, rows: Callable[[], AbstractContextManager[LossRows]], learning_rate: float | None
+        self,
+        epoch: int,
+        step: int,
+        rows: Callable[[ActorCritic], AbstractContextManager[LossRows]],
+        learning_rate: float | None,
     ) -> None:
         """Emit `MinibatchObjective`; gradients of several ranks are averages, which no rank can recompute alone."""
         trainer = self._trainer
@@ -173,7 +177,7 @@ class TrainerEvents:
                 epoch=epoch,
                 step=step,
                 steps=trainer.config.num_epochs * trainer.config.num_minibatches,
-                rows=rows,
+                forward=lambda: MinibatchForward(trainer.policy, rows),
                 coefficients=trainer.coefficients,
                 parameters=trainer.parameters,
                 optimizer=trainer.optimizer,

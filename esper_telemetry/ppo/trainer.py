@@ -309,7 +309,7 @@ class PPO:
         if self.config.normalize_advantages and self.config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(raw_advantages))
         self.events.minibatch_start(epoch, step, self._shards, batch)
-        rows = partial(loss_rows, self.policy, batch, raw_advantages, self.config)
+        rows = partial(loss_rows, batch=batch, raw_advantages=raw_advantages, config=self.config)
         self.events.minibatch_objective(epoch, step, rows, self._learning_rate)
         outputs = self.policy.trunks(batch.observations, batch.grid())
         leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()

@@ -12,8 +12,7 @@ from typing import Any, Final
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import described, overview_keys
-from esper_telemetry.sinks.values import flattened
+from esper_telemetry.sinks.layout import described, flattened, overview_keys
 
 REPORT_NAME: Final = "report.html"
 """The run as a page, in the run directory of a run that writes one."""

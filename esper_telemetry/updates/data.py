@@ -17,10 +17,12 @@ from torch import Tensor
 from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
+from esper_telemetry.metrics.integrity.steps.optimizer_step import StepSettings
 from esper_telemetry.metrics.lstm.gates import LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
+from esper_telemetry.updates.steps import CheckedStep, PolicyPass, TermGradients
 
 TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
 """Columns of a rollout from which advantages follow, and the advantages."""
@@ -235,6 +237,7 @@ class UpdateData(NamedTuple):
         collected: rollout columns of the minibatches' rows, in sampled updates.
         gradients: of the backward passes.
         sample: whole gradients and optimizer states, in sampled updates.
+        step: of the optimizer, whose equations are to be checked; None where none is, or it is checked already.
         progress: None where the update did not end.
         extensions: records of plugins.
         sampled: the update was sampled: the rollout has all its columns, unless they are too large to travel.
@@ -248,6 +251,7 @@ class UpdateData(NamedTuple):
     collected: CollectedRows | None = None
     gradients: tuple[BackwardGradients, ...] = ()
     sample: GradientSample | None = None
+    step: CheckedStep | None = None
     progress: TrainingProgress | None = None
     extensions: tuple[UpdateExtension, ...] = ()
     sampled: bool = False
@@ -273,7 +277,17 @@ class UpdateData(NamedTuple):
 KINDS: Final = (
     *(RolloutEnd, MinibatchesEnd, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
-    *(ActionTotal, AdamState, LSTMWeights, StateSize, Transitions),
+    *(
+        ActionTotal,
+        AdamState,
+        CheckedStep,
+        LSTMWeights,
+        PolicyPass,
+        StateSize,
+        StepSettings,
+        TermGradients,
+        Transitions,
+    ),
 )
 """Types of the records and of their parts, which pickles for the worker need not describe."""
 

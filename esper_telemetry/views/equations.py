@@ -285,16 +285,11 @@ def equation_list() -> str:
             says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
             source = f" ({one.source})" if one.source else ""
             advice = "published variant: no alarm" if one.variant else one.advice
-            rows.append(
-                "| " + " | ".join(_cell(text) for text in (f"{says}{source}", f"`{one.equation}`", advice)) + " |"
-            )
+            cells = [cell.replace("|", "\\|") for cell in (f"{says}{source}", f"`{one.equation}`", advice)]
+            rows.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
     return "\n\n".join(parts)
 
 
 def _title(equation: Equation) -> str:
     return equation.quantity.removeprefix("the ").capitalize()
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -16,8 +16,8 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
-from esper_telemetry.sinks.values import flattened
 from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compared_runs import read_compared
 from esper_telemetry.views.comparison_page import comparison_section

@@ -48,7 +48,7 @@ from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.sinks.values import flattened
+from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.views.equations import EquationHistory, EquationRow
 from esper_telemetry.views.panels import (
     ChartDeclaration,
@@ -247,18 +247,15 @@ def open_view(
         if address.startswith("mlflow:"):
             limit_mlflow_requests()
         imported = read_foreign(read_source(address))
-        view = RunView(_info_of(imported), address, max_points=max_points)
+        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
+        facts = {"trainer": imported.trainer, **imported.facts}
+        info = RunInfo("imported", imported.name, None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
+        view = RunView(info, address, max_points=max_points)
         view._import(imported, thresholds or Thresholds())
         return view
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)
     view.refresh()
     return view
-
-
-def _info_of(imported: ImportedRun) -> RunInfo:
-    metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
-    facts = {"trainer": imported.trainer, **imported.facts}
-    return RunInfo("imported", imported.name, None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
 
 
 class RunView:

@@ -22,9 +22,6 @@ VALUE: Final = itemgetter(2)
 Judgement = Literal["", "outside", "warn", "critical"]
 """State of a value beside its metric's bounds; empty within them or without plain bounds."""
 
-SEVERITIES: Final[tuple[Judgement, ...]] = ("", "outside", "warn", "critical")
-"""Judgements, the worst last."""
-
 LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
 CONDITIONAL: Final = re.compile(rf"(.+) with (\S+) ([<>]=? {NUMBER})")

@@ -40,16 +40,18 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         {"train/reward": [0.4] * UPDATES, "train/frac_reward_zero_std": [0.25] * UPDATES, "train/kl": [0.1] * UPDATES}
         | {"train/entropy": [1.5] * UPDATES, "train/grad_norm": [0.7] * UPDATES, "train/loss": [0.02] * UPDATES}
         | {"train/completions/mean_length": [120.0] * UPDATES, "train/completions/clipped_ratio": [0.1] * UPDATES},
-        {"lm/reward/mean": 0.4, "episode/return_mean_100": 0.4, "lm/groups/zero_advantage": 0.25, "lm/entropy": 1.5}
+        {"lm/reward/mean": 0.4, "episode/return_mean": 0.4, "lm/groups/zero_advantage": 0.25, "lm/entropy": 1.5}
         | {"lm/kl_reference": 0.1, "lm/length/mean": 120.0, "lm/truncated_frac": 0.1},
     ),
     "verl": (
         "verl",
         {"actor/ppo_kl": [0.002] * UPDATES, "actor/pg_clipfrac": [0.01] * UPDATES, "actor/pg_loss": [0.1] * UPDATES}
         | {"critic/score/mean": [0.3] * UPDATES, "response_length/clip_ratio": [0.2] * UPDATES}
-        | {"actor/entropy": [0.4] * UPDATES, "actor/grad_norm": [0.3] * UPDATES},
+        | {"actor/entropy": [0.4] * UPDATES, "actor/grad_norm": [0.3] * UPDATES}
+        | {"rollout_corr/kl": [-0.001] * UPDATES, "rollout_corr/rollout_is_mean": [0.98] * UPDATES},
         {"policy/kl_k1": 0.002, "policy/clip_frac_active": 0.01, "loss/policy": 0.1, "lm/reward/mean": 0.3}
-        | {"lm/truncated_frac": 0.2, "lm/entropy": 0.4, "grad/global/norm_preclip": 0.3},
+        | {"lm/truncated_frac": 0.2, "lm/entropy": 0.4, "grad/global/norm_preclip": 0.3}
+        | {"lm/mismatch/kl": -0.001, "lm/mismatch/ratio_mean": 0.98},
     ),
     "openrlhf": (
         "OpenRLHF",
@@ -58,15 +60,19 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
             "train/policy_loss": [0.2] * UPDATES,
             "train/reward": [0.6] * UPDATES,
             "train/response_length": [80.0] * UPDATES,
+            "train/critic_loss": [0.3] * UPDATES,
         },
         {"policy/clip_frac_active": 0.05, "policy/kl_k1": 0.001, "lm/mismatch/kl": 0.01, "loss/policy": 0.2}
-        | {"lm/reward/mean": 0.6, "lm/length/mean": 80.0},
+        | {"lm/reward/mean": 0.6, "lm/length/mean": 80.0, "loss/value": 0.3},
     ),
     "nemo_rl": (
         "NeMo-RL",
         {"train/token_mult_prob_error": [1.02] * UPDATES, "train/gen_kl_error": [0.001] * UPDATES}
-        | {"train/probs_ratio_max": [1.4] * UPDATES, "train/reward": [0.5] * UPDATES, "train/loss": [0.1] * UPDATES},
-        {"lm/mismatch/mult_error": 1.02, "lm/mismatch/kl": 0.001, "policy/ratio/max": 1.4, "lm/reward/mean": 0.5},
+        | {"train/probs_ratio_max": [1.4] * UPDATES, "train/reward": [0.5] * UPDATES, "train/loss": [0.1] * UPDATES}
+        | {"train/truncation_rate": [0.2] * UPDATES, "train/gen_tokens_per_sample/max": [512.0] * UPDATES}
+        | {"train/critic/loss": [0.3] * UPDATES, "train/critic/explained_var": [0.6] * UPDATES},
+        {"lm/mismatch/mult_error": 1.02, "lm/mismatch/kl": 0.001, "policy/ratio/max": 1.4, "lm/reward/mean": 0.5}
+        | {"lm/truncated_frac": 0.2, "lm/length/max": 512.0, "loss/value": 0.3, "value/explained_variance": 0.6},
     ),
     "rsl_rl": (
         "RSL-RL",

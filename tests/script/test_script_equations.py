@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_script_runs import SCRIPTS, with_telemetry
+from test_script_runs import SCRIPTS, python, with_telemetry
 from torch import Tensor, nn
 
 from esper_telemetry import read_run
@@ -93,6 +93,31 @@ def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None
     assert len(run.records) == 3
     assert run.records[0].values[EQUATION_KEY + "optimizer_step"] < 1e-3
     assert not any(alarm.type.startswith("integrity/") for alarm in run.alarms)
+
+
+@pytest.mark.parametrize("uncleared", [None, 0, 1])
+def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
+    """The actor's step is checked in one update and the critic's in the next; the gradient that is not cleared is named in its turns."""
+    source = TWO_NETWORKS.replace(
+        "            optimizer.zero_grad()\n",
+        f"            optimizer is optimizers[{uncleared}] or optimizer.zero_grad()\n",
+    )
+    (tmp_path / "script.py").write_text(
+        source.replace("range(3)", "range(4)") if uncleared is not None else TWO_NETWORKS
+    )
+
+    command = ["-m", "esper_telemetry", "run", "--level", "debug", "--run-dir", "run", "script.py"]
+    result = python(tmp_path, *command, cores=1)
+
+    assert result.code == 0, result.stderr
+    values = [record.values for record in read_run(tmp_path / "run").records]
+    checked = [row[EQUATION_KEY + "gradient"] for row in values]
+    named = [EQUATION_KEY + "gradient_not_cleared" in row for row in values]
+    if uncleared is None:
+        assert max(checked) < 1e-5 and not any(named)
+    else:
+        assert [error > 1e-3 for error in checked] == named
+        assert named[1:] == [bool(turn) == bool(uncleared) for turn in (0, 1, 0)]
 
 
 class Minibatch:

@@ -22,6 +22,7 @@ from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.objective import UpdateSteps
 
 CHECKED = ("gradient", "clipping", "optimizer_step")
+CHECKED_KEYS = tuple(EQUATION_KEY + name for name in CHECKED)
 SMALL = {"num_steps": 32, "num_minibatches": 4, "num_epochs": 3, "entropy_coef": 0.01}
 
 
@@ -30,9 +31,9 @@ def trainer(env: str = "CartPole-v1", **changes: Any) -> PPO:
 
 
 def records(
-    source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug", **settings: Any
+    source: PPO, run_dir: Path, *, updates: int = 3, level: str = "debug", offload: bool = False, **settings: Any
 ) -> Sequence[Mapping[str, float]]:
-    with Telemetry(run_dir=run_dir, offload=False, level=level, **settings) as telemetry:
+    with Telemetry(run_dir=run_dir, offload=offload, level=level, **settings) as telemetry:
         attach(telemetry, source)
         source.learn(updates * 128)
     return [record.values for record in read_run(run_dir).records]
@@ -142,3 +143,52 @@ def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, mon
     assert len(sampled) > 2
     assert sampled == [place % 2 == 0 for place in range(len(sampled))]
     assert all(EQUATION_KEY + "gradient" in values for values in at_debug)
+
+
+def no_pass(*arguments: object) -> None:
+    raise AssertionError("the policy itself passes the minibatch")
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_trunk": True}, {"policy": "lstm"}, {"clip_value": 0.2}])
+def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process = records(trainer(**changes), tmp_path / "in_process")
+    monkeypatch.setattr(step_checks, "LossGradients", no_pass)
+
+    in_worker = records(trainer(**changes), tmp_path / "worker", offload=True)
+
+    for one, other in zip(in_process, in_worker, strict=True):
+        assert [one[key] for key in CHECKED_KEYS] == pytest.approx([other[key] for key in CHECKED_KEYS], abs=1e-6)
+        assert named(one) == named(other) == set()
+
+
+@pytest.mark.parametrize("mistake", ["gradient_policy_sign", "gradient_value_summed"])
+def test_a_worker_names_what_explains_a_gradient(mistake: str, tmp_path: Path) -> None:
+    source = trainer()
+    source.steps = MISTAKES[mistake](source.steps)
+
+    for values in records(source, tmp_path, offload=True):
+        assert mistake in named(values) <= {mistake} | ALIKE.get(mistake, set())
+
+
+def test_a_policy_that_cannot_be_copied_passes_the_minibatch_itself(tmp_path: Path) -> None:
+    source = trainer()
+    source.policy.of_the_script = lambda: None  # type: ignore[assignment]  # modules take any attribute
+
+    assert all(set(CHECKED_KEYS) <= values.keys() for values in records(source, tmp_path, offload=True))
+
+
+def test_weights_and_random_numbers_are_the_same_with_a_worker(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    observed, alone = trainer(), trainer()
+    before = torch.get_rng_state()
+
+    records(observed, tmp_path, offload=True)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    alone.learn(3 * 128)
+
+    pairs = zip(observed.policy.state_dict().values(), alone.policy.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert torch.equal(torch.get_rng_state(), after)

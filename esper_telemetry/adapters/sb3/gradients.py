@@ -1,6 +1,6 @@
 """Losses and gradients of a Stable-Baselines3 model: norms at the clip, norms of heads, gradients at the trunk and of parts of a minibatch.
 
-**Norms before clipping** are taken by `adapters.clipping`. Trainers that clip in another way are observed at `policy.parameters`.
+**Norms before clipping** are taken by `adapters.taps`. Trainers that clip in another way are observed at `policy.parameters`.
 
 **The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
 of its own takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
@@ -24,7 +24,7 @@ from esper_telemetry.adapters.columns import LossColumns, loss_columns, normaliz
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import without_trace
-from esper_telemetry.core.equations.objective import LossRows, MinibatchObjective
+from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
 from esper_telemetry.events import FirstMinibatch, Hooks, Shard, TrunkBackward
 
 LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
@@ -142,30 +142,45 @@ def shard_gradients(model: Any, samples: Any, count: int) -> list[Shard]:
         return [Shard(size, _gradient(model, part, used)) for size, part, used in _parts(samples, whole, count)]
 
 
+def minibatch_forward(model: Any, samples: Any) -> MinibatchForward:
+    """Return the pass of a minibatch through the model's policy."""
+    rows = partial(
+        loss_rows,
+        samples=samples,
+        advantages=advantages_as_used(model, samples.advantages, _valid_rows(samples)),
+        discrete=isinstance(model.action_space, spaces.Discrete),
+        clip=clip_of(model),
+        clip_value=clip_of(model, "clip_range_vf"),
+    )
+    return MinibatchForward(model.policy, rows)
+
+
 @contextmanager
-def loss_rows(model: Any, samples: Any) -> Iterator[LossRows]:
+def loss_rows(
+    policy: Any, *, samples: Any, advantages: Tensor, discrete: bool, clip: float | None, clip_value: float | None
+) -> Iterator[LossRows]:
     """Pass a minibatch through the policy without a trace; padding is left out.
 
     The policy's class is asked, not the object, whose method may be what a trainer has changed.
     """
-    policy, valid = model.policy, _valid_rows(samples)
+    valid = _valid_rows(samples)
 
     def counted(column: Tensor) -> Tensor:
         return column if valid is None else column[valid]
 
     with without_trace(policy):
-        values, log_probs, entropy = _evaluate(model, samples, partial(type(policy).evaluate_actions, policy))
+        values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
         yield LossRows(
             log_ratio=counted(log_probs - samples.old_log_prob),
             log_probs=counted(log_probs),
             values=counted(values.flatten()),
             entropy=counted(-log_probs if entropy is None else entropy),
-            advantages=counted(advantages_as_used(model, samples.advantages, valid)),
+            advantages=counted(advantages),
             old_values=counted(samples.old_values),
             returns=counted(samples.returns),
             raw_advantages=counted(samples.advantages),
-            clip=clip_of(model),
-            clip_value=clip_of(model, "clip_range_vf"),
+            clip=clip,
+            clip_value=clip_value,
             clip_maximum=False,  # Stable-Baselines3 takes the squared error of the clipped value alone
         )
 
@@ -175,6 +190,7 @@ def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMin
     valid = _valid_rows(samples)
     kinds = (kind for kind in type(model.policy).__mro__ if kind.__module__.startswith(LIBRARIES))
     evaluate = next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
+    discrete = isinstance(model.action_space, spaces.Discrete)
 
     def counted(column: Tensor) -> Tensor:
         return column if valid is None else column[valid]
@@ -184,7 +200,7 @@ def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMin
         if changed is None or evaluate is None:
             return None
         with torch.no_grad(), without_trace(model.policy):
-            return counted(_evaluate(model, changed, partial(evaluate, model.policy))[1])
+            return counted(_evaluate(discrete, changed, partial(evaluate, model.policy))[1])
 
     return FirstMinibatch(counted(samples.old_log_prob), counted(trained), passes)
 
@@ -216,7 +232,7 @@ def objective_event(
         epoch=epoch,
         step=step,
         steps=getattr(model, "n_epochs", 1) * minibatches_of(model),
-        rows=partial(loss_rows, model, samples),
+        forward=partial(minibatch_forward, model, samples),
         coefficients=coefficients,
         parameters=parameters,
         optimizer=model.policy.optimizer,
@@ -248,7 +264,8 @@ def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
 
 def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
     """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
-    values, log_probs, entropy = _evaluate(model, samples, model.policy.evaluate_actions)
+    discrete = isinstance(model.action_space, spaces.Discrete)
+    values, log_probs, entropy = _evaluate(discrete, samples, model.policy.evaluate_actions)
     columns = LossColumns(
         log_ratio=log_probs - samples.old_log_prob,
         log_probs=log_probs,
@@ -274,10 +291,10 @@ def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
 Evaluation: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _evaluate(model: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
+def _evaluate(discrete: bool, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
     """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks for them."""
     actions, fields = samples.actions, samples._fields
-    if isinstance(model.action_space, spaces.Discrete):
+    if discrete:
         actions = actions.long().flatten()
     memory = [samples.lstm_states, samples.episode_starts] if "lstm_states" in fields else []
     masks = {"action_masks": samples.action_masks} if "action_masks" in fields else {}

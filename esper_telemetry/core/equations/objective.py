@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 
@@ -40,6 +40,19 @@ class LossRows:
     clip_maximum: bool = True
 
 
+class MinibatchForward(NamedTuple):
+    """A forward pass of a minibatch.
+
+    Attributes:
+        policy: that passes it.
+        rows: takes the policy, or a copy of it, and returns a context in which the pass's graph is valid; it leaves no trace in training.
+            It can be pickled where its inputs can.
+    """
+
+    policy: nn.Module
+    rows: Callable[[Any], AbstractContextManager[LossRows]]
+
+
 @dataclass(frozen=True, slots=True)
 class MinibatchObjective:
     """Event: a minibatch that the trainer learns from next, at the weights before its step. Valid until that step.
@@ -47,15 +60,14 @@ class MinibatchObjective:
     Attributes:
         epoch, step: pass over the rollout and optimizer step within the update, from 0.
         steps: number of steps that an update has, unless it stops early; None where it is not known.
-        rows: forward pass over the minibatch, as a context in which its graph is valid; it leaves no trace in training. None where the
-            source cannot take one.
+        forward: returns the pass over the minibatch; None where the source cannot take one.
         coefficients: weights of the losses `policy`, `value` (half the squared error) and `entropy` (its negative mean).
         parameters: trainable parameters by name.
         optimizer: takes the step.
         max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
         learning_rate: by the trainer's settings and schedule; None where the optimizer's own is meant.
         gradient_step: steps of this optimizer so far; None where they are not counted.
-        terms: gradients [d] of the terms, float64, from a source that has no `rows`, with coefficients that replace the others; returns
+        terms: gradients [d] of the terms, float64, from a source that has no `forward`, with coefficients that replace the others; returns
             None where it cannot give them.
         by_name: the numbers come from variables that were found by their names: only a difference that a known mistake explains counts,
             and clipping is known only with a `max_norm`.
@@ -64,7 +76,7 @@ class MinibatchObjective:
     epoch: int
     step: int
     steps: int | None
-    rows: Callable[[], AbstractContextManager[LossRows]] | None
+    forward: Callable[[], MinibatchForward] | None
     coefficients: Mapping[str, float]
     parameters: Mapping[str, Tensor]
     optimizer: Optimizer

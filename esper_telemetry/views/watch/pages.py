@@ -90,7 +90,8 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     for index, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
         progress = view.progress(now)
         left = Text.assemble(run_mark(index), (name, "bold"), f"  update {progress.update:,}")
-        left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
+        percent = "" if progress.fraction is None else f" ({progress.fraction:.0%})"
+        left.append(f"  {progress.env_step:,} {view.x_label}{percent}", "dim")
         lines.append(Line(justified(left, _state(view, now), width)))
     return lines
 
@@ -136,10 +137,6 @@ def _state(view: RunView, now: float | None) -> Text:
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
     return Text.assemble(reading, (mark, style), (age, "dim"))
-
-
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f" ({fraction:.0%})"
 
 
 def duration(seconds: float) -> str:
@@ -341,14 +338,11 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     for name, items in incident.report.main.evidence.items():
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
             rows += [Line(Text()), Line(Text(name, "bold"))]
-            rows += [Line(part) for item in items[:MAX_EVENTS] for part in wrapped(_plain_words(item), width)]
+            for item in items[:MAX_EVENTS]:
+                plain = {label: value for label, value in item.items() if isinstance(value, str | int | float)}
+                words = ", ".join(f"{label} {number_text(value)}" for label, value in plain.items())
+                rows += [Line(part) for part in wrapped(words, width)]
     return [*lines, *_section("Evidence", rows)]
-
-
-def _plain_words(item: Mapping[str, object]) -> str:
-    """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
-    plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
-    return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
 
 
 def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:

@@ -1,0 +1,289 @@
+"""One step of the optimizer in a sampled update, and the checks of its gradient, its clip and the change of the weights.
+
+The training thread makes one copy of each tensor (`CheckedStep`); the checks run where the update is measured. A gradient is recomputed
+there with a copy of the policy (`PolicyPass`): the worker is a process because a thread would compete for the interpreter's lock. Of the
+35 ms of a pass of Stable-Baselines3's RecurrentPPO a thread takes all from training; the process takes the 1 ms of the pickle.
+Shapes: d entries of K parameters, one after the other.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper_telemetry.core.equations.objective import LossRows, MinibatchForward
+from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
+from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
+from esper_telemetry.metrics.integrity.steps.loss_gradients import GradientsByName, LossGradients
+from esper_telemetry.metrics.integrity.steps.optimizer_step import (
+    OPTIMIZER_STEP,
+    ParameterStep,
+    StepSettings,
+    compare_step,
+)
+from esper_telemetry.updates.containment import Measurement
+
+RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
+
+
+class MinibatchLoss(NamedTuple):
+    """Gradients of a minibatch's loss, with the random numbers of the trainer's own pass.
+
+    Attributes:
+        gradients: of its terms and of alternatives to them.
+        total: [d], of the whole loss, float64.
+        rows: of the minibatch; None where they are not known.
+    """
+
+    gradients: GradientsByName
+    total: Tensor
+    rows: int | None
+
+
+class TermGradients(NamedTuple):
+    """Gradients [d] of the terms of a loss, float64, of a source that takes no pass through the policy."""
+
+    terms: Mapping[str, Tensor]
+
+    def loss(self, step: CheckedStep) -> MinibatchLoss:
+        """Return the gradients of the loss."""
+        total = torch.stack([step.coefficients[name] * gradient for name, gradient in self.terms.items()]).sum(0)
+        return MinibatchLoss(lambda name: self.terms.get(name), total, None)
+
+
+class PolicyPass(NamedTuple):
+    """A pass of a minibatch through a copy of the policy, as another process can take it.
+
+    Attributes:
+        content: pickle of the policy, without its optimizer, and of the pass; without tensors.
+        tensors: in it, besides the trained parameters.
+        generator: state of the random numbers before the trainer's own pass.
+    """
+
+    content: bytes
+    tensors: tuple[Tensor, ...]
+    generator: Tensor
+
+    def loss(self, step: CheckedStep) -> MinibatchLoss:
+        """Take the pass; return the gradients of the loss."""
+        parameters = [
+            nn.Parameter(weights.clone()) for weights in step.parts(step.weights)
+        ]  # aligned, so rounded alike
+        content = _Unpickler(self.content, [*parameters, *self.tensors])
+        policy, rows = content.load(), content.load()
+        gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
+        return MinibatchLoss(gradients, *gradients.total(step.coefficients))
+
+
+def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer) -> PolicyPass | None:
+    """Return the pass with copies of the tensors that training changes; None where the policy cannot be copied.
+
+    That is the policy of a class that only the script has, one with attributes that cannot be pickled, or on a device.
+    """
+    stream, places, tensors = io.BytesIO(), {id(one): place for place, one in enumerate(parameters)}, list[Tensor]()
+    reached = set[int]()
+
+    def leave_out(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[int, bool, bool]]:
+        place = places.get(id(tensor))
+        if place is None:
+            place = len(places) + len(tensors)
+            tensors.append(tensor)
+        reached.add(place)
+        return _restored, (place, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+
+    pickler = pickle.Pickler(stream, protocol=5)
+    without: dict[type, Any] = {Tensor: leave_out, nn.Parameter: leave_out, type(optimizer): lambda _: (type(None), ())}
+    pickler.dispatch_table = {**copyreg.dispatch_table, **without}
+    try:
+        pickler.dump(forward.policy)
+        count = len(tensors)
+        pickler.dump(forward.rows)
+    except Exception:  # pickling runs code of policies, which need not be made for it
+        return None
+    content = stream.getvalue()
+    on_host = all(tensor.is_cpu for tensor in (*parameters, *tensors))
+    if b"__main__" in content or not on_host or len(reached & set(range(len(places)))) < len(places):
+        return None
+    kept = (*(tensor.detach().clone() for tensor in tensors[:count]), *(tensor.detach() for tensor in tensors[count:]))
+    return PolicyPass(content, kept, torch.get_rng_state())
+
+
+def _restored(place: int, parameter: bool, requires_grad: bool) -> Tensor:
+    """Stand in a pickle for a tensor."""
+    raise AssertionError("only the unpickler of a pass knows its tensors")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors where they were left out."""
+
+    def __init__(self, content: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle names."""
+        return self._restore if (module, name) == (__name__, _restored.__name__) else super().find_class(module, name)
+
+    def _restore(self, place: int, parameter: bool, requires_grad: bool) -> Tensor:
+        tensor = self._tensors[place]
+        if parameter and not isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad)
+        return tensor.requires_grad_(requires_grad)
+
+
+class CheckedStep(NamedTuple):
+    """A step that is checked. Vectors are [d], copies in the parameters' type.
+
+    Attributes:
+        shapes, dtypes: of the K parameters.
+        weights, after: before and after the step.
+        previous: gradient that stood in `.grad` before the backward pass; None where nothing did.
+        gradient: after the backward pass; None where its loss is not known.
+        applied: that the optimizer read.
+        missing: of the K parameters, those of which the optimizer read no gradient.
+        settings: of each parameter's step; None where the optimizer does not have it.
+        default: after the step, of parameters that the optimizer does not have; None where its update rule is not known.
+        rule: class of the optimizer.
+        state_names: of each parameter's state before the step.
+        state: its tensors, one after the other.
+        counts: steps that each state has counted.
+        lost: steps that the optimizer has taken and its state has not counted.
+        learning_rate: by the trainer's settings; None where the optimizer's own is meant.
+        coefficients: weights of the terms of the loss.
+        max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
+        by_name: as of `MinibatchObjective`.
+        loss: what its gradient is recomputed from; None where it is not, or is already.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    weights: Tensor
+    after: Tensor
+    previous: Tensor | None
+    gradient: Tensor | None
+    applied: Tensor
+    missing: tuple[bool, ...]
+    settings: tuple[StepSettings | None, ...]
+    default: StepSettings | None
+    rule: str
+    state_names: tuple[tuple[str, ...], ...]
+    state: Tensor
+    counts: tuple[int, ...]
+    lost: int
+    learning_rate: float | None
+    coefficients: Mapping[str, float]
+    max_norm: float | None
+    by_name: bool
+    loss: PolicyPass | TermGradients | None = None
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Entries of each parameter."""
+        return tuple(map(math.prod, self.shapes))
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """Return a tensor of each parameter's shape and type."""
+        parts = zip(vector.split(list(self.numels)), self.shapes, self.dtypes, strict=True)
+        return [part.view(shape).to(dtype) for part, shape, dtype in parts]
+
+    def parameter_steps(self) -> Iterator[ParameterStep]:
+        """Yield what each parameter's step is computed from."""
+        counts = [numel for numel, names in zip(self.numels, self.state_names, strict=True) for _ in names]
+        entries = iter(self.state.double().split(counts) if counts else ())
+        weights, applied = self.weights.double().split(self.numels), self.applied.double().split(self.numels)
+        for place, shape in enumerate(self.shapes):
+            yield ParameterStep(
+                weights[place].view(shape),
+                None if self.missing[place] else applied[place].view(shape),
+                self.settings[place],
+                {name: next(entries).view(shape) for name in self.state_names[place]},
+                self.counts[place],
+            )
+
+
+def step_checks(step: CheckedStep, precision: str | None) -> Iterator[Measurement]:
+    """Yield the checks of a step; `precision` is that of the trainer's arithmetic."""
+    if step.loss is not None and step.gradient is not None:
+        loss, gradient = step.loss, step.gradient
+        yield lambda: gradient_check(step, loss.loss(step), gradient, precision)
+    if step.gradient is not None and not (step.by_name and step.max_norm is None):
+        yield partial(_clipping_check, step, step.gradient, precision)
+    yield partial(_step_check, step, precision)
+
+
+def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, precision: str | None) -> EquationCheck:
+    """Return the comparison of the gradient after the backward pass with that of the loss."""
+    claimed, bound = gradient.double(), GRADIENT.tolerance_at(precision)
+    if not torch.isfinite(claimed).all():
+        return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
+    error = same_gradient(claimed, loss.total, step.numels)
+    if error <= bound:
+        return EquationCheck(GRADIENT, error, bound)
+    terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
+    check = compare_gradient(
+        claimed,
+        terms,
+        step.coefficients,
+        step.numels,
+        previous=None if step.previous is None else step.previous.double(),
+        weights=step.weights.double(),
+        rows=loss.rows,
+        max_norm=step.max_norm,
+        alternatives=loss.gradients,
+        precision=precision,
+    )
+    return _certain(check) if step.by_name else check
+
+
+def _clipping_check(step: CheckedStep, gradient: Tensor, precision: str | None) -> EquationCheck:
+    check = compare_clipping(gradient.double(), step.applied.double(), step.numels, step.max_norm, precision=precision)
+    return _certain(check) if step.by_name else check
+
+
+def _step_check(step: CheckedStep, precision: str | None) -> EquationCheck:
+    if step.default is None:
+        return unchecked(OPTIMIZER_STEP, f"the update rule of {step.rule} is not known")
+    return compare_step(
+        list(step.parameter_steps()),
+        step.parts(step.after),
+        step.default,
+        epsilon=max(torch.finfo(dtype).eps for dtype in step.dtypes),
+        learning_rate=step.learning_rate,
+        lost=step.lost,
+        precision=precision,
+    )
+
+
+def _certain(check: EquationCheck) -> EquationCheck:
+    """Return the check of columns that were found by name, in which a difference without an explanation says nothing."""
+    known = check.matches or check.explanations
+    return check if known else unchecked(check.equation, "the variables that were found do not fit it")
+
+
+def with_generators(rows: RowsPass, parameters: Sequence[Tensor], host: Tensor | None = None) -> RowsPass:
+    """Return `rows` with the random numbers of now, which are those of the pass that the trainer takes next; those of `host` if given."""
+    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    state = torch.get_rng_state() if host is None else host
+    others = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    @contextmanager
+    def repeated() -> Iterator[LossRows]:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            torch.set_rng_state(state)
+            for device, saved in others.items():
+                torch.cuda.set_rng_state(saved, device)
+            with rows() as result:
+                yield result
+
+    return repeated
