@@ -30,8 +30,8 @@ from selenium import webdriver
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import comparison_page
+from esper_telemetry.views.compare.page import comparison_page
+from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.report import report_html, write_report
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.app import WatchApp

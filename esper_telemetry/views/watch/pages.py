@@ -45,7 +45,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 17, 10
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 16, 10
 WIDE_COLUMNS: Final = 100
 """Width from which on metrics have their whole names."""
 
