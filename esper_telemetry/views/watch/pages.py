@@ -16,7 +16,8 @@ from rich.text import Text
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
-from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.run_parts import IncidentView, LineView, number_text
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
