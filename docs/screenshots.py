@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import io
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from typing import Any, Final, TypeVar
 
 from selenium import webdriver
 
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compared_runs import read_compared
 from esper_telemetry.views.comparison_page import comparison_page
@@ -211,7 +213,7 @@ def take_comparison(run_dirs: Sequence[Path], picture: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         page = Path(place, "comparison.html")
         page.write_text(comparison_page(comparison([read_compared(str(run_dir)) for run_dir in run_dirs])))
-        take_page(page, picture, 1000, 900)
+        take_page(page, picture, 1000, 940)
 
 
 def take_page(page: Path, picture: Path, width: int, height: int) -> None:
@@ -300,6 +302,20 @@ def rasterized(screens: Sequence[str], width: int) -> list[bytes]:
     return pictures
 
 
+def seeds(place: Path) -> list[Path]:
+    """Ten short runs, five of them with a learning rate three times as large."""
+    usual = PPOConfig().learning_rate
+    for seed, factor in itertools.product(range(1, 6), (1, 3)):
+        run_dir = place / f"x{factor}-s{seed}"
+        if not run_dir.exists():
+            with Telemetry([], run_dir=run_dir) as telemetry:
+                config = PPOConfig(seed=seed, num_steps=64, learning_rate=factor * usual)
+                trainer = PPO(make_env("CartPole-v1", num_envs=8, seed=seed), config)
+                attach(telemetry, trainer)
+                trainer.learn(total_steps=10_240)
+    return sorted(place.iterdir())
+
+
 def trained(place: Path, *command: str) -> Path:
     """A run of that command, which has ended; the one that is there, if any."""
     if place.exists():
@@ -334,7 +350,7 @@ PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
     "mlflow": lambda healthy, _, picture: take_mlflow(healthy, picture),
     "alarms": lambda _, broken, picture: take_alarms(broken, picture),
     "report": lambda _, broken, picture: take_report(broken, picture),
-    "comparison": lambda healthy, broken, picture: take_comparison([healthy, broken], picture),
+    "comparison": lambda healthy, _, picture: take_comparison(seeds(healthy.with_name("compared")), picture),
     "watch": lambda _, broken, picture: take_watch(broken, picture),
     "watch_live": lambda _, broken, picture: take_animation(broken, picture),
 }
