@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 # their number of tests, files with few but long tests would come last.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
 export WANDB_SILENT ?= true
+ACTIVATE := echo "so that this shell finds these commands: source $(BIN)/activate"
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
 .PHONY: help install demo demo-mlp demo-fault test pytest test-adapters test-slow test-faults lint bench docs clean
@@ -25,14 +26,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## train an LSTM on CartPole-v1 without velocities; telemetry on the console, in TensorBoard, W&B (offline) and MLflow
 	@echo "Training an LSTM on CartPole-v1 without velocities, with telemetry in four places; the end says how to open each"
 	@$(BIN)/esper-telemetry train --env CartPole-v1 --mask-velocity --policy lstm --total-steps 120000 --seed 1 $(DEMO_SINKS)
+	@$(ACTIVATE)
 
 demo-mlp: install  ## the same with velocities, for which a policy without memory is enough
 	@echo "Training an MLP on CartPole-v1 with telemetry in four places; the end says how to open each"
 	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 $(DEMO_SINKS)
+	@$(ACTIVATE)
 
 demo-fault: install  ## the demo, with a learning rate 100 times too large in its second half, and the alarms that this raises
 	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
 	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
+	@$(ACTIVATE)
 
 test: install  ## lint, check types and run the tests in parallel (7 to 10 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
@@ -72,6 +76,7 @@ bench: install  ## speed and memory beside other trainers and loggers, into docs
 	@$(BIN)/python benchmarks/adapters.py --save
 	@$(BIN)/python benchmarks/delivery.py --save
 	@$(BIN)/python benchmarks/paced.py --save
+	@$(BIN)/python benchmarks/detection.py --save
 
 docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py

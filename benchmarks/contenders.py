@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import statistics
 import subprocess
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ ENVIRONMENT = "CartPole-v1"
 
 
 OPENING_SECONDS = 8.0
-"""Time that the processes beside a trainer get to import and open three backends."""
+"""Time for the worker and sink processes to import and open three backends."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What everybody does: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given.
+    """The work of every contender: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given.
 
-    With `scaled_rewards` this trainer, which alone knows it, divides rewards by the spread of returns. `steps` is a multiple of a
+    With `scaled_rewards` this trainer divides rewards by the spread of returns; the others have no such setting. `steps` is a multiple of a
     rollout's, because trainers round it up or down.
     """
 
@@ -41,6 +42,8 @@ class Work:
     lstm_size: int | None = None
     scaled_rewards: bool = False
     script: str | None = None
+    purejaxrl: str | None = None
+    jax_python: str = sys.executable
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,8 @@ class Run:
     Attributes:
         cpu, wall: environment steps per CPU-second and per second of wall time in `learn`.
         episode_return: at its end.
-        megabytes: most that the process held.
-        per_minibatch, per_update: microseconds that telemetry took on the training thread, where that was measured; what it does per
-            update is not part of what it does per minibatch.
+        megabytes: peak memory of the process.
+        per_minibatch, per_update: microseconds of telemetry on the training thread, where that was measured; the two do not overlap.
         update: microseconds of a whole update, where that was measured.
     """
 
@@ -66,14 +68,14 @@ class Run:
 
 
 def measured(learn: Callable[[], int], returns: deque[float]) -> Run:
-    """The run that `learn` makes, which returns its environment steps."""
+    """Time `learn`, which returns its environment steps."""
     cpu, wall = time.process_time(), time.perf_counter()
     steps = learn()
     return run_of(steps, time.process_time() - cpu, time.perf_counter() - wall, returns)
 
 
 def run_of(steps: int, cpu: float, wall: float, returns: deque[float]) -> Run:
-    """A run that took so many seconds."""
+    """Return a run of so many seconds."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Run(steps / cpu, steps / wall, statistics.fmean(returns) if returns else float("nan"), peak)
 
@@ -85,9 +87,9 @@ def esper(work: Work) -> Run:
 
 
 def trained(trainer: Any, steps: int) -> int:
-    """Trains for that many steps more, up to the end of a rollout, and returns how many they were.
+    """Train for that many steps more, up to the end of a rollout, and return their number.
 
-    Rows in which environments are reset are no steps to this trainer. To Stable-Baselines3 and RSL-RL they are, on native environments.
+    This trainer does not count rows in which environments are reset; Stable-Baselines3 and RSL-RL do, on native environments.
     """
     before = int(trainer.env_steps)
     trainer.learn(before + steps)
@@ -114,9 +116,9 @@ def observed(work: Work) -> Run:
 
 
 def certified(work: Work) -> Run:
-    """The same with a clock around everything that telemetry makes the training thread do: building events and hearing them.
+    """The same with a clock around telemetry's work on the training thread: building events and listening to them.
 
-    It says more than steps per second, whose noise is as large as what is looked for.
+    Steps per second are as noisy as the effect is large.
     """
     from clocked_hooks import ClockedHooks
 
@@ -154,9 +156,9 @@ def attached(trainer: Any) -> Iterator[None]:
 
 
 def disturbed(work: Work) -> Run:
-    """This trainer without telemetry beside a process that does nothing but count: what any work on the second core costs here.
+    """This trainer without telemetry beside a process that only counts: the cost of any work on the second core of this machine.
 
-    The cores of a virtual machine are often two threads of one, which share its units and caches.
+    The cores of a virtual machine are often two threads of one core, which share its units and caches.
     """
     trainer, returns = ours(work)
     with subprocess.Popen([sys.executable, "-c", "import os, itertools; os.nice(19); all(itertools.count(1))"]) as busy:
@@ -287,6 +289,19 @@ def cleanrl(work: Work, *, native: bool = False) -> Run:
     return run_of(work.steps, *watch.elapsed(), watch.returns)
 
 
+def purejaxrl(work: Work, *, count_compilation: bool = False) -> Run:
+    """PureJaxRL's `ppo.py` under the Python that has JAX; the clock starts before or after its compilation."""
+    script = Path(__file__).with_name("purejaxrl.py")
+    command = [work.jax_python, str(script), "--work", json.dumps(asdict(work))]
+    done = subprocess.run(
+        [*command, *(["--count-compilation"] if count_compilation else [])],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
+
+
 CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper": esper,
     "esper, one LSTM": tuned,
@@ -298,4 +313,6 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "rsl_rl": rsl_rl,
     "cleanrl": cleanrl,
     "cleanrl, native": partial(cleanrl, native=True),
+    "purejaxrl": purejaxrl,
+    "purejaxrl, with compilation": partial(purejaxrl, count_compilation=True),
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from results import Row, save
 
 from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.alarms import Detectors
@@ -37,6 +38,8 @@ class Settings:
     """Of every run."""
     rounds: int = 20
     """How often each is judged; the median counts, and the fastest is shown beside it."""
+    save: bool = False
+    """Put the medians into docs/benchmarks.json."""
 
 
 def recorded(env: str, updates: int, run_dir: Path) -> Run:
@@ -65,22 +68,26 @@ def update_seconds(run: Run) -> float:
     return statistics.median(b.axes.wall_time - a.axes.wall_time for a, b in pairwise(run.records))
 
 
-def row(env: str, run: Run, costs: Sequence[float]) -> str:
-    """One line of the table."""
+def row(env: str, run: Run, costs: Sequence[float]) -> Row:
+    """Print one line of the table, and return that of the page."""
     median, best, update = statistics.median(costs), min(costs), update_seconds(run)
     keys = statistics.median(len(record.values) for record in run.records)
     share = median / update
-    return f"{env:16}{keys:8.0f}{1e6 * median:12.0f}{1e6 * best:12.0f}{1e3 * update:12.1f}{share:11.2%}"
+    print(f"{env:16}{keys:8.0f}{1e6 * median:12.0f}{1e6 * best:12.0f}{1e3 * update:12.1f}{share:11.2%}")
+    return Row(f"{env}, {keys:.0f} metrics in updates of {1e3 * update:.0f} ms", f"{1e3 * median:.2f} ms")
 
 
 def main(settings: Settings) -> None:
     """Prints a table."""
     torch.set_num_threads(1)
     print(f"{'environment':16}{'keys':>8}{'µs, median':>12}{'µs, best':>12}{'update, ms':>12}{'share':>11}")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="detection-") as directory:
         for env in settings.envs:
             run = recorded(env, settings.updates, Path(directory) / env)
-            print(row(env, run, [cost(run) for _ in range(settings.rounds)]))
+            rows.append(row(env, run, [cost(run) for _ in range(settings.rounds)]))
+    if settings.save:
+        save("alarms", rows)
 
 
 if __name__ == "__main__":

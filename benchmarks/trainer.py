@@ -5,6 +5,7 @@
     python benchmarks/trainer.py --lstm 64 256          # the same behind LSTMs of these sizes, against recurrent trainers
     python benchmarks/trainer.py --steps 20000 --rounds 3     # a quick look: seconds for each contender
     python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, from wherever it lies
+    python benchmarks/trainer.py --purejaxrl DIR --jax-python PYTHON     # PureJaxRL, see purejaxrl.py
     python benchmarks/trainer.py --telemetry            # NORMAL with three backends, and a second core kept busy, against OFF
 
 Peers that are not installed are left out: Stable-Baselines3, sb3-contrib, rsl-rl-lib. Every run is a process of its own
@@ -38,6 +39,8 @@ PEERS = {
     "rsl_rl": "RSL-RL",
     "cleanrl": "CleanRL `ppo.py`",
     "cleanrl, native": "CleanRL `ppo.py`, native",
+    "purejaxrl": "PureJaxRL, compiled before",
+    "purejaxrl, with compilation": "PureJaxRL, compilation counted",
 }
 """Names on the page."""
 
@@ -98,12 +101,23 @@ def contenders(options: argparse.Namespace) -> list[str]:
     peers = {"sb3": theirs, "sb3, native": theirs, "rsl_rl": "rsl_rl"}
     found = [name for name, module in peers.items() if importlib.util.find_spec(module)]
     first = ["esper, one LSTM", "esper"] if options.lstm else ["esper"]
-    return [*first, *found, *(["cleanrl", "cleanrl, native"] if options.cleanrl and not options.lstm else [])]
+    if not options.lstm:
+        found += ["cleanrl", "cleanrl, native"] if options.cleanrl else []
+        found += ["purejaxrl", "purejaxrl, with compilation"] if options.purejaxrl else []
+    return [*first, *found]
 
 
 def work_of(options: argparse.Namespace, num_envs: int, lstm_size: int | None) -> Work:
     """The work with so many environments: whole rollouts, and not fewer than make a speed."""
-    work = Work(0, 0, num_envs, lstm_size=lstm_size, script=options.cleanrl)
+    work = Work(
+        0,
+        0,
+        num_envs,
+        lstm_size=lstm_size,
+        script=options.cleanrl,
+        purejaxrl=options.purejaxrl,
+        jax_python=options.jax_python,
+    )
     rollout = num_envs * work.num_steps
     return replace(work, steps=rollout * max(LEAST_ROLLOUTS, -(-options.steps // rollout)))
 
@@ -123,6 +137,8 @@ def main() -> None:
         help="compare recurrent policies; a table for each size of the LSTM",
     )
     parser.add_argument("--cleanrl", metavar="PATH", help="CleanRL's ppo.py")
+    parser.add_argument("--purejaxrl", metavar="DIR", help="PureJaxRL's folder with ppo.py and wrappers.py")
+    parser.add_argument("--jax-python", default=sys.executable, help="the Python that has JAX")
     parser.add_argument("--telemetry", action="store_true", help="compare telemetry with none, instead of trainers")
     parser.add_argument("--only", nargs="*", help="these contenders alone")
     parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
@@ -140,7 +156,9 @@ def main() -> None:
     for num_envs, lstm_size in itertools.product(options.num_envs, options.lstm or [None]):
         rows = compare(names, work_of(options, num_envs, lstm_size), rounds=options.rounds, cores=options.cores)
         if options.save and not options.telemetry:
-            save("trainer", rows)
+            for key, table in (("purejaxrl", True), ("trainer", False)):
+                if chosen := [row for row in rows if row.others.startswith("PureJaxRL") is table]:
+                    save(key, chosen)
 
 
 if __name__ == "__main__":

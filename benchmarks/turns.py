@@ -1,7 +1,7 @@
-"""Contenders that work in turns of a second or so, for machines that are faster in one minute than in the next.
+"""Contenders that work in turns of about a second, for machines whose speed changes from minute to minute.
 
-Each is a process that lives all the time and waits while it is not its turn. What the first one and another did in the same turn, seconds
-apart, gives a ratio; the median of many says what no pair of whole runs can say where other people's programs come and go.
+Each contender is a process that lives through the whole measurement and waits while it is not its turn. Two contenders' figures of the same
+turn, seconds apart, give a ratio; the median of many ratios is less noisy than a pair of whole runs on a shared machine.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 PAUSE_SECONDS = 0.3
-"""After a turn: what processes beside a contender still have to do is not to slow the next one."""
+"""Pause after a turn, in which the worker and sink processes of a contender finish, so that they do not slow the next one."""
 
 Figures = Mapping[str, float]
 
 
 class Turns:
-    """A contender's side: its own process, in which it is somebody's turn whenever a line comes in."""
+    """The contender's side of the protocol: a line on stdin begins a turn, a line of JSON on stdout ends it."""
 
     def __init__(self) -> None:
         self._begun: tuple[float, ...] = ()
         _say("ready")
 
     def next(self) -> bool:
-        """Ends the turn that is under way, and says what it took; waits for the next one, which there is unless this returns False."""
+        """End the turn under way, report its figures and wait for the next one; return False where there is none."""
         if self._begun:
             _say(since(self._begun))
         asked = bool(sys.stdin.readline())
@@ -37,19 +37,19 @@ class Turns:
 
 
 def serve(work: Callable[[], object]) -> None:
-    """Works whenever it is its turn."""
+    """Do the work once in every turn."""
     own = Turns()
     while own.next():
         work()
 
 
 def clocks() -> tuple[float, ...]:
-    """Seconds on the wall, and of the processor in this thread and in the process."""
+    """Return seconds of wall time, and of processor time of this thread and of the process."""
     return time.perf_counter(), time.thread_time(), time.process_time()
 
 
 def since(begun: Sequence[float]) -> Figures:
-    """What has passed since `clocks` were read: a turn."""
+    """Return the seconds since `clocks` were read, by name."""
     return {name: now - then for name, now, then in zip(("wall", "thread", "process"), clocks(), begun, strict=True)}
 
 
@@ -75,7 +75,7 @@ class Contender:
         self._answer()
 
     def turn(self) -> Figures:
-        """Its next turn: seconds of wall time, and of processor time of the thread and of the process."""
+        """Let it work for a turn; return seconds of wall time, and of processor time of the thread and of the process."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -84,11 +84,11 @@ class Contender:
         return found
 
     def end(self) -> None:
-        """Lets it close what it has open."""
+        """Let it close its backends and exit."""
         self._process.communicate()
 
     def _answer(self) -> Figures:
-        """What it says next, other people's lines aside."""
+        """Return its next line of JSON; lines that libraries print are passed over."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -100,7 +100,7 @@ class Contender:
 
 
 class Ratio(NamedTuple):
-    """Of many ratios the median, and between what the middle half of them lies."""
+    """Median of many ratios, with their quartiles."""
 
     median: float
     low: float
@@ -111,7 +111,7 @@ class Ratio(NamedTuple):
 
 
 def in_turns(contenders: Mapping[str, Contender], turns: int, warm_up: int = 0) -> dict[str, list[Figures]]:
-    """What each did in every turn; whose turn it is first changes. The first turns warm up and do not count."""
+    """Return the figures of every turn by contender; the order rotates, and the turns of the warm-up are left out."""
     found: dict[str, list[Figures]] = {name: [] for name in contenders}
     order = list(contenders)
     for turn in range(warm_up + turns):
@@ -126,7 +126,7 @@ def in_turns(contenders: Mapping[str, Contender], turns: int, warm_up: int = 0) 
 
 
 def ratio(mine: Sequence[Figures], theirs: Sequence[Figures], figure: str) -> Ratio:
-    """Of a figure, over somebody else's in the same turn."""
+    """Return the ratio of a figure to another contender's in the same turn."""
     each = [a[figure] / b[figure] for a, b in zip(mine, theirs, strict=True)]
     low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
     return Ratio(middle, low, high)

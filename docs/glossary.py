@@ -1,12 +1,13 @@
 """Write the generated pages from the declarations in the code: `python docs/glossary.py`.
 
-They are docs/metrics.md, docs/cli.md, and the list in docs/is_my_ppo_correct.md. Run it after every change of a metric, an equation, a
+They are docs/metrics.md, docs/cli.md and docs/equations.md. Run it after every change of a metric, an equation, a
 hypothesis or an option.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import re
 import warnings
 from collections.abc import Iterator
@@ -24,8 +25,7 @@ from esper_telemetry.views.metrics_page import page
 
 PAGE = Path(__file__).with_name("metrics.md")
 COMMANDS_PAGE = Path(__file__).with_name("cli.md")
-EQUATIONS_PAGE = Path(__file__).with_name("is_my_ppo_correct.md")
-LIST = re.compile(r"(?<=<!-- equations: begin -->\n).*?(?=<!-- equations: end -->)", re.DOTALL)
+EQUATIONS_PAGE = Path(__file__).with_name("equations.md")
 COMMANDS_HEAD: Final = """# Command line
 
 The program is `esper-telemetry COMMAND`, or `python -m esper_telemetry COMMAND`. `COMMAND --help` prints what this page lists. The word
@@ -41,6 +41,14 @@ The program is `esper-telemetry COMMAND`, or `python -m esper_telemetry COMMAND`
 
 `NO_COLOR=1` switches colours off. `diagnose`, `watch`, `report`, `compare` and `doctor` start without torch.
 """
+EQUATIONS_HEAD: Final = """# Equations and mistakes
+
+The equations that `esper-telemetry check` and the alarm `integrity/equation` compare a program with, in the order of causes
+([Is my PPO correct?](is_my_ppo_correct.md)). The table below an equation lists what else the numbers may equal: mistakes, with what to
+change, and published variants, which raise no alarm. Numbers such as 1506.02438 are arXiv papers. *Fitted* means that the value is
+estimated from the numbers, and printed.
+"""
+BARRED_CODE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 EXIT_CODES: Final = {
     "train": "1: training failed; 130 and 143 after a checkpoint was saved, from which `--resume` goes on.",
     "run": "those of the script alone.",
@@ -53,14 +61,14 @@ EXIT_CODES: Final = {
 }
 
 
-def with_equations(text: str) -> str:
-    """Return the page of equations with the list as it is declared."""
-    return LIST.sub(lambda _: f"\n{equation_list()}\n\n", text)
+def equation_page() -> str:
+    """Return the page of all equations, with the mistakes and variants of each."""
+    return with_bars(f"{EQUATIONS_HEAD}\n{equation_list()}\n".replace("\n### ", "\n## "))
 
 
 def command_page() -> str:
     """Return the page of all commands with their options."""
-    return "\n".join([COMMANDS_HEAD, *(section(name, parser) for name, parser in parsers())])
+    return with_bars("\n".join([COMMANDS_HEAD, *(section(name, parser) for name, parser in parsers())]))
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -141,6 +149,18 @@ def table_row(action: argparse.Action) -> str:
     return " | ".join(["", f"`{spelling(action)}`".replace("|", "\\|"), default, in_cell(meaning), ""]).strip()
 
 
+def with_bars(text: str) -> str:
+    """Return Markdown whose code with an escaped bar is HTML: the site's tables would show the backslash too."""
+
+    def tag(match: re.Match[str]) -> str:
+        code = html.escape(match[1].replace("\\|", "|"), quote=False)
+        for character in "|_*[]":
+            code = code.replace(character, f"&#{ord(character)};")
+        return f"<code>{code}</code>"
+
+    return BARRED_CODE.sub(tag, text)
+
+
 def in_cell(text: str) -> str:
     """Return text as a cell of a table: no bar begins a column, no bracket a tag or a link."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
@@ -149,5 +169,5 @@ def in_cell(text: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     COMMANDS_PAGE.write_text(command_page(), encoding="utf-8")
-    EQUATIONS_PAGE.write_text(with_equations(EQUATIONS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    EQUATIONS_PAGE.write_text(equation_page(), encoding="utf-8")
     print(f"wrote {PAGE}, {COMMANDS_PAGE} and {EQUATIONS_PAGE}")

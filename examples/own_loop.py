@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from esper_telemetry import Telemetry, advantage_stats, ratio_diagnostics, value_fit
+from esper_telemetry.metrics import episode_stats
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES = 8, 128, 4, 4
 GAMMA, LAMBDA, CLIP, MAX_NORM = 0.99, 0.95, 0.2, 0.5
@@ -62,10 +63,12 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
     telemetry.watch(agent, optimizer, actor=agent.actor, critic=agent.critic)  # 1: gradients, before and after clipping
 
     observation = torch.as_tensor(envs.reset(seed=1)[0])
+    running = torch.zeros(2, NUM_ENVS)  # return and length of the episodes under way
     for global_step in range(NUM_ENVS * NUM_STEPS, total_steps + 1, NUM_ENVS * NUM_STEPS):
         observations = torch.zeros(NUM_STEPS + 1, NUM_ENVS, 4)
         actions = torch.zeros(NUM_STEPS, NUM_ENVS, dtype=torch.long)
         rewards, dones = torch.zeros(NUM_STEPS, NUM_ENVS), torch.zeros(NUM_STEPS, NUM_ENVS)
+        finished = [torch.zeros(2, 0)]  # the same of those that end in this rollout
         for t in range(NUM_STEPS):
             observations[t] = observation
             with torch.no_grad():
@@ -74,6 +77,9 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
             observation = torch.as_tensor(state)
             rewards[t] = torch.as_tensor(reward)
             dones[t] = torch.as_tensor(terminated | truncated)
+            running += torch.stack([rewards[t], torch.ones(NUM_ENVS)])
+            finished.append(running[:, dones[t].bool()])
+            running *= 1 - dones[t]
         observations[-1] = observation
         with torch.no_grad():
             values = agent.value(observations)
@@ -81,7 +87,9 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
         advantages = advantages_of(rewards, values, dones)
         returns = advantages + values[:-1]
 
-        telemetry.observe(advantage_stats(advantages), value_fit(values[:-1], returns))  # 2: after the rollout
+        telemetry.observe(  # 2: after the rollout
+            advantage_stats(advantages), value_fit(values[:-1], returns), episode_stats(*torch.cat(finished, dim=1))
+        )
 
         batch = [x.flatten(0, 1) for x in (observations[:-1], actions, log_probs, advantages, returns)]
         for epoch in range(EPOCHS):

@@ -10,15 +10,14 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked import run_python
 from test_readme import PROGRESS_CSV
 
 from esper_telemetry.cli.arguments import parse_arguments
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STEPS = 2_048
-FIRST_CORE = min(os.sched_getaffinity(0))
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(
     r"^(?:esper-telemetry|(?:python|torchrun .*) -m esper_telemetry(?:\.faults|\.lab\.faults)?) [a-z-]"
@@ -89,10 +87,9 @@ def cut(learn: Callable[..., Any], count: str) -> Callable[..., Any]:
 
 
 def execute(page: Path) -> None:
-    """Run the Python blocks of a page one after the other, as one module, on one core."""
+    """Run the Python blocks of a page one after the other, as one module."""
     from esper_telemetry import PPO
 
-    os.sched_setaffinity(0, {FIRST_CORE})  # no worker process, whose start takes seconds
     PPO.learn = cut(PPO.learn, "env_steps")  # type: ignore[method-assign]
     text = page.read_text(encoding="utf-8")
     if "from stable_baselines3 import" in text:
@@ -121,9 +118,7 @@ def test_the_python_blocks_of_a_page_run_as_printed(page: Path, tmp_path: Path) 
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": path}
 
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    process = run_python("-c", code, cwd=tmp_path, env=environment)
 
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
@@ -135,9 +130,7 @@ def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    process = run_python("-c", code, cwd=tmp_path, env=environment)
 
     assert process.returncode == 0, process.stderr
     assert "policy/kl_spike" in process.stdout
@@ -222,10 +215,7 @@ def test_the_commands_of_a_page_run(
         if program == "faults":
             assert run_faults(words) == 0
         elif command in scripts:
-            one_core = partial(os.sched_setaffinity, 0, {FIRST_CORE})
-            process = subprocess.run(
-                [sys.executable, "-m", "esper_telemetry", *words], preexec_fn=one_core, check=False
-            )
-            assert process.returncode == 0, command
+            process = run_python("-m", "esper_telemetry", *words)
+            assert process.returncode == 0, process.stderr
         else:
             assert run(words) == 0, command

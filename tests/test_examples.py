@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_python
 
 from esper_telemetry import RunStatus, Sink, read_run
 from esper_telemetry.testing import check_sink
@@ -149,11 +150,10 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unedited(here: Path) -> None:
     """Under `run` it prints what it prints alone, and there is a journal."""
     script = [str(EXAMPLES / "unedited.py"), *TWO_UPDATES]
-    alone, watched = (
-        subprocess.run([sys.executable, *words, *script], capture_output=True, text=True, check=True)
-        for words in ([], ["-m", "esper_telemetry", "run", "--run-dir", "run"])
-    )
+    alone = run_python(*script)
+    watched = run_python("-m", "esper_telemetry", "run", "--run-dir", "run", *script)
 
+    assert alone.returncode == watched.returncode == 0, watched.stderr
     assert watched.stdout == alone.stdout
     result = read_run("run")
     assert [record.axes.env_step for record in result.records] == [1024, 2048]

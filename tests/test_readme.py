@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.cli.check import parse as parse_check
@@ -77,9 +77,7 @@ def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
     """Each block exits with 0 and leaves one finished run with a record for each update."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
-    process = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    process = run_python("-c", block, cwd=tmp_path, env=environment)
 
     assert process.returncode == 0, process.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()

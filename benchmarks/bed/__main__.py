@@ -43,12 +43,20 @@ def chosen(half: str, only: Iterable[str] = ()) -> list[Program]:
 
 
 def plan(programs: Iterable[Program], seeds: int) -> Iterator[tuple[Program, int]]:
-    """Yield what to run: every program once, the wrong ones and their twins a second time, and a third time where two do not agree."""
+    """Yield what to run: every program once, the wrong ones and their twins a second time, and a third time where two do not agree.
+
+    Those that may be harmful by their first seed, and their twins, come first.
+    """
     programs = list(programs)
     paired = [one for one in programs if one.kind in ("wrong", "correct")]
     order = {"correct": 0, "wrong": 1, "published": 2, "variant": 3}
-    for seed in range(1, seeds + 1):
-        for program in sorted(programs if seed == 1 else paired, key=lambda one: order[one.kind]):
+    for program in sorted(programs, key=lambda one: order[one.kind]):
+        yield program, 1
+    wrong = [one for one in paired if one.kind == "wrong"]
+    suspects = [one for one in wrong if not bed_truth.truth_of(RESULTS, one.name, 1).good]
+    first = {one.name for one in suspects} | {one.twin for one in suspects}
+    for seed in range(2, seeds + 1):
+        for program in sorted(paired, key=lambda one: (one.name not in first, order[one.kind])):
             if seed < 3 or len({bed_truth.truth_of(RESULTS, program.name, one).good for one in (1, 2)}) > 1:
                 yield program, seed
 

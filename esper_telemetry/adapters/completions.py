@@ -111,7 +111,7 @@ class TokensEnd:
         old: log-probabilities at collection; None where the trainer uses those of the same pass, so that every ratio is 1.
         reference: log-probabilities under the reference model.
         sampling: log-probabilities that the sampling engine gave; NaN where it gave none.
-        ends: True where a token is an end token; None where the mask cannot be told from them.
+        ends: True where a token is an end token; None where the mask does not follow from them.
         whole: the tokens are sampled from the whole distribution, not from its likeliest part.
     """
 

@@ -2,7 +2,7 @@
 
 An update is what is learned from one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record. That is
 the unit in which rewards, groups and the first pass at the weights of collection come, and with `num_iterations` above 1 the only one in
-which ratios before and after the first step can be told apart. Where several batches feed one optimizer step, they share a record.
+which ratios before the first step differ from those after it. Where several batches feed one optimizer step, they share a record.
 
 Environment steps count completions: a completion is an episode with one reward, their number is known without asking the device, and runs
 whose completions grow or shrink stay comparable. Tokens are `lm/tokens`.
@@ -113,7 +113,6 @@ class TrainerListener:
         self._forward: tuple[Tensor, Tensor | None] | None = None
         self._passes: list[Pass] = []
         self._open = False
-        self._generated = 0.0
         self._learning_rate = 0.0
         self._beta2: float | None = None
         self._first_step = before.gradient_step
@@ -389,7 +388,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep the numbers that TRL logs for the next record."""
         if self._listener is not None:
-            self._attempt(lambda: self._logs.update(_numbers(logs or {})))
+            self._attempt(lambda: self._logs.update(logs or {}))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last record."""
@@ -407,8 +406,12 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._listener = TrainerListener(self._session, trainer, self.hooks, before)
 
     def _log_numbers(self, _: UpdateEnd) -> None:
+        """Log single numbers under keys that every backend takes: `rewards/f/mean` becomes `trl/rewards/f/mean`."""
         logs, self._logs = self._logs, {}
-        self.telemetry.log(logs)
+        parts = {name: [segment(part) for part in str(name).split("/") if part] for name in logs}
+        self.telemetry.log(
+            {"/".join(["trl", *parts[name]]): float(value) for name, value in logs.items() if isinstance(value, Real)}
+        )
 
     def _attempt(self, function: Callable[[], None]) -> None:
         """Call a function on telemetry's clock; what it raises costs its events and a warning."""
@@ -513,13 +516,4 @@ def facts_of(trainer: Any, max_steps: int) -> dict[str, Any]:
         "truncated_sampling": not samples_whole_distribution(trainer),
         "temperature": args.temperature,
         "beta": trainer.beta,
-    }
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Single numbers under keys that every backend takes: `rewards/f/mean` becomes `trl/rewards/f/mean`."""
-    return {
-        "/".join(["trl", *(segment(part) for part in str(name).split("/") if part)]): float(value)
-        for name, value in logs.items()
-        if isinstance(value, Real)
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from esper_telemetry.alarms.incidents import Incident
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding
-from esper_telemetry.alarms.verdict.remedies import PART_FAMILIES, fact_remedy, key_remedy
+from esper_telemetry.alarms.verdict.unusual import PART_FAMILIES, fact_remedy, key_remedy
 from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
 

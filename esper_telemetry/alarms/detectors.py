@@ -185,6 +185,14 @@ class Detectors:
         self._escalation, remaining = self._escalation.step(critical)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
+    def note(self, record: Record) -> None:
+        """Take a record that was judged when it was written: for `outcome`, and for what could not be judged."""
+        self._update += 1
+        self._note_families(record.values)
+        self._coverage.add(record.values)
+        self._outcome.add(record)
+        self._before = record
+
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
         """Judge the exception that ended the run, by the data of its `failure` event.
 
@@ -222,9 +230,7 @@ class Detectors:
         if not all(map(math.isfinite, values.values())):
             values = {key: value for key, value in values.items() if math.isfinite(value)}
         view.look(values)
-        if not self._explained:
-            self._families.update(key.partition("/")[0] for key in values)
-            self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
+        self._note_families(values)
         view.update = self._update
         view.env_step = record.axes.env_step
         total = self.facts.get("total_steps")
@@ -233,6 +239,11 @@ class Detectors:
         view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
         view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None
         self._baselines.look(values)
+
+    def _note_families(self, values: Mapping[str, float]) -> None:
+        if not self._explained:
+            self._families.update(key.partition("/")[0] for key in values)
+            self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
 
     def _judge(self, record: Record) -> list[tuple[AlarmState, AlarmChange]]:
         """The changes that the rules find in this update."""
@@ -341,9 +352,9 @@ class Detectors:
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
             text=f"Since update {since}, more than {self._limit.limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-            "Further ones are not told until it is over."
+            "Further ones are not reported until it is over."
             if raised
-            else f"Over since update {self._update}: alarms are told again.",
+            else f"Over since update {self._update}: alarms are reported again.",
             evidence={"counts": counts} if raised else {},
         )
 

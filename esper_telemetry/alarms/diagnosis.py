@@ -15,6 +15,8 @@ from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunStatus
 
+ACTIVE: Final = "alarm/active"
+"""Key that every record has which was judged when it was written."""
 NOT_EXPLAINING: Final = ("telemetry/", "task/")
 """Beginnings of alarms that say nothing about why a run does what it does."""
 
@@ -162,10 +164,14 @@ class RunJudge:
     Args:
         facts: of the run.
         thresholds: bounds; those of the run by default.
+        as_recorded: take the alarms and events of the journal where its records were judged as they were written: to judge them again
+            gives the same, and takes 2 ms a record.
     """
 
-    def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds | None = None) -> None:
-        self._facts = facts
+    def __init__(
+        self, facts: Mapping[str, Any], thresholds: Thresholds | None = None, *, as_recorded: bool = False
+    ) -> None:
+        self._facts, self._as_recorded = facts, as_recorded
         self._detectors = Detectors(facts, thresholds)
         self._recorded: deque[Alarm] = deque()
         self._incidents: dict[int, IncidentReport] = {}
@@ -175,7 +181,15 @@ class RunJudge:
 
     def expect(self, alarms: Iterable[Alarm]) -> None:
         """Add alarms of the journal: those of rules that are not installed here join the verdict on their record as they are."""
-        self._recorded.extend(alarm for alarm in alarms if self._detectors.rule(alarm.type) is None)
+        self._recorded.extend(alarm for alarm in alarms if self._is_taken(alarm))
+
+    def _is_taken(self, alarm: Alarm) -> bool:
+        return self._as_recorded or self._detectors.rule(alarm.type) is None
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Add an event of the journal."""
+        if self._as_recorded:
+            self._add_event(kind, data)
 
     def intervention(self) -> None:
         """Announce that something was changed on purpose after the last record."""
@@ -183,19 +197,32 @@ class RunJudge:
 
     def failure(self, failure: Failure) -> None:
         """Judge an exception that ended the run after the last record."""
-        self._add(self._detectors.failure(*failure).alarms)
+        alarms = self._detectors.failure(*failure).alarms
+        self._add(() if self._as_recorded else alarms)
 
     def record(self, record: Record) -> None:
         """Judge the next record."""
+        self._updates += 1
+        self._values.add(record)
+        if self._as_recorded and self._updates == 1 and ACTIVE not in record.values:
+            self._as_recorded = False
+            self._recorded = deque(filter(self._is_taken, self._recorded))
+        if self._as_recorded:
+            self._detectors.note(record)
+            return
         own = []
         while self._recorded and self._recorded[0].seq <= record.seq:
             own.append(self._recorded.popleft())
         verdict = self._detectors.step(record, own)
-        self._values.add(record)
-        self._updates += 1
-        self._remarks += [data for kind, data in verdict.events if kind == REMARK]
-        self._events += [event for event in verdict.events if is_course(*event)]
+        for event in verdict.events:
+            self._add_event(*event)
         self._add(verdict.alarms)
+
+    def _add_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        if kind == REMARK:
+            self._remarks.append(data)
+        if is_course(kind, data):
+            self._events.append((kind, data))
 
     def _add(self, alarms: Iterable[Alarm]) -> None:
         for alarm in alarms:
@@ -204,6 +231,9 @@ class RunJudge:
     def diagnosis(self, status: RunStatus | None = None) -> Diagnosis:
         """Return the verdict on a run that ended so; None for one that goes on."""
         detectors = self._detectors
+        if self._as_recorded:
+            self._add(self._recorded)
+            self._recorded.clear()
         diagnosis = Diagnosis(
             self._updates,
             tuple(self._incidents.values()),

@@ -17,7 +17,6 @@ from esper_telemetry.alarms.rules import (
     language,
     memory,
     optimizer,
-    representation,
     stagnation,
     startup,
     task,
@@ -25,7 +24,7 @@ from esper_telemetry.alarms.rules import (
     trust_region,
     value,
 )
-from esper_telemetry.alarms.rules.exact import calibration, equations, integrity
+from esper_telemetry.alarms.rules.exact import equations, integrity
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE, NONFINITE_KEY
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
@@ -34,7 +33,6 @@ ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 BUILT_IN: tuple[AlarmRule, ...] = (
     *integrity.RULES,
     *equations.RULES,
-    *calibration.RULES,
     *trust_region.RULES,
     *exploration.RULES,
     *value.RULES,
@@ -43,7 +41,6 @@ BUILT_IN: tuple[AlarmRule, ...] = (
     *gradients.RULES,
     *gradient_course.RULES,
     *optimizer.RULES,
-    *representation.RULES,
     *memory.RULES,
     *language.RULES,
     *stagnation.RULES,

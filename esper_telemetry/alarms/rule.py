@@ -14,11 +14,11 @@ from math import ceil, log10
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.baselines import Baselines, History
-from esper_telemetry.alarms.number_text import number as number
-from esper_telemetry.alarms.number_text import percent as percent
-from esper_telemetry.alarms.number_text import span as span
-from esper_telemetry.alarms.number_text import times as times
 from esper_telemetry.alarms.verdict.return_course import ReturnCourse
+from esper_telemetry.core.messages import number as number
+from esper_telemetry.core.messages import percent as percent
+from esper_telemetry.core.messages import span as span
+from esper_telemetry.core.messages import times as times
 from esper_telemetry.core.metric import segment
 
 CAUSE_LAST_RANK: Final = 900

@@ -155,8 +155,14 @@ class Limit:
 
     def begin(self) -> None:
         """Start the clock."""
+
+        def ring(*_: object) -> None:
+            if not self._over:
+                self.reached = self.reached or f"{self._options.seconds:g} seconds"
+                raise TimeIsUp
+
         if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, lambda *_: self._ring())
+            signal.signal(signal.SIGALRM, ring)
             signal.setitimer(signal.ITIMER_REAL, self._options.seconds, REPEAT_SECONDS)
         else:
             self._timer.start()
@@ -173,11 +179,6 @@ class Limit:
         self._updates += 1
         if not self._over and self._options.updates is not None and self._updates >= self._options.updates:
             self.reached = self.reached or f"{self._options.updates} update{'s' * (self._options.updates > 1)}"
-            raise TimeIsUp
-
-    def _ring(self) -> None:
-        if not self._over:
-            self.reached = self.reached or f"{self._options.seconds:g} seconds"
             raise TimeIsUp
 
     def _interrupt(self) -> None:

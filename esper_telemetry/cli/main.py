@@ -200,9 +200,11 @@ class Diagnose:
     run_dir: tyro.conf.Positional[str] = ""
     """The run directory; or --from."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
-    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID.
+    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID, or
+    log:FILE (JSON lines, trainer_state.json, or the printed lines of TRL and verl).
 
-    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games and TorchRL are understood."""
+    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games, TorchRL, TRL, verl, OpenRLHF and
+    NeMo-RL are understood."""
     json: bool = False
     """As JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
     all: bool = False

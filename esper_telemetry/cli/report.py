@@ -9,7 +9,7 @@ from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.sinks.pages import REPORT_NAME
 from esper_telemetry.views.report import report_html, report_markdown, write_report
-from esper_telemetry.views.run_view import RunView, open_view
+from esper_telemetry.views.run_view import open_view
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Report
@@ -24,7 +24,11 @@ def report(options: Report) -> int:
         reason = "it is a directory" if output.is_dir() else f"there is no directory {output.parent}"
         raise WrongUse(f"the report cannot be written to {options.output}: {reason}")
     with wrong_use():
-        views = _views(options)
+        for address in options.source:
+            if address.partition(":")[0] not in READERS:
+                read_source(address)  # refuses it
+        with without_warnings():
+            views = [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]
         text = report_markdown(views) if options.format == "markdown" else report_html(views)
         if options.format == "markdown" and output is None:
             print(text)
@@ -34,11 +38,3 @@ def report(options: Report) -> int:
         write_report(path, text)
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def _views(options: Report) -> list[RunView]:
-    for address in options.source:
-        if address.partition(":")[0] not in READERS:
-            read_source(address)  # refuses it
-    with without_warnings():
-        return [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]

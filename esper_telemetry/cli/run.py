@@ -184,7 +184,14 @@ class ScriptTelemetry:
         from esper_telemetry.events import UpdateEnd
 
         script = ScriptListener(self._attach, self._log)
-        script.hooks.on(UpdateEnd, lambda _: self._announce(script), last=True)
+
+        def announce(_: UpdateEnd) -> None:
+            if not self._announced:
+                self._announced = True
+                run_dir = self.telemetry.run_dir if self.telemetry else None
+                say(findings_line(script, Path(self.options.script).name, run_dir))
+
+        script.hooks.on(UpdateEnd, announce, last=True)
         self._count_updates(script.hooks)
         return script
 
@@ -240,12 +247,6 @@ class ScriptTelemetry:
     def _log(self, values: Mapping[str, float]) -> None:
         if self.telemetry is not None:
             self.telemetry.log(values)
-
-    def _announce(self, script: ScriptListener) -> None:
-        if not self._announced:
-            self._announced = True
-            run_dir = self.telemetry.run_dir if self.telemetry else None
-            say(findings_line(script, Path(self.options.script).name, run_dir))
 
     def _print_end_block(self, error: BaseException | None) -> None:
         """Print the block about the run, or about the last of several, on stderr."""

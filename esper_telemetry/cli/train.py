@@ -73,7 +73,11 @@ def train(options: Train) -> int:
     with process_group(options.device):
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
-            trainer = _trainer(prepared, options)
+            environment = registered(options.env)
+            if environment and environment.control and options.ppo.policy in environment.controllers:
+                trainer = environment.control(prepared.env, options.ppo)  # it acts and learns nothing
+            else:
+                trainer = PPO(prepared.env, options.ppo, device=prepared.device)
             load = partial(resume.load_checkpoint, trainer, options)
             beginning = agreed(load) if options.resume else _preset_sentence(options)
             summary = Summary()
@@ -89,14 +93,6 @@ def train(options: Train) -> int:
                 resume_line = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
             summary.show(session_of(telemetry).run_end(status, resume_line))
         return code
-
-
-def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
-    """Return what acts in the environments: PPO, or a controller of the environment that learns nothing."""
-    environment = registered(options.env)
-    if environment and environment.control and options.ppo.policy in environment.controllers:
-        return environment.control(prepared.env, options.ppo)
-    return PPO(prepared.env, options.ppo, device=prepared.device)
 
 
 def _check_task(options: Train) -> None:

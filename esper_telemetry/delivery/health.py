@@ -129,11 +129,6 @@ class RunHealth:
     failure: JournalEvent | None = None
     damaged: tuple[int, ...] = ()
 
-    @property
-    def well(self) -> bool:
-        """True where all backends are healthy and no line of the journal is lost."""
-        return not self.lost and all(sink.healthy for sink in self.sinks)
-
 
 def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> RunHealth:
     """Compare every backend of a run with its journal; end a run whose trainer is gone as killed, in the backends too.

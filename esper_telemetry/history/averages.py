@@ -10,7 +10,6 @@ from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, la
 
 FAST = 0.9
 SLOW = 0.99
-WARM = 10.0  # effective samples from which a level may be judged: t = 12 at beta 0.9, t = 11 at 0.99
 
 
 HISTORIES_FAMILY = MetricFamily(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,22 +19,21 @@ import numpy.typing as npt
 MAX_BLOCKS: Final = 128
 FIRST_BLOCKS: Final = 16
 """Blocks at the beginning that are never merged: the first rollouts are what everything is compared with."""
-FIRST_LENGTHS: Final = 2.0
-"""Steps per environment of the first block, in longest episodes: before, only short episodes have ended."""
 
 FIRST_EPISODES: Final = 20
-"""Episodes of the level that a series begins with."""
+FIRST_SHARE: Final = 0.1
+MIN_FIRST_EPISODES: Final = 8
+"""Episodes of the level that a series begins with: a share of all, at least and at most so many."""
 LAST_SHARE: Final = 0.2
 LAST_EPISODES: Final = 10
 """Share of the updates whose level a series ends with, and its episodes, at least."""
 SHIFT_ERRORS: Final = 3.5
 SCAN_ERRORS: Final = 4.5
-SHIFT_STDS: Final = 0.75
-MAX_UNEXPLAINED: Final = 2.0
-MIN_SHRINKAGE: Final = 0.1
+SHIFT_STDS: Final = 0.5
 """Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
-differ where it is no chance; and the variance of blocks over that which the spread of their episodes explains, up to which these have
-nothing else in common."""
+differ where it is no chance."""
+MIN_SHRINKAGE: Final = 0.1
+MIN_JITTER_VALUES: Final = 8
 MIN_CLEAR_BLOCKS: Final = 8
 """Blocks that must all differ from the first level by `SHIFT_STDS` where its side is clear however much they vary among themselves."""
 
@@ -85,7 +84,9 @@ class Blocks:
         blocks: those that are complete.
         open: the one that is not; None before the next value.
         size: updates of a block, at least.
-        lengths: steps of the longest episodes in the first block.
+        settling: steps per environment that the first block needs.
+        has_spread: updates report the spread of their episodes.
+        early: updates before the first block, with steps per environment so far.
     """
 
     least: float
@@ -93,7 +94,9 @@ class Blocks:
     open: EpisodeBlock | None = None
     size: int = 1
     count: int = 0
-    lengths: float = 0.0
+    settling: float = 0.0
+    has_spread: bool = False
+    early: list[tuple[float, EpisodeBlock]] = field(default_factory=list)
 
     def add(
         self,
@@ -101,8 +104,8 @@ class Blocks:
         episodes: float,
         update: int,
         *,
-        std: float = 0.0,
-        length: float = 0.0,
+        std: float | None = None,
+        settling: float = 0.0,
         steps: float = math.inf,
     ) -> None:
         """Add the value of an update.
@@ -110,28 +113,37 @@ class Blocks:
         Args:
             value, episodes: mean and number of what the update has.
             update: its number.
-            std: spread of its episodes, 0 where nobody says.
-            length: mean steps of its episodes, likewise.
+            std: spread of its episodes; None where nobody says.
+            settling: steps per environment before which only its short episodes can have ended.
             steps: per environment so far.
         """
         if not episodes > 0:
             return
-        value, std, episodes = clamped(value), clamped(std), min(episodes, MAX_EPISODES)
-        block = EpisodeBlock(value, episodes, update, update, std * std * episodes)
+        value, episodes = clamped(value), min(episodes, MAX_EPISODES)
+        self.has_spread |= std is not None
+        block = EpisodeBlock(value, episodes, update, update, clamped(std or 0.0) ** 2 * episodes)
         self.open = block if self.open is None else self.open.joined(block)
         self.count += 1
-        self.lengths = max(self.lengths, length)
-        if self.open.episodes < self.least or self.count < self.size:
+        if not self.blocks:
+            self.settling = max(self.settling, settling)
+            self.early.append((steps, block))
+        if self.open.episodes < self.least or self.count < self.size or (not self.blocks and steps < self.settling):
             return
-        if not self.blocks and steps < FIRST_LENGTHS * self.lengths:
-            return
-        self.blocks.append(self.open)
+        self.blocks.append(self.open if self.blocks else self._settled())
         self.open, self.count = None, 0
         if len(self.blocks) >= MAX_BLOCKS:
             first, later = self.blocks[:FIRST_BLOCKS], self.blocks[FIRST_BLOCKS:]
             self.blocks = first + [a.joined(b) for a, b in zip(later[::2], later[1::2], strict=False)]
             self.blocks += later[len(later) // 2 * 2 :]
             self.size *= 2
+
+    def _settled(self) -> EpisodeBlock:
+        """Return the first block, without updates in the first half of the settling where there are enough others."""
+        blocks = [block for steps, block in self.early if steps >= self.settling / 2]
+        if sum(block.episodes for block in blocks) < self.least:
+            blocks = [block for _, block in self.early]
+        self.early.clear()
+        return reduce(EpisodeBlock.joined, blocks)
 
     @property
     def values(self) -> Array:
@@ -144,11 +156,6 @@ class Blocks:
         return sum(block.episodes for block in self.blocks) + (self.open.episodes if self.open else 0.0)
 
     @property
-    def has_spread(self) -> bool:
-        """True where updates report the spread of their episodes."""
-        return any(block.squares > 0 for block in self.blocks)
-
-    @property
     def constant(self) -> float | None:
         """The value that all updates have, but for rounding; None where they differ."""
         values = [block.mean for block in self.blocks + ([self.open] if self.open else [])]
@@ -156,47 +163,56 @@ class Blocks:
 
     @property
     def first_level(self) -> EpisodeBlock | None:
-        """The first blocks with `FIRST_EPISODES` episodes; None where there is no block."""
+        """The first blocks with enough episodes; None where there is no block."""
         level: EpisodeBlock | None = None
+        enough = min(FIRST_EPISODES, max(MIN_FIRST_EPISODES, FIRST_SHARE * self.episodes))
         for block in self.blocks:
             level = block if level is None else level.joined(block)
-            if level.episodes >= FIRST_EPISODES:
+            if level.episodes >= enough:
                 break
         return level
 
-    def shift(self, noise: Noise) -> int:
+    @property
+    def last_level(self) -> EpisodeBlock:
+        """The last fifth of the updates, with enough episodes."""
+        return self._fifth_before(len(self.blocks))
+
+    def shift(self) -> int:
         """Return 1 where the last fifth of the updates is above the first level, -1 where it is below, 0 where neither is known.
 
         Means of episodes are compared, whose standard error follows from their spread, or from the noise between blocks where that
-        is larger: episodes of an update may have much in common. Noise that their spread does not explain may last.
+        is larger: episodes of an update may have much in common.
         """
-        first, last = self.first_level, self._fifth_before(len(self.blocks))
+        first, last = self.first_level, self.last_level
         if first is None or last.begin <= first.end:
             return 0
         about = noise_about_course(self.values if last.mean > first.mean else -self.values)
-        far = self._errors(noise, about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
+        far = self._errors(about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
         return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
 
     def lost(self, noise: Noise) -> bool:
         """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""
-        first, last = self.first_level, self._fifth_before(len(self.blocks))
+        first, last = self.first_level, self.last_level
+        if first is None or float(np.max(self.values)) + first.mean <= 2 * last.mean:
+            return False
         fifths = map(self._fifth_before, range(2, len(self.blocks)))
-        between = [one for one in fifths if first and one.begin > first.end and one.end < last.begin]
-        if first is None or not between:
+        return any(self._is_lost(noise, first, top, last) for top in fifths)
+
+    def _is_lost(self, noise: Noise, first: EpisodeBlock, top: EpisodeBlock, last: EpisodeBlock) -> bool:
+        if not (first.end < top.begin and top.end < last.begin and top.mean > first.mean and _differ(first, top)):
             return False
-        best = max(between, key=lambda level: level.mean)
-        if best.mean <= first.mean or not _differ(first, best) or best.mean - last.mean <= (best.mean - first.mean) / 2:
+        if top.mean - last.mean <= (top.mean - first.mean) / 2:
             return False
-        if self._is_clear(first, best):
-            return abs(best.mean - last.mean) >= SCAN_ERRORS * _error((best, last))
-        risen = self._errors(noise, noise.lasting, first, best) >= SCAN_ERRORS
-        return risen and self._errors(noise, noise.lasting, best, last) >= SHIFT_ERRORS
+        if self._is_clear(first, top):
+            return top.mean - last.mean >= SCAN_ERRORS * _error((top, last))
+        risen = self._errors(noise.lasting, first, top) >= SCAN_ERRORS
+        return risen and self._errors(noise.lasting, top, last) >= SHIFT_ERRORS
 
     def _fifth_before(self, end: int) -> EpisodeBlock:
         """Return the blocks before that place which make up a fifth of the updates and enough episodes, as one."""
         level, updates = self.blocks[end - 1], self.blocks[-1].end
         for block in self.blocks[: end - 1][::-1]:
-            if level.episodes >= LAST_EPISODES and level.end - level.begin >= LAST_SHARE * updates:
+            if level.episodes >= LAST_EPISODES and self.blocks[end - 1].end - block.end >= LAST_SHARE * updates:
                 break
             level = block.joined(level)
         return level
@@ -210,11 +226,13 @@ class Blocks:
         apart = all(_differ(first, block) and (block.mean > first.mean) is above for block in later)
         return apart and len(later) >= MIN_CLEAR_BLOCKS
 
-    def _errors(self, noise: Noise, lasting: float, *levels: EpisodeBlock) -> float:
-        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks that their episodes do not explain."""
+    def _errors(self, lasting: float, *levels: EpisodeBlock) -> float:
+        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks where no spread of episodes is known.
+
+        Where it is known, what policies do beyond it is real, and neighbours tell how much they jump.
+        """
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
-        explained = sum(block.squares for block in self.blocks) / len(self.blocks) / per_block**2
-        scale = noise.scale if noise.scale**2 <= MAX_UNEXPLAINED * explained else lasting
+        scale = min(jitter(self.values), lasting) if self.has_spread else lasting
         error = _error(levels, scale**2 * per_block)
         first, second = levels
         return abs(second.mean - first.mean) / max(error, 1e-9 * abs(first.mean), 1e-300)
@@ -272,6 +290,13 @@ def noise_of(values: Array) -> Noise:
     spikes = math.sqrt(float(np.mean((values - np.concatenate([middle[:1], middle, middle[-1:]])) ** 2)))
     scale = max(math.sqrt(squares / len(steps) / 2), spikes)
     return Noise(scale, min(max(1 + 2 * correlation, 0.0), 0.97))
+
+
+def jitter(values: Array) -> float:
+    """Return the standard deviation of a series about its course, by the median of second differences: neither slopes nor steps count."""
+    if len(values) < MIN_JITTER_VALUES:
+        return 0.0
+    return _median(np.abs(np.diff(values, 2))) / (0.6745 * math.sqrt(6))
 
 
 def _median(values: Array) -> float:

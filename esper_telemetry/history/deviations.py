@@ -219,19 +219,6 @@ def level_model(baseline: Array) -> LevelModel:
     return LevelModel(memory, median, scale if scale > 0 else np.nan)
 
 
-def prewhitened_z(x: Array, *, baseline: int) -> Array:
-    """The values after the baseline, without their memory and standardised: the input of `Cusum`.
-
-    Args:
-        x: [n], oldest value first.
-        baseline: number of them that later ones are compared with, at least 5.
-
-    Returns:
-        [n - baseline] robust z; NaN where the baseline does not vary.
-    """
-    return level_model(x[:baseline]).score(x[baseline:], x[baseline - 1 : -1])
-
-
 class ChangeState:
     """`Cusum` of K series as their values come: the first 50 of a series are its baseline for good."""
 

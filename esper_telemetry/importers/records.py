@@ -239,7 +239,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     if not table.rows:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")
     sources = dict(table.sources)
-    facts = facts_of(logged.config)
+    facts = {**trainer.facts, **facts_of(logged.config)}
     rows = _with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources)
     history = RunHistory(facts)
     records = tuple(

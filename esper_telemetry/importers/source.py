@@ -1,10 +1,12 @@
-"""Read logs by address: `tensorboard:DIR`, `csv:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
+"""Read logs by address: `tensorboard:DIR`, `csv:FILE`, `log:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -96,6 +98,53 @@ def read_csv(file: str) -> LoggedRun:
         for row in rows
     ]
     return LoggedRun(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
+
+
+def read_log(file: str) -> LoggedRun:
+    """Return the run in a text: JSON lines, `trainer_state.json` of transformers, or what a trainer printed.
+
+    Of printed lines, those of transformers (`{'loss': 0.1, ...}`) and of verl (`step:1 - actor/ppo_kl:0.1 - ...`) are read, and all
+    others are passed over. The metrics of verl's JSON lines stand under `data`.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
+        found = whole["log_history"]
+    else:
+        found = [_printed_row(line) for line in text.splitlines()]
+    rows = [numbers for row in found if isinstance(row, dict) and (numbers := _flat_numbers(row))]
+    if not rows:
+        raise ValueError(
+            f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}} and step:1 - tag:0.1 are read"
+        )
+    return LoggedRun(path.stem if path.stem != "trainer_state" else path.absolute().parent.name, points_of(rows))
+
+
+def _printed_row(line: str) -> object:
+    """Return what a line says of a step; None for a line that is no row of metrics."""
+    if step := re.search(r"\bstep:(\d+) - (\S.*)", line):
+        cells = (cell.rpartition(":") for cell in step[2].split(" - "))
+        return {"step": step[1]} | {name.strip(): value for name, _, value in cells}
+    braces = re.search(r"\{.*\}", line)
+    if braces is None:
+        return None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(braces[0])
+        except (ValueError, SyntaxError):
+            continue
+    return None
+
+
+def _flat_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    cells = {**row, **row["data"]} if isinstance(row.get("data"), dict) else row
+    return {str(name): number for name, cell in cells.items() if (number := parse_number(cell)) is not None}
 
 
 def points_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[LoggedPoint]]:
@@ -211,6 +260,7 @@ READERS: Mapping[str, Callable[[str], LoggedRun]] = {
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "csv": read_csv,
+    "log": read_log,
     "mlflow": read_mlflow,
 }
 
@@ -218,6 +268,7 @@ EXAMPLES = {
     "tensorboard": "tensorboard:runs/PPO_1",
     "wandb": "wandb:entity/project/run",
     "csv": "csv:logs/progress.csv",
+    "log": "log:outputs/checkpoint-500/trainer_state.json",
     "mlflow": "mlflow:sqlite:///mlflow.db?run=0123456789abcdef",
 }
 """An address of each kind."""

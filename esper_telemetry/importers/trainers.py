@@ -7,7 +7,7 @@ Schulman's k3 unless a note says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 KL, KL_K1, CLIPPED = "policy/kl", "policy/kl_k1", "policy/clip_frac"
@@ -50,6 +50,7 @@ class Trainer:
         aliases: of its tags.
         x: unit of its x-axis.
         steps: tags that hold the environment steps, in backends whose x is only a counter.
+        facts: of every run of the trainer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Trainer:
     aliases: tuple[Alias, ...]
     x: str = "environment steps"
     steps: tuple[str, ...] = field(default=("global_step",))
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 ANALYTIC = "the exact divergence, not an estimate"
@@ -221,6 +223,7 @@ TOKEN_ENTROPY, REFERENCE_KL = "lm/entropy", "lm/kl_reference"
 TOKENS, LONGEST, TRUNCATED = "lm/length/mean", "lm/length/max", "lm/truncated_frac"
 ENGINE_ERROR, ENGINE_RATIO, ENGINE_KL = "lm/mismatch/mult_error", "lm/mismatch/ratio_mean", "lm/mismatch/kl"
 BATCH = "mean of one batch of completions"
+LANGUAGE = {"model": "language"}
 
 _TRL = r"(?:train/)?"
 TRL = Trainer(
@@ -228,7 +231,7 @@ TRL = Trainer(
     (_TRL + r"frac_reward_zero_std", _TRL + r"completions/clipped_ratio"),
     (
         Alias(_TRL + r"reward", REWARD),
-        Alias(_TRL + r"reward", RETURN_100, note=BATCH),
+        Alias(_TRL + r"reward", RETURN, note=BATCH),
         Alias(_TRL + r"reward_std", REWARD_STD),
         Alias(_TRL + r"frac_reward_zero_std", DEAD_GROUPS),
         Alias(_TRL + r"entropy", TOKEN_ENTROPY),
@@ -244,6 +247,7 @@ TRL = Trainer(
     ),
     x="optimizer steps",
     steps=("train/global_step",),
+    facts=LANGUAGE,
 )
 
 VERL = Trainer(
@@ -251,7 +255,7 @@ VERL = Trainer(
     (r"actor/ppo_kl", r"actor/pg_clipfrac"),
     (
         Alias(r"critic/score/mean", REWARD),
-        Alias(r"critic/score/mean", RETURN_100, note=BATCH),
+        Alias(r"critic/score/mean", RETURN, note=BATCH),
         Alias(r"actor/entropy|actor/entropy_loss", TOKEN_ENTROPY),
         Alias(r"actor/kl_loss", REFERENCE_KL, note="by the estimator that kl_loss_type names"),
         Alias(r"actor/ppo_kl", KL_K1),
@@ -269,6 +273,7 @@ VERL = Trainer(
     ),
     x="training steps",
     steps=("training/global_step",),
+    facts=LANGUAGE,
 )
 
 OPENRLHF = Trainer(
@@ -276,7 +281,7 @@ OPENRLHF = Trainer(
     (r"train/ppo_clip_ratio", r"train/vllm_kl"),
     (
         Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/entropy_loss", TOKEN_ENTROPY),
         Alias(r"train/kl", REFERENCE_KL, note="by the estimator that kl_estimator names"),
         Alias(r"train/ppo_kl", KL_K1),
@@ -290,6 +295,7 @@ OPENRLHF = Trainer(
     ),
     x="training steps",
     steps=("train/global_step",),
+    facts=LANGUAGE,
 )
 
 NEMO_RL = Trainer(
@@ -297,7 +303,7 @@ NEMO_RL = Trainer(
     (r"train/token_mult_prob_error", r"train/probs_ratio_clamped"),
     (
         Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
         Alias(r"train/kl_penalty", REFERENCE_KL),
         Alias(r"train/token_mult_prob_error", ENGINE_ERROR),
@@ -317,6 +323,7 @@ NEMO_RL = Trainer(
     ),
     x="training steps",
     steps=(),
+    facts=LANGUAGE,
 )
 
 TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL, TRL, VERL, OPENRLHF, NEMO_RL)

@@ -370,13 +370,10 @@ def spread_over_range(
         valid: [..] bool, rows of a `log_std` that depends on the state; None where every row is.
     """
     std = log_std.detach().double().exp() / ((high - low).double() / 2)
-    return SpreadOverRange(segment(head), _bounded_mean(*_columns(std, valid if std.ndim > 1 else None)))
-
-
-def _bounded_mean(ratios: Tensor, valid: Tensor | None) -> Mean:
-    """Mean over dimensions with a range; σ over an infinite range is 0."""
-    counted = keep(ratios, ratios > 0 if valid is None else valid & (ratios > 0))
-    return counted.mean(counted.values)
+    ratios, counted = _columns(std, valid if std.ndim > 1 else None)
+    bounded = ratios > 0  # σ over an infinite range is 0
+    rows = keep(ratios, bounded if counted is None else counted & bounded)
+    return SpreadOverRange(segment(head), rows.mean(rows.values))
 
 
 def _columns(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -295,8 +295,8 @@ class HeadEntropy(MetricGroup):
         .asks("How undecided is this head, as a share of the most it could be, where it has a choice?")
         .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
-            warn="< 0.3",
-            critical="< 0.1",
+            warn="< 0.3 with policy/head/{head}/entropy_marginal_norm < 0.5",
+            critical="< 0.1 with policy/head/{head}/entropy_marginal_norm < 0.5",
             source="as policy/entropy_norm",
         )
         .absent("no row leaves a choice, or the head is continuous")

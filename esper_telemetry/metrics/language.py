@@ -110,30 +110,29 @@ def token_stats(
         log_probs: [B, T] of the sampled tokens now.
         mask: [B, T], True where a token is learned from.
         entropy: [B, T] of the distribution of each token.
-        ends: [B, T], True where a token is an end token; None where the mask cannot be told from it. A completion without any token in
+        ends: [B, T], True where a token is an end token; None where the mask does not follow from it. A completion without any token in
             its mask was left out on purpose and counts as right.
     """
     s = sample(log_probs, mask)
     rounded = s.values == s.values.to(torch.bfloat16).double()
     counted = s.mask & (s.values < -SMALLEST_SURPRISE)
+    mask_errors = None
+    if ends is not None:  # a mask is empty, or a prefix that stops with the first end token
+        inside, last = mask.bool(), ends.bool()
+        learned = inside.sum(-1)
+        prefix = (inside[:, 1:] <= inside[:, :-1]).all(-1) & inside[:, 0]
+        expected = ((last.cumsum(-1) - last.long()) == 0).sum(-1)
+        wrong = ~prefix | (last.any(-1) & (learned != expected))
+        mask_errors = Mean((wrong & (learned > 0)).sum(), learned.numel())
     return TokenStats(
         entropy=None if entropy is None else spread(sample(entropy, mask)),
         log_prob=s.mean(s.values),
         log_prob_min=Min(where_any(s.where(torch.inf).amin(-1), s.count)),
         bf16=Mean((rounded & counted).sum(-1), counted.sum(-1)),
-        mask_errors=None if ends is None else _mask_errors(mask.bool(), ends.bool()),
+        mask_errors=mask_errors,
         tokens=Sum(mask.sum()),
         nonfinite=Sum(s.nonfinite),
     )
-
-
-def _mask_errors(mask: Tensor, ends: Tensor) -> Mean:
-    """Return the share of completions whose mask is neither empty nor a prefix that stops with the first end token."""
-    learned = mask.sum(-1)
-    prefix = (mask[:, 1:] <= mask[:, :-1]).all(-1) & mask[:, 0]
-    expected = ((ends.cumsum(-1) - ends.long()) == 0).sum(-1)
-    wrong = ~prefix | (ends.any(-1) & (learned != expected))
-    return Mean((wrong & (learned > 0)).sum(), learned.numel())
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,19 +331,13 @@ def adam_step(state: Optimizer | AdamState) -> AdamStep:
 
 
 @no_grad
-def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerSteps:
-    """Return the latest step of Adam for every parameter.
+def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
+    """Return the latest step of Adam as a whole and for every parameter, from one pass.
 
     Args:
         state: as for `adam_step`.
         names: of the K parameters that have a state, in the optimizer's order.
     """
-    return _by_layer(_sums(state), names)
-
-
-@no_grad
-def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
-    """Return both from one pass; arguments as for `layer_steps`."""
     sums = _sums(state)
     return _whole(sums), _by_layer(sums, names)
 

@@ -151,8 +151,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 FORMAT = 1
 RECENT_EPISODES: Final = 100
 
-# `companions`, in files of every release, are the checkpointables.
-PARTS_OF_RANKS: Final = ("normalizers", "generator", "collector", "generators", "companions")
+PARTS_OF_RANKS: Final = ("normalizers", "generator", "collector", "generators", "checkpointables")
 """Parts of a checkpoint that differ between ranks."""
 
 _logger = logging.getLogger("esper_telemetry")
@@ -252,7 +251,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
         "collector": trainer.collector.state_dict(),
         "generators": generator_states(),
         "watchdog": None if trainer.watchdog is None else trainer.watchdog.state_dict(),
-        "companions": trainer.checkpointables.state_dict(),
+        "checkpointables": trainer.checkpointables.state_dict(),
     }
 
 
@@ -322,7 +321,7 @@ def load(trainer: PPO, path: str | Path) -> None:
     trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:
         trainer.watchdog.load_state_dict(state["watchdog"] or {})
-    trainer.checkpointables.load_state_dict(state["companions"])
+    trainer.checkpointables.load_state_dict(state["checkpointables"])
     restore_generators(state["generators"])
 
 
@@ -337,7 +336,8 @@ def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dic
         saved = state["made_of"].get(name)
         if present != saved:
             raise ValueError(f"{path} does not fit: its {name} is {saved}, here it is {present}")
-    return {**state, **state["others"][ranks.rank - 1]} if ranks.rank else state
+    own = {**state, **state["others"][ranks.rank - 1]} if ranks.rank else state
+    return {"checkpointables": own.get("companions"), **own}  # their name in files of releases up to 0.2
 
 
 def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.outcome import outcome_of
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
-from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
@@ -66,9 +65,15 @@ class RunEnd:
         """Yield the exception that ended the run or what it did, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
-        cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+        try:
+            cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+        except OSError as error:
+            yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
+            return
         if text := cards.sentence():
-            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else _colour(cards.outcome))
+            outcome = str(cards.outcome.data.get("outcome", "")) if cards.outcome else None
+            colour = "" if outcome is None else OUTCOME_COLOURS.get(outcome, "cyan")
+            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else colour)
         else:
             yield EndBlockLine(_outcome_of_short_run(self.run_dir))
         numbers = sorted({alarm.incident for alarm in cards.raised})
@@ -141,10 +146,6 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _colour(outcome: JournalEvent | None) -> str:
-    return OUTCOME_COLOURS.get(str(outcome.data.get("outcome", "")), "cyan") if outcome else ""
-
-
 def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
     return EndBlockLine(f"  {label:<{LABEL_COLUMNS}}{prompt}{text}", "bold" if prompt else "")
 
@@ -152,7 +153,7 @@ def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:
 def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
     """Yield the cause of an incident with its state, its sentence and the alarms that came with it."""
     active = {alarm.type for alarm in cards.active.values() if alarm.incident == cause.incident}
-    state = "still on at the end" if cause.type in active else "over at the end"
+    state = "still on at the end" if cause.type in active else "over before the end"
     yield EndBlockLine(f"  {cause.type}, since update {cause.since:,}, {state}", LEVEL_COLOURS[cause.level])
     yield EndBlockLine(f"    {alarm_text(cause)}")
     if others := sorted({alarm.type for alarm in cards.of(cause.incident)} - {cause.type}):

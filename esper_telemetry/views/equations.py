@@ -120,41 +120,45 @@ class EquationRow:
         }
 
 
-class EquationTable:
-    """Results of all equations in the records of a run, which are added one after the other.
+def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
+    """Return a row for each declared equation, causes before effects.
 
     Args:
         run: head of the journal, whose facts say what the trainer does not show.
+        records: all of the run.
+    """
+    history = EquationHistory(run.facts)
+    for record in records:
+        history.add(record)
+    return history.rows(run)
+
+
+class EquationHistory:
+    """Results of the equations of a run, record by record.
+
+    Args:
+        facts: of the run.
     """
 
-    def __init__(self, run: RunInfo) -> None:
-        self._run = run
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._facts, self._rates = facts, RateHistory(facts)
         self._results: dict[str, list[tuple[int, EquationResult]]] = {}
-        self._rates = RateHistory(run.facts)
 
     def add(self, record: Record) -> None:
-        """Add a record; one of an update that did not end does not count."""
+        """Add a record; those of updates that did not end do not count."""
         if record.partial:
             return
-        for result in equation_results(record.values, self._run.facts):
+        for result in equation_results(record.values, self._facts):
             self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
         self._rates.add(record.axes.env_step, record.values.get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
             self._results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
 
-    def rows(self) -> list[EquationRow]:
-        """Return a row for each declared equation, causes before effects."""
+    def rows(self, run: RunInfo) -> list[EquationRow]:
+        """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
         ordered = sorted(equations().values(), key=lambda equation: equation.rank)
-        return [_row(equation, self._results.get(equation.name, ()), self._run) for equation in ordered]
-
-
-def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
-    """Return a row for each declared equation, from all records of a run."""
-    table = EquationTable(run)
-    for record in records:
-        table.add(record)
-    return table.rows()
+        return [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:
@@ -281,16 +285,11 @@ def equation_list() -> str:
             says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
             source = f" ({one.source})" if one.source else ""
             advice = "published variant: no alarm" if one.variant else one.advice
-            rows.append(
-                "| " + " | ".join(_cell(text) for text in (f"{says}{source}", f"`{one.equation}`", advice)) + " |"
-            )
+            cells = [cell.replace("|", "\\|") for cell in (f"{says}{source}", f"`{one.equation}`", advice)]
+            rows.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
     return "\n\n".join(parts)
 
 
 def _title(equation: Equation) -> str:
     return equation.quantity.removeprefix("the ").capitalize()
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -26,7 +26,7 @@ symptoms](#from-a-symptom-to-a-cause) below.
 how many inputs were NaN or infinite and left out. What stands in braces is replaced: `{head}` by a part of the action, `{group}` by a
 part of the network, `{layer}` by a parameter.
 
-**A missing value is not a fault.** A number that is undefined (no episode ended, nothing varied, nobody sampled it) is absent, never 0.
+**A missing value is not a fault.** A number that is undefined (no episode ended, nothing varied, it was not sampled) is absent, never 0.
 Each entry says when.
 
 **What is normal** is given as bounds with their source. Published bounds name the paper; *measured* ones come from healthy and broken
@@ -39,10 +39,10 @@ Entropies and divergences are in *nats*, natural logarithms; a *decade* is a fac
 
 **An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
 named in `code`. Then comes small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
-become one number, and how much it matters: `critical` decides whether a run is wrong for certain, `high` is a headline, `detail` is read
+become one number, and how much it matters: `critical` alone shows a run to be broken, `high` is a headline, `detail` is read
 beside others.
 
-**Levels**: `minimal` has one headline per family and everything that tells a broken run for certain; `normal` is the default; `debug`
+**Levels**: `minimal` has one headline per family and everything that alone shows a run to be broken; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of
 several, as many as the budget allows (2 % of the wall time; `Telemetry(budget=...)`, `--telemetry-budget`).
 """
@@ -103,11 +103,11 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
         yield f"absent when: {metric.undefined}"
     if entry.series:
         names = (
-            "every ending"
+            f"`/{entry.series[0]}` and all other endings"
             if len(entry.series) >= len(ALL_SUFFIXES)
             else ", ".join(f"`/{name}`" for name in entry.series)
         )
-        yield f"its [history](#histories), under the same key with: {names}"
+        yield f"compared with earlier updates under this key and an ending ([histories](#histories)): {names}"
     parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
     parts += [COSTS[metric.cost], f"priority {entry.priority}"]
     forms = {form for sink, form in _sink_forms(entry).items() if sink not in ("journal", "console")}

@@ -47,7 +47,9 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
     elif ending:  # the sentence of a failed run is the ending, which stands above
         console.print(Text(capitalized(diagnosis.summary.rpartition("; ")[2])))
     else:
-        console.print(Text(capitalized(diagnosis.summary), style=_colour(diagnosis)))
+        kind = diagnosis.outcome.kind
+        calm = "green" if kind in GOOD and not diagnosis.incidents else "default"
+        console.print(Text(capitalized(diagnosis.summary), style="bold yellow" if kind in BAD else calm))
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
@@ -66,12 +68,6 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
 def capitalized(text: str) -> str:
     """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
-
-
-def _colour(diagnosis: Diagnosis) -> str:
-    if diagnosis.outcome.kind in BAD:
-        return "bold yellow"
-    return "green" if diagnosis.outcome.kind in GOOD and not diagnosis.incidents else "default"
 
 
 def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NONFINITE_GRADIENTS: Final = "grad/global/norm_preclip_nonfinite"
 EXPLODING: Final = re.compile(r"grad/(layer/)?[^/]+/severity_explode")
 ZERO_GRADIENTS: Final = re.compile(r"grad/layer/([^/]+)/zero_frac")
-MAX_EXPLODING_SEVERITY, MAX_KL, MIN_ENTROPY, MAX_MEMORY_FRAC = 0.5, 0.05, 0.1, 0.85
+MAX_EXPLODING_SEVERITY, MAX_KL, MAX_MEMORY_FRAC = 0.5, 0.05, 0.85
 
 
 def strip_of_alarms(view: RunView) -> StripItem | None:
@@ -63,9 +63,9 @@ def _dead_layers(view: RunView) -> StripItem | None:
 
 
 def _policy(view: RunView) -> StripItem | None:
-    kl, entropy = (current(view, key) for key in ("policy/kl", "policy/entropy_norm"))
-    is_wrong = (kl is not None and kl > MAX_KL) or (entropy is not None and entropy < MIN_ENTROPY)
-    return StripItem("PPO ⚠", "warn") if is_wrong or "policy/entropy_collapse" in view.active else None
+    is_collapsed = "policy/entropy_collapse" in view.active or view.judgement("policy/entropy_norm") == "critical"
+    is_wrong = is_collapsed or (current(view, "policy/kl") or 0.0) > MAX_KL
+    return StripItem("PPO ⚠", "warn") if is_wrong else None
 
 
 def _memory(view: RunView) -> StripItem | None:
@@ -125,5 +125,16 @@ def _means(data: Any) -> tuple[TableCell, ...]:
 
 
 TABLES: Final = (
-    TableDeclaration("environments", "Environments", environments_table, 10, events=(ENVIRONMENTS_EVENT,)),
+    TableDeclaration(
+        "environments",
+        "Environments",
+        environments_table,
+        10,
+        events=(ENVIRONMENTS_EVENT,),
+        headings=(
+            ("Return, Length", "of the episode under way"),
+            ("Last return, Last length", "of the last episode that ended"),
+            ("Observations", "constant: they were the same in all steps of the last rollout"),
+        ),
+    ),
 )

@@ -44,6 +44,7 @@ class ChartDeclaration:
         log: True for a logarithmic axis where all values are positive.
         stacked: True for parts of a whole, which are drawn on top of each other.
         label: short name of the first key, for a terminal of 80 columns; its metric's name by default.
+        min_lines: number of keys with a value below which the chart is left out.
     """
 
     keys: tuple[str, ...]
@@ -51,6 +52,7 @@ class ChartDeclaration:
     log: bool = False
     stacked: bool = False
     label: str = ""
+    min_lines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class TableDeclaration:
         place: order among the tables, smallest first.
         events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
         detail: returns what a view shows of one row, by its number; None where there is no more than the row.
+        headings: (heading, meaning) of columns that a reader may ask about, for the help of the terminal.
     """
 
     name: str
@@ -121,6 +124,7 @@ class TableDeclaration:
     place: int = 100
     events: tuple[str, ...] = ()
     detail: Callable[[RunView, int], RenderableType] | None = None
+    headings: tuple[tuple[str, str], ...] = ()
 
     def checked_table(self, view: RunView) -> TableView | None:
         """Return the table; raises TypeError where a view could not show it."""
@@ -201,7 +205,9 @@ PANELS: Final = (
             ChartDeclaration(("policy/entropy_norm", "policy/entropy_marginal_norm"), "Entropy of the policy"),
             ChartDeclaration(("policy/entropy",)),
             ChartDeclaration(("policy/std/mean", "policy/head/{head}/std"), log=True),
-            ChartDeclaration(("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy"),
+            ChartDeclaration(
+                ("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy", min_lines=2
+            ),
         ),
         30,
     ),

@@ -16,15 +16,16 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
-from esper_telemetry.sinks.values import flattened
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import comparison_section
+from esper_telemetry.views.compare.page import comparison_section
+from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
-from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text, open_view
+from esper_telemetry.views.run_parts import ChartView, EvidenceRow, IncidentView, number_text
+from esper_telemetry.views.run_view import RunView, open_view
 
 MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""
@@ -76,7 +77,7 @@ def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[str]:
         yield from _run(views[0], charts)
     else:
         yield f"<h1>{len(views)} runs</h1>"
-        first = [charts.add_run() for _ in views]
+        first = [charts.add_run(view) for view in views]
         yield from _several(views, charts, first)
         yield from _comparison(views)
         for number, view in enumerate(views, 1):
@@ -128,7 +129,7 @@ def _comparison(views: Sequence[RunView]) -> Iterator[str]:
 
 def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
     """Yield the sections of one run."""
-    run, incidents = charts.add_run(), view.incidents
+    run, incidents = charts.add_run(view), view.incidents
     yield f"<h1>{_text(view.name)}</h1>"
     yield from _head(view)
     yield from _timeline(view, charts, run, incidents)
@@ -144,12 +145,15 @@ def _head(view: RunView) -> Iterator[str]:
     diagnosis, style = view.diagnosis, _style(view)
     yield f'<div class="card banner {style}">'
     yield f'<p class="outcome {style}">{_text(capitalized(view.ending or diagnosis.outcome.text))}</p>'
-    yield f"<p>{_text(capitalized(diagnosis.summary.rpartition('; ')[2]))}</p>"
-    first = next((one for one in view.incidents if one.cause != RUN_FAILED), None)
+    incidents = view.incidents
+    first = next((one for one in incidents if one.cause != RUN_FAILED), incidents[0] if incidents else None)
     if first is not None:
-        more = len(view.incidents) - 1
-        others = f", and {more} more below" if more else ""
-        yield f"<p>First cause: <b>{_text(first.cause)}</b> since update {first.since:,}{others}.</p>"
+        if first.cause != RUN_FAILED:  # its sentence is the outcome
+            yield f"<p>{_text(first.text)}</p>"
+        if first.advice:
+            yield f'<p class="advice"><b>Try:</b> {_text(first.advice)}</p>'
+    more = f"{len(incidents)} incidents, of which this is the first. " if len(incidents) > 1 else ""
+    yield f'<p class="dim">{more}{_text(capitalized(diagnosis.summary.rpartition("; ")[2]))}</p>'
     if diagnosis.gradients_alone:
         yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
     if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
@@ -180,7 +184,7 @@ def position(view: RunView) -> dict[str, str]:
         if view.axes and view.info.started and view.axes.wall_time > view.info.started
         else "",
         "steps per second": f"{progress.steps_per_second:,.0f}" if progress.steps_per_second else "",
-        "time": ", ".join(f"{name} {share:.0%}" for name, share in progress.time_split.items()),
+        "time of an update": ", ".join(f"{name} {share:.0%}" for name, share in progress.time_split.items()),
         "trainer": view.trainer,
     }
     return {name: value for name, value in rows.items() if value}
@@ -228,12 +232,10 @@ def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequenc
         if incident.advice:
             yield f'<p class="advice"><b>Try:</b> {_text(incident.advice)}</p>'
         others = [
-            f"{kind} ({'lasts' if end is None else f'over at {end:,}'})"
+            f"{kind}: {'lasts' if end is None else f'over at update {end:,}'}"
             for kind, end in incident.ends.items()
             if kind != incident.cause
         ]
-        if others:
-            yield f'<p class="dim">With it came {_text(", ".join(others))}.</p>'
         around = [
             chart
             for key in incident.keys
@@ -244,14 +246,33 @@ def _incidents(view: RunView, charts: ReportCharts, run: int, incidents: Sequenc
             for chart in around[:MAX_INCIDENT_CHARTS]:
                 yield from _chart(charts, run, chart, [view.step_of(incident.since)], card=False)
             yield "</div>"
+        if others:
+            count = f"{len(others)} more alarm{'s' if len(others) > 1 else ''} came with it"
+            yield f"<details><summary>{count}</summary>{_list(others)}</details>"
         if incident.evidence:
-            yield f"<details><summary>Evidence</summary><div class='scroll'>{_evidence(incident.evidence)}</div></details>"
+            yield f"<details><summary>Evidence</summary>{_evidence(incident)}</details>"
         yield "</article>"
     if len(incidents) > MAX_INCIDENTS:
         yield f"<p>And {len(incidents) - MAX_INCIDENTS} later incidents, which esper-telemetry diagnose lists.</p>"
 
 
-def _evidence(rows: Sequence[EvidenceRow]) -> str:
+def _evidence(incident: IncidentView) -> str:
+    """Return the table of single values, and one for each list of minibatches, layers or rows."""
+    lists = {
+        name: items
+        for name, items in incident.report.main.evidence.items()
+        if isinstance(items, list) and items and all(isinstance(item, Mapping) for item in items)
+    }
+    tables = [_values_table([row for row in incident.evidence if row.key not in lists])]
+    for name, items in lists.items():
+        columns = list(dict.fromkeys(column for item in items for column in flattened(item)))
+        cells = [[_text(number_text(flattened(item).get(column, ""))) for column in columns] for item in items]
+        more = f" ({MAX_EVIDENCE_ROWS} of {len(items)})" if len(items) > MAX_EVIDENCE_ROWS else ""
+        tables += [f"<h4>{_text(capitalized(name))}{more}</h4>", _table(columns, cells[:MAX_EVIDENCE_ROWS])]
+    return "".join(f"<div class='scroll'>{table}</div>" if table.startswith("<table") else table for table in tables)
+
+
+def _values_table(rows: Sequence[EvidenceRow]) -> str:
     cells = [
         [
             f"<code>{_text(row.key)}</code><br><span class='dim'>{_text(row.name)}</span>",
@@ -281,13 +302,15 @@ def _chart(
     charts: ReportCharts, run: int, chart: ChartView, marks: Sequence[float], *, card: bool = True
 ) -> Iterator[str]:
     line = chart.lines[0]
-    value = "" if line.value is None else number_text(line.value)
+    values = [one.value for one in (chart.lines if chart.stacked else chart.lines[:1]) if one.value is not None]
+    value = number_text(sum(values)) if values else ""
     info = chart.info
     healthy = f"healthy {info.healthy}" if info and info.healthy else ""
     state = JUDGEMENT_WORDS[line.judgement]
     since = f" since update {line.since:,}" if state and line.since else ""
     hidden = f"{chart.hidden} more in the journal" if chart.hidden else ""
-    notes = "; ".join(filter(None, (chart.unit, healthy, hidden)))
+    unit = "" if chart.unit.lower() in chart.title.lower() else chart.unit
+    notes = "; ".join(filter(None, (unit, healthy, hidden)))
     yield f'<div class="{"card" if card else ""}" title="{_text(chart.question)}">'
     yield f'<div class="head"><h3>{_text(chart.title)}</h3><b class="{_judged(line.judgement)}">{_text(value)}</b></div>'
     yield f'<p class="dim">{_text(notes)}{f"<br><span class={_judged(line.judgement)!r}>{state}{since}</span>" if state else ""}</p>'
@@ -383,7 +406,7 @@ def _markdown(view: RunView) -> Iterator[str]:
     yield f"## {mark} {safe(view.name)}\n"
     yield f"**{safe(capitalized(view.ending or diagnosis.outcome.text))}**\n"
     yield f"{safe(capitalized(diagnosis.summary.rpartition('; ')[2]))}\n"
-    where = {name: value for name, value in position(view).items() if name != "time"}
+    where = {name: value for name, value in position(view).items() if name != "time of an update"}
     yield f"| {' | '.join(map(safe, where))} |"
     yield f"|{'---|' * len(where)}"
     yield f"| {' | '.join(map(safe, where.values()))} |\n"

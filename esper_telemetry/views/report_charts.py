@@ -13,7 +13,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
-from esper_telemetry.views.run_view import ChartView, IncidentView, RunView
+from esper_telemetry.views.run_parts import ChartView, IncidentView
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer
 
 MAX_POINTS: Final = 200
@@ -21,6 +22,8 @@ MAX_POINTS: Final = 200
 TIMELINE_POINTS: Final = 600
 MAX_BARS: Final = 8
 """Incidents below the return curve; a run seldom has more."""
+MIN_DECADES: Final = 1.0
+"""Length of a logarithmic axis from which on powers of ten alone are labelled."""
 PADDING: Final = 0.06
 """Share of an axis that is left free at either end."""
 
@@ -32,14 +35,17 @@ class ReportCharts:
     Attributes:
         runs: by run, the values of each key, as the page's script reads them.
         charts: in the order of the page.
+        ends: by run, the environment steps at which its charts end.
     """
 
     runs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     charts: list[dict[str, Any]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
 
-    def add_run(self) -> int:
+    def add_run(self, view: RunView) -> int:
         """Return the place of another run."""
         self.runs.append({})
+        self.ends.append(1.02 * view.axes.env_step if view.axes and view.axes.env_step > 0 else 1.0)
         return len(self.runs) - 1
 
     def line(self, run: int, key: str, series: Series, label: str, max_points: int = MAX_POINTS) -> list[Any]:
@@ -56,11 +62,14 @@ class ReportCharts:
         low, high = y_range(values, None if chart.stacked else chart.healthy, log=chart.log)
         entry: dict[str, Any] = {
             "lines": [self.line(run, line.key, line.series, line.label) for line in chart.lines],
+            "x": [0, self.ends[run]],
             "y": [_short(low), _short(high)],
             "marks": [*marks],
         }
         if chart.log:
-            entry |= {"log": 1, "dtick": max(1, math.ceil((high - low) / 5))}
+            entry["log"] = 1
+        if chart.log and high - low > MIN_DECADES:  # else there may be no power of ten on the axis
+            entry["dtick"] = max(1, math.ceil((high - low) / 5))
         if chart.stacked:
             entry["stacked"] = 1
         if chart.healthy is not None and not chart.stacked:
@@ -75,7 +84,7 @@ class ReportCharts:
         entry: dict[str, Any] = {
             "lines": [self.line(run, line.key, line.series, line.label, TIMELINE_POINTS) for line in lines],
             "marks": [view.step_of(incident.since) for incident in incidents[:MAX_BARS]],
-            "x": [0, last * 1.02 or 1],
+            "x": [0, self.ends[run]],
             "bars": [
                 {
                     "number": incident.number,

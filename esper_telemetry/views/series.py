@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.verdict.unusual import BOUND, NUMBER, RANGE, beyond_bound
@@ -14,15 +16,16 @@ from esper_telemetry.core.record import MetricInfo
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
 MIN_POINTS: Final = 6
+MAX_PENDING: Final = 32
+VALUE: Final = itemgetter(2)
 
 Judgement = Literal["", "outside", "warn", "critical"]
 """State of a value beside its metric's bounds; empty within them or without plain bounds."""
 
-SEVERITIES: Final[tuple[Judgement, ...]] = ("", "outside", "warn", "critical")
-"""Judgements, the worst last."""
-
 LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
+CONDITIONAL: Final = re.compile(rf"(.+) with (\S+) ([<>]=? {NUMBER})")
+"""A bound that holds while another metric is beyond a bound of its own."""
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
 """What follows a number that is in units of another value: no bound of the value itself."""
 
@@ -50,7 +53,7 @@ class SeriesBuffer:
         max_points: most values that `series` returns, at least `MIN_POINTS`; 0 for all of them.
     """
 
-    __slots__ = ("_columns", "_count", "_first", "_group", "_last", "_max_groups")
+    __slots__ = ("_columns", "_count", "_first", "_group", "_last", "_max_groups", "_pending", "_room")
 
     def __init__(self, max_points: int = DEFAULT_POINTS) -> None:
         if max_points != 0 and max_points < MIN_POINTS:
@@ -60,23 +63,36 @@ class SeriesBuffer:
         # (update, step, value) of the smallest and of the largest value of each group
         self._columns = array("d")
         self._first = self._last = (0.0, 0.0, 0.0)
+        # values that are not in a group yet, at most as many as the last group has room for: one by one takes three times as long
+        self._pending: list[tuple[float, float, float]] = []
+        self._room = 1
 
     def add(self, update: int, env_step: int, value: float) -> None:
         """Add a value; those that are not finite are passed over."""
-        if not math.isfinite(value):
-            return
-        columns, point, count = self._columns, (update, env_step, value), self._count
-        self._last = point
-        if count % self._group == 0:
-            self._first = self._first if count else point
-            columns.extend(point * 2)
-        elif value < columns[-4]:
-            columns[-6:-3] = array("d", point)
-        elif value > columns[-1]:
-            columns[-3:] = array("d", point)
-        self._count += 1
+        if math.isfinite(value):
+            self._pending.append((update, env_step, value))
+            if len(self._pending) >= self._room:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Put the pending values into the last group."""
+        columns, pending = self._columns, self._pending
+        low, high = min(pending, key=VALUE), max(pending, key=VALUE)
+        if not self._count:
+            self._first = pending[0]
+        self._last = pending[-1]
+        if self._count % self._group == 0:
+            columns.extend(low + high)
+        else:
+            if low[2] < columns[-4]:
+                columns[-6:-3] = array("d", low)
+            if high[2] > columns[-1]:
+                columns[-3:] = array("d", high)
+        self._count += len(pending)
+        pending.clear()
         if self._max_groups and self._count == self._group * self._max_groups:
             self._merge()
+        self._room = min(MAX_PENDING, self._group - self._count % self._group)
 
     def _merge(self) -> None:
         """Merge each group with the next one; their number is even."""
@@ -90,6 +106,8 @@ class SeriesBuffer:
     @property
     def series(self) -> Series:
         """The values that are kept, in order."""
+        if self._pending:
+            self._settle()
         columns = self._columns
         points = set(zip(columns[::3], columns[1::3], columns[2::3], strict=True))
         points |= {self._first, self._last} if self._count else set()
@@ -97,7 +115,7 @@ class SeriesBuffer:
         return Series(
             tuple(int(point[0]) for point in ordered),
             tuple(int(point[1]) for point in ordered),
-            tuple(float(point[2]) for point in ordered),
+            tuple(point[2] for point in ordered),
         )
 
 
@@ -142,16 +160,30 @@ def _float(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def judge(info: MetricInfo | None, value: float) -> Judgement:
-    """Return the state of a value beside the bounds that its metric declares in plain numbers."""
+def judge(info: MetricInfo | None, value: float, other: Callable[[str], float | None] = lambda key: None) -> Judgement:
+    """Return the state of a value beside the bounds that its metric declares in plain numbers.
+
+    Args:
+        info: description of the metric.
+        value: of it.
+        other: returns the value of another metric at the same time, by its key or template: `< 0.1 with policy/kl > 0.05` needs it.
+    """
     if info is None or not math.isfinite(value):
         return ""
-    if beyond_bound(info.critical, value):
+    if _is_beyond(info.critical, value, other):
         return "critical"
-    if beyond_bound(info.warn, value):
+    if _is_beyond(info.warn, value, other):
         return "warn"
     healthy = HealthyRange.parse(info.healthy)
     is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
     return (
         "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
     )
+
+
+def _is_beyond(bound: str, value: float, other: Callable[[str], float | None]) -> bool:
+    condition = CONDITIONAL.fullmatch(bound)
+    if condition is None:
+        return bool(beyond_bound(bound, value))
+    second = other(condition[2])
+    return second is not None and bool(beyond_bound(condition[1], value)) and bool(beyond_bound(condition[3], second))

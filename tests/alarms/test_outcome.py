@@ -152,7 +152,52 @@ def test_a_few_long_updates_tell_a_rise_by_their_episodes() -> None:
     assert outcome_of(records(blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
     assert outcome_of(records(-blocks, more={"episode/return_std": 60.0})).kind is OutcomeKind.DECLINING
     assert outcome_of(records(blocks)).kind is OutcomeKind.TOO_SHORT
-    assert outcome_of(records(blocks[:3], more={"episode/return_std": 60.0})).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(blocks[:3], more={"episode/return_std": 60.0})).kind is OutcomeKind.LEARNING
+    assert outcome_of(records(blocks[:3], more={"episode/return_std": 200.0})).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(blocks[:2], more={"episode/return_std": 60.0})).kind is OutcomeKind.TOO_SHORT
+
+
+@pytest.mark.parametrize(
+    ("means", "episodes", "kind"),
+    [
+        ([50.0, 60.0, 95.0, 98.0, 70.0, 48.0, 47.0], 8, OutcomeKind.DECLINING),
+        ([50.0, 70.0, 90.0, 100.0, 99.0, 101.0, 98.0], 8, OutcomeKind.LEARNING),
+        ([50.0, 48.0, 52.0, 49.0, 51.0, 50.0, 49.0], 8, OutcomeKind.FLAT),
+        ([50.0, 110.0, 52.0], 150, OutcomeKind.DECLINING),
+        ([50.0, 58.0, 66.0], 150, OutcomeKind.LEARNING),
+    ],
+)
+def test_groups_of_many_episodes_tell_a_course_though_they_are_few(
+    means: list[float], episodes: int, kind: OutcomeKind
+) -> None:
+    """Episodes of one length that end side by side, in every third update, and differ by 10: seven groups of 8, three of 150."""
+    course = [
+        Record(
+            3 * place,
+            Axes(3 * place, 1000 * place, 0, 0.0),
+            {"episode/return_mean": mean, "episode/return_std": 10.0, "episode/count": float(episodes)},
+        )
+        for place, mean in enumerate(means, 1)
+    ]
+    between = [Record(one, Axes(one, 334 * one, 0, 0.0), {"episode/count": 0.0}) for one in range(1, 22) if one % 3]
+
+    assert outcome_of(sorted([*course, *between], key=lambda record: record.seq)).kind is kind
+
+
+def test_returns_without_a_spread_are_known_exactly() -> None:
+    """A deterministic task with a deterministic policy: seven groups of 8 equal episodes."""
+    course = records(np.array([50.0, 50, 65, 92, 98, 98, 98]), episodes=8, more={"episode/return_std": 0.0})
+
+    assert outcome_of(course).kind is OutcomeKind.LEARNING
+
+
+def test_a_finished_run_is_flat_after_fewer_updates() -> None:
+    """Twelve updates of 12 episodes are 144; a run that goes on may still begin to learn."""
+    course = records(np.tile([1.0, 2.0], 6))
+
+    assert outcome_of(course, status=RunStatus.FINISHED).kind is OutcomeKind.FLAT
+    assert outcome_of(course, status=RunStatus.INTERRUPTED).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(course[:9], status=RunStatus.FINISHED).kind is OutcomeKind.TOO_SHORT
 
 
 def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_varies() -> None:
@@ -282,6 +327,21 @@ def test_early_short_episodes_are_no_baseline() -> None:
     ]
 
     assert outcome_of(steps, {"num_envs": 8}).kind is OutcomeKind.FLAT
+
+
+@pytest.mark.parametrize(("cut_off", "first"), [(1.0, 10.0), (0.5, 15.0)])
+def test_episodes_that_are_all_cut_off_are_a_baseline_at_once(cut_off: float, first: float) -> None:
+    """Environments end together every 200 steps, and the return doubles from the first to the second end."""
+    course = [
+        Record(
+            record.seq,
+            Axes(record.axes.update, 12 * 200 * record.axes.update, 0, 0.0),
+            {**record.values, "episode/length_mean": 200.0, "episode/truncated_frac": cut_off},
+        )
+        for record in records(10 * np.arange(1.0, 31.0), episodes=24)
+    ]
+
+    assert outcome_of(course, {"num_envs": 12}).first == first
 
 
 def test_a_failure_stands_until_a_record_follows() -> None:

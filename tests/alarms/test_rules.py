@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
 
-from esper_telemetry.alarms import Thresholds
+from esper_telemetry.alarms import Detectors, Thresholds, Verdict
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, AlarmLevel
 
@@ -112,7 +114,7 @@ CASES: dict[str, Case] = {
     "lstm/empty": Case(set_to({"lstm/h/rms": 1e-5}), 4),
     "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),
     "adv/degenerate": Case(set_to({"adv/participation": 0.01, "adv/raw/absmax_over_std": 60.0}), 4),
-    "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
+    "opt/stalled_weights": Case(set_to({"opt/lr": 0.0, "policy/kl_max": 1e-6})),
     "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
     "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
     "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
@@ -183,23 +185,34 @@ def case_records(kind: str) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_what_goes_wrong_is_reported_in_time(kind: str) -> None:
+class CaseCourse(NamedTuple):
+    """Verdicts on the records of a case, and the keys of all findings of its rule, of those that speak for an alarm and of the others."""
+
+    verdicts: list[Verdict]
+    keys: frozenset[str]
+
+
+@cache
+def case_course(kind: str) -> CaseCourse:
     case = CASES[kind]
+    detectors = Detectors(case.facts, case.thresholds or Thresholds())
+    judge, keys = detectors._judges[kind], set[str]()
 
-    updates = raised(judged(case_records(kind), case.facts, case.thresholds))
+    def recorded(view):  # type: ignore[no-untyped-def]
+        findings = list(judge(view))
+        keys.update(finding.key for finding in findings)
+        return findings
 
-    assert kind in updates
-    assert SINCE <= updates[kind] <= SINCE + case.lag
+    detectors._judges[kind] = recorded
+    return CaseCourse([detectors.step(record) for record in case_records(kind)], frozenset(keys))
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_it_is_reported_with_numbers_evidence_and_what_to_try(kind: str) -> None:
-    case = CASES[kind]
-    (first, *_) = [
-        alarm for alarm in alarms(judged(case_records(kind), case.facts, case.thresholds)) if alarm.type == kind
-    ]
+def test_what_goes_wrong_is_reported_in_time_with_numbers_evidence_and_what_to_try(kind: str) -> None:
+    verdicts = case_course(kind).verdicts
+    first = next(alarm for alarm in alarms(verdicts) if alarm.type == kind)
 
+    assert SINCE <= raised(verdicts)[kind] <= SINCE + CASES[kind].lag
     assert first.event is AlarmEvent.RAISE
     assert first.text.startswith(f"Since update {first.since}, ") and "Try: " in first.text
     assert first.incident >= 1 and first.cause
@@ -227,3 +240,18 @@ def test_a_healthy_run_raises_nothing_and_leaves_no_question_open() -> None:
 @pytest.mark.parametrize("rule", alarm_rules(), ids=lambda rule: rule.type)
 def test_every_rule_says_who_says_so(rule: Any) -> None:
     assert rule.source and rule.inputs
+
+
+def is_instance(key: str, template: str) -> bool:
+    """True for a key that the template, or one of its histories, stands for: `{key}` is any key, another label a part of one."""
+    pattern = re.escape(template).replace(re.escape("{key}"), ".+")
+    return re.fullmatch(re.sub(r"\\\{[a-z_]+\\\}", "[a-z0-9_]+", pattern), key) is not None
+
+
+@pytest.mark.parametrize("rule", [rule for rule in alarm_rules() if rule.type in CASES], ids=lambda rule: rule.type)
+def test_the_keys_that_decide_are_declared_and_the_first_that_is_declared_decides(rule: Any) -> None:
+    """So that the page of a metric says under `decides` what its value really raises."""
+    keys = case_course(rule.type).keys
+
+    assert [key for key in keys if not any(is_instance(key, template) for template in rule.inputs)] == []
+    assert any(is_instance(key, rule.inputs[0]) for key in keys)

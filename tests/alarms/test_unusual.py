@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from esper_telemetry.alarms.verdict.remedies import fact_remedy, key_remedy, suppliers
 from esper_telemetry.alarms.verdict.unusual import (
     RunValues,
     beyond_bound,
+    fact_remedy,
     healthy_values,
     judge_value,
+    key_remedy,
     kind_of_task,
     quantiles_of,
     scale_free,
+    suppliers,
 )
 from esper_telemetry.core.metric import Metric
 from esper_telemetry.core.record import Axes, Record

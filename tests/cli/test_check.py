@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked import run_python
 
 from esper_telemetry import RunStatus, Telemetry, check_gae, read_run
 from esper_telemetry.cli.arguments import WrongUse
@@ -30,11 +31,7 @@ class Output(NamedTuple):
 
 def check(directory: Path, *words: str) -> Output:
     """Run the command as a process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-m", "esper_telemetry", "check", *words]
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-m", "esper_telemetry", "check", *words, cwd=directory)
     return Output(done.returncode, done.stdout, done.stderr)
 
 

@@ -60,7 +60,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
     """With a forked worker alive, the end of the child's input never comes: it must see that it has another parent."""
     worker = "if os.fork() == 0: time.sleep(15), os._exit(0)\n" if forked_worker else ""
     opened = "wait_until((tmp_path / 'fast').exists, 'the fast sink to be opened')\n"
-    process = trainer(tmp_path, opened + worker + "add(journal, range(1, 100_000))\n")
+    process = trainer(tmp_path, opened + worker + "add(journal, range(1, 2_001))\ntime.sleep(60)\n")
     wait_until(lambda: seqs(tmp_path / "fast"), "records in the fast sink")
     process.kill()
     process.wait()

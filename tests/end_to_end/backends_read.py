@@ -19,7 +19,7 @@ from waiting import wait_until
 from esper_telemetry import Record, read_run
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import Histogram, template_of
-from esper_telemetry.sinks.values import by_tag
+from esper_telemetry.sinks.layout import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
@@ -121,8 +121,9 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
     points = {
         tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
     }
+    keys = {tag.replace("/", " "): tag for tag in points}
     for tag in [tag for tag in points if tag.startswith("0_overview/")]:
-        assert points.pop(tag) == points[tag.partition(" ")[2]]
+        assert points.pop(tag) == points[keys[tag.partition(" ")[2]]]
     return points
 
 

@@ -46,6 +46,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
     assert_the_same_numbers_in_all_four(run_dir)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: Path) -> None:
     """A terminal sends the signal to the whole process group. MLflow knows no better word than killed."""
     run_dir = tmp_path / "interrupted"

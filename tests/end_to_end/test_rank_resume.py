@@ -82,7 +82,7 @@ def test_both_ranks_end_where_they_would_have_ended(runs: Resumed) -> None:
     for ours, theirs in ((whole, cut), (whole["others"][0], cut["others"][0])):
         assert torch.equal(ours["collector"]["observations"], theirs["collector"]["observations"])
         assert torch.equal(ours["collector"]["generator"], theirs["collector"]["generator"])
-        assert ours["companions"]["telemetry"]["recent"] == theirs["companions"]["telemetry"]["recent"]
+        assert ours["checkpointables"]["telemetry"]["recent"] == theirs["checkpointables"]["telemetry"]["recent"]
 
 
 def test_one_rank_says_from_where_they_went_on(runs: Resumed) -> None:

@@ -19,7 +19,8 @@ from backends_read import (
     wandb_exit_codes,
 )
 from broken_environments import KILLED
-from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained
+from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, python_path, started, trained
+from forked import run_python
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -67,7 +68,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     resumed = ended(trained(cut, "--resume", str(cut)), seconds=120)
     whole = tmp_path_factory.mktemp("whole") / "run"
     (whole.parent / KILLED).touch()
-    assert ended(trained(whole, "--env", KILLING, "--run-dir", str(whole), *options)).code == 0
+    words = ("train", "--env", KILLING, "--run-dir", str(whole), *options)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    run_python("-m", "esper_telemetry", *words, cwd=whole.parent, env=environment).check_returncode()
     return Resumed(whole, cut, killed, resumed)
 
 

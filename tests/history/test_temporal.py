@@ -12,7 +12,7 @@ from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import LogDrift
 from esper_telemetry.history.derive import ALL_SUFFIXES, HEADLINES, KeyHistories
-from esper_telemetry.history.deviations import ChangeState, Cusum, TwoSided, prewhitened_z
+from esper_telemetry.history.deviations import ChangeState, Cusum, TwoSided, level_model
 from esper_telemetry.history.trend import goertzel, theil_sen
 
 FACTS: dict[str, Any] = {"groups": {"actor": [], "head:op": []}, "horizon": 200, "num_steps": 20}
@@ -130,7 +130,7 @@ def test_sums_of_a_running_series_are_those_of_the_whole() -> None:
 
     running = [float(changes.step(np.array([value]))[0]) for value in x]
 
-    whole = [float(np.asarray(cusum.step(np.array([z])).cusum)[0]) for z in prewhitened_z(x, baseline=50)]
+    whole = [float(np.asarray(cusum.step(np.array([z])).cusum)[0]) for z in level_model(x[:50]).score(x[50:], x[49:-1])]
     assert np.isnan(running[:50]).all()
     assert running[50:] == pytest.approx(whole)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from esper_telemetry.core.metric import Array
-from esper_telemetry.history.deviations import CUSUM_LEVEL, Cusum, PageHinkley, prewhitened_z
+from esper_telemetry.history.deviations import CUSUM_LEVEL, Cusum, PageHinkley, level_model
 from esper_telemetry.history.trend import (
     acf,
     fisher_p,
@@ -70,7 +70,7 @@ def test_period_of_a_strong_oscillation_is_reported() -> None:
 @pytest.mark.parametrize(("phi", "most"), [(0.0, 0.05), (0.6, 0.09), (0.9, 0.22)])
 def test_cusum_on_prewhitened_scores_is_a_hint(phi: float, most: float) -> None:
     cusum = Cusum(SERIES)
-    scores = np.array([prewhitened_z(x, baseline=50) for x in noise(phi, 150)])
+    scores = np.array([level_model(x[:50]).score(x[50:], x[49:-1]) for x in noise(phi, 150)])
     peaks = np.array([cusum.step(z).cusum for z in scores.T])
 
     assert (peaks.max(0) > CUSUM_LEVEL).mean() <= most
@@ -80,7 +80,9 @@ def test_cusum_finds_a_step_of_three_deviations() -> None:
     x = noise(0.0, 150).copy()
     x[:, 100:] += 3
     cusum = Cusum(SERIES)
-    peaks = np.array([cusum.step(z).cusum for z in np.array([prewhitened_z(row, baseline=50) for row in x]).T])
+    peaks = np.array(
+        [cusum.step(z).cusum for z in np.array([level_model(row[:50]).score(row[50:], row[49:-1]) for row in x]).T]
+    )
 
     assert (peaks[-1] > CUSUM_LEVEL).mean() >= 0.95
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,60 @@ def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
     assert offline.facts == database.facts == {"learning_rate": 0.01}
 
 
+def _printed_by_verl(row: dict[str, float]) -> str:
+    cells = [f"{tag}:{value}" for tag, value in row.items()]
+    return f"(TaskRunner pid=7) step:{row['step']} - {' - '.join(cells[1:])}"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "write"),
+    [
+        ("verl", _printed_by_verl),
+        (
+            "verl",
+            lambda row: json.dumps({"step": row["step"], "data": {tag: row[tag] for tag in row if tag != "step"}}),
+        ),
+        ("trl", lambda row: f"{row['step']}/30 [00:07] " + str({tag: f"{value:.4g}" for tag, value in row.items()})),
+        ("trl", lambda row: json.dumps(row)),
+        ("nemo_rl", lambda row: json.dumps(row)),
+    ],
+    ids=["verl printed", "verl lines", "TRL printed", "TRL lines", "NeMo-RL lines"],
+)
+def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_path: Path) -> None:
+    """Lines of other kinds, among them a progress bar and braces without metrics, are passed over."""
+    name, columns, expected = TRAINERS[trainer]
+    rows = [{"step": place + 1, **{tag: columns[tag][place] for tag in columns}} for place in range(UPDATES)]
+    noise = ["loading {model}", "  3%|x | 1/30 [00:07<01:00]", "{'loss': ", "step: nothing - at all"]
+    (tmp_path / "run.log").write_text("\n".join([*noise, *map(write, rows), *noise]))
+
+    imported = read_foreign(read_source(f"log:{tmp_path}/run.log"))
+
+    assert imported.trainer == name
+    assert len(imported.records) == UPDATES
+    assert [record.axes.env_step for record in imported.records] == [row["step"] for row in rows]
+    for record in imported.records:
+        assert {key: record.values[key] for key in expected} == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_state_that_transformers_saves(tmp_path: Path) -> None:
+    columns = TRAINERS["trl"][1]
+    history = [
+        {"step": place + 1, "epoch": 0.1, **{tag.removeprefix("train/"): columns[tag][place] for tag in columns}}
+        for place in range(UPDATES)
+    ]
+    state = tmp_path / "checkpoint-30" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text(
+        json.dumps({"best_metric": None, "log_history": [*history, {"step": 30, "train_runtime": 9.0}]}, indent=2)
+    )
+
+    imported = read_foreign(read_source(f"log:{state}"))
+
+    assert (imported.trainer, imported.name, len(imported.records)) == ("TRL", "checkpoint-30", UPDATES)
+    assert imported.records[-1].values["lm/reward/mean"] == 0.4
+    assert "train_runtime" in imported.unused
+
+
 def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as left:
         main(["diagnose", *arguments])
@@ -177,12 +232,14 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("runs/a", "--from takes tensorboard:..., wandb:..., csv:..., mlflow:..., got 'runs/a'"),
+        ("runs/a", "--from takes tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'"),
         ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
         ("tensorboard:nowhere", "there is no nowhere"),
         ("tensorboard:.", ". holds no event files of TensorBoard"),
         ("csv:nowhere.csv", "there is no file nowhere.csv"),
         ("csv:empty.csv", "empty.csv has no rows"),
+        ("log:nowhere.log", "there is no file nowhere.log"),
+        ("log:empty.csv", "empty.csv has no line with metrics"),
         ("csv:other.csv", "these are not the tags of Stable-Baselines3"),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
         ("mlflow:sqlite:///x.db?run=a", "there is no x.db"),
@@ -221,3 +278,18 @@ def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) ->
             main(["diagnose", *words])
         assert left.value.code == 2
         assert "needs either a run directory or --from" in capsys.readouterr().err
+
+
+def test_a_language_model_that_answers_every_prompt_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards alternate with the prompts, so that every second one is as good as any before: the groups are dead all the same."""
+    columns = {
+        "train/reward": [0.1, 0.0, 0.25, *([0.0, 0.25] * UPDATES)][:UPDATES],
+        "train/frac_reward_zero_std": [0.0] * 5 + [1.0] * (UPDATES - 5),
+        "train/learning_rate": [1e-6] * UPDATES,
+    }
+    directory = written(tmp_path / "run", columns)
+
+    diagnosis = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))
+
+    assert [incident["cause"] for incident in diagnosis["incidents"]] == ["lm/dead_groups"]
+    assert "published settings" not in json.dumps(diagnosis)

@@ -40,7 +40,7 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         {"train/reward": [0.4] * UPDATES, "train/frac_reward_zero_std": [0.25] * UPDATES, "train/kl": [0.1] * UPDATES}
         | {"train/entropy": [1.5] * UPDATES, "train/grad_norm": [0.7] * UPDATES, "train/loss": [0.02] * UPDATES}
         | {"train/completions/mean_length": [120.0] * UPDATES, "train/completions/clipped_ratio": [0.1] * UPDATES},
-        {"lm/reward/mean": 0.4, "episode/return_mean_100": 0.4, "lm/groups/zero_advantage": 0.25, "lm/entropy": 1.5}
+        {"lm/reward/mean": 0.4, "episode/return_mean": 0.4, "lm/groups/zero_advantage": 0.25, "lm/entropy": 1.5}
         | {"lm/kl_reference": 0.1, "lm/length/mean": 120.0, "lm/truncated_frac": 0.1},
     ),
     "verl": (

@@ -15,7 +15,6 @@ from esper_telemetry.metrics.optimizer import (
     adam_state,
     adam_step,
     adam_steps,
-    layer_steps,
     learning_rate,
     state_reset,
     weight_growth,
@@ -56,7 +55,7 @@ def test_layers_are_named() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     stepped(model, optimizer)
 
-    result = layer_steps(optimizer, ["weight", "bias"]).values()
+    result = adam_steps(optimizer, ["weight", "bias"])[1].values()
 
     statistics = ("update_to_weight", "weight_norm")
     assert set(result) == {f"opt/{what}/{name}" for what in statistics for name in ("weight", "bias")}
@@ -68,7 +67,7 @@ def test_other_optimizers_and_unused_ones_have_no_adam_keys() -> None:
 
     assert adam_step(torch.optim.SGD([parameter], lr=0.1)).values() == {}
     assert adam_step(torch.optim.Adam([parameter])).values() == {}
-    assert layer_steps(torch.optim.Adam([parameter]), ["w"]).values() == {}
+    assert adam_steps(torch.optim.Adam([parameter]), ["w"])[1].values() == {}
 
 
 def test_signal_share_of_constant_gradients_is_one() -> None:
@@ -142,7 +141,7 @@ def test_pieces_say_what_the_whole_says(most: int, monkeypatch: pytest.MonkeyPat
     model[0].bias.grad = None
     names = [name for name, _ in model.named_parameters()]
 
-    whole = {**adam_step(optimizer).values(), **layer_steps(optimizer, names).values()}
+    whole = {key: value for group in adam_steps(optimizer, names) for key, value in group.values().items()}
     monkeypatch.setattr(adam, "MAX_PIECE_NUMBERS", most)
     pieces, copied = adam_steps(optimizer, names), adam_steps(adam_state(adam_parameters(optimizer)), names)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
@@ -57,12 +58,16 @@ def rates(run_dir: Path) -> list[float]:
     return [record.values["opt/lr"] for record in read_run(run_dir).records]
 
 
-def test_every_update_arrives_in_order(tmp_path: Path) -> None:
+def test_every_update_arrives_in_order_and_a_message_larger_than_the_pipe_piece_by_piece(tmp_path: Path) -> None:
     telemetry, _ = offloaded(tmp_path)
     for update in range(1, 51):
         submit(telemetry, update)
+    telemetry.notify_intervention("a" * 5_000_000)
+    worker = worker_of(telemetry)
+    wait_until(lambda: not worker.take_reports() and worker.idle(), "the worker to read the message")
     telemetry.close()
 
+    assert "a" * 5_000_000 in journal(tmp_path)
     assert rates(tmp_path) == [float(update) for update in range(1, 51)]
     assert read_run(tmp_path).status is RunStatus.FINISHED
     assert not (tmp_path / "writer.lock").exists()
@@ -184,18 +189,6 @@ def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tm
     assert ["policy/kl" in record.values for record in read_run(tmp_path).records] == [True] * 7
 
 
-def test_a_message_larger_than_the_pipe_is_sent_piece_by_piece(tmp_path: Path) -> None:
-    telemetry, _ = offloaded(tmp_path)
-    submit(telemetry, 1)
-    telemetry.notify_intervention("a" * 5_000_000)
-    worker = worker_of(telemetry)
-
-    wait_until(lambda: not worker.take_reports() and worker.idle(), "the worker to read the message")
-    telemetry.close()
-
-    assert "a" * 5_000_000 in journal(tmp_path)
-
-
 def test_a_message_left_in_the_pipe_of_a_dead_worker_is_written_in_process(tmp_path: Path) -> None:
     telemetry, pid = offloaded(tmp_path)
     submit(telemetry, 1)
@@ -277,24 +270,22 @@ def own_values(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_records_of_a_users_loop_are_the_same_in_process_and_in_a_worker(tmp_path: Path) -> None:
+    """A sink gets each of them once. The last one has a count of more than 64 bits."""
     records = []
     for offload in (True, False):
-        with Telemetry(run_dir=tmp_path / str(offload), offload=offload) as telemetry:
+        got: list[float] = []
+        sink = [lambda record, got=got: got.append(record.values["my/number"])]
+        with Telemetry(sink, run_dir=tmp_path / str(offload), offload=offload, close_timeout=60.0) as telemetry:
             logged(telemetry, range(1, 41))
+            telemetry.log({"my/number": 41.0})
+            telemetry.flush(env_step=1 << 70)
         assert (tmp_path / str(offload) / "summary.log").exists() is offload
+        assert got == [float(update) for update in range(1, 42)]
         records.append(read_run(tmp_path / str(offload)).records)
 
-    assert {"policy/kl/ema", "policy/kl/ew_std"} <= records[0][-1].values.keys()
+    assert [own[-1].axes.env_step for own in records] == [1 << 70, 1 << 70]
+    assert {"policy/kl/ema", "policy/kl/ew_std"} <= records[0][-2].values.keys()
     assert [own_values(record.values) for record in records[0]] == [own_values(record.values) for record in records[1]]
-
-
-def test_sinks_get_every_record_of_a_worker_once(tmp_path: Path) -> None:
-    got: list[float] = []
-    sink = [lambda record: got.append(record.values["my/number"])]
-    with Telemetry(sink, run_dir=tmp_path, offload=True, close_timeout=60.0) as telemetry:
-        logged(telemetry, range(1, 31))
-
-    assert got == [float(update) for update in range(1, 31)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": False}, {"offload": True, "run_dir": None}])
@@ -315,7 +306,7 @@ class Mine(Detectors):
 with Telemetry(run_dir="run", detect=Mine, offload=True) as telemetry:
     telemetry.flush(env_step=1)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_python("-c", script, cwd=tmp_path, one_core=False)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "run" / "summary.log").exists()
@@ -332,15 +323,6 @@ def test_a_loop_that_records_slow_down_is_told_once_that_a_worker_could_make_the
         logged(telemetry, range(1, 11))
 
     assert len([record for record in caplog.records if "offload=True" in record.message]) == warnings
-
-
-def test_a_count_of_more_than_64_bits_is_recorded(tmp_path: Path) -> None:
-    with Telemetry(run_dir=tmp_path, offload=True) as telemetry:
-        for step in (1, 1 << 70):
-            telemetry.log({"my/number": 1.0})
-            telemetry.flush(env_step=step)
-
-    assert [record.axes.env_step for record in read_run(tmp_path).records] == [1, 1 << 70]
 
 
 def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:

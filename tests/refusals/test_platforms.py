@@ -57,7 +57,10 @@ def without(names: str, place: Path, program: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("training", ["bundled", "own_loop"])
+OWN_LOOP = pytest.param("own_loop", marks=pytest.mark.slow)  # who trains makes no difference to processes and pipes
+
+
+@pytest.mark.parametrize("training", ["bundled", OWN_LOOP])
 def test_a_linux_whose_python_cannot_size_pipes_uses_the_worker_all_the_same(
     training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +74,7 @@ def test_a_linux_whose_python_cannot_size_pipes_uses_the_worker_all_the_same(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("training", ["bundled", "own_loop", pytest.param("sb3", marks=pytest.mark.sb3)])
+@pytest.mark.parametrize("training", ["bundled", OWN_LOOP, pytest.param("sb3", marks=pytest.mark.sb3)])
 def test_macos_measures_in_process_and_feeds_sinks_from_a_process(training: str, tmp_path: Path) -> None:
     program = f"""
 import esper_telemetry as et

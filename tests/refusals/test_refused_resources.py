@@ -41,11 +41,13 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_python
 from permissions import keep_to_permissions
 from trainings import TRAININGS, UPDATES, nothing
 from waiting import wait_until
@@ -148,13 +150,25 @@ def check(warnings: list[str], expected: tuple[str, ...]) -> None:
         assert any(re.search(pattern, warning) for warning in warnings), (pattern, warnings)
 
 
-@pytest.mark.parametrize("training", TRAINED)
-@pytest.mark.parametrize("resource", MONKEY)
+OF_EACH_PART = ("mapping", "process", "journal, full disk", "thread")
+"""Resources that all trainers are refused in `make test`: who trains makes no difference to telemetry's parts."""
+
+
+def marks(training: str, refusal: str) -> list[pytest.MarkDecorator]:
+    if training == "sb3":
+        return [pytest.mark.sb3]
+    return [pytest.mark.slow] if training == "own_loop" and refusal not in OF_EACH_PART else []
+
+
+@pytest.mark.parametrize(
+    ("training", "refusal"),
+    [pytest.param(*case, marks=marks(*case)) for case in product(TRAININGS, MONKEY)],
+)
 def test_training_ends_as_without_telemetry(
-    training: str, resource: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    training: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = untouched(training)
-    patch, patterns = MONKEY[resource]
+    patch, patterns = MONKEY[refusal]
     sinks: list[SinkLike] = [PrometheusSink(tmp_path / "metrics.prom")] if SINKS in patterns else [ignore]
     patch(monkeypatch)
     with Telemetry(sinks, run_dir=tmp_path / "run", offload=True, close_timeout=120.0) as telemetry:
@@ -246,15 +260,13 @@ REAL = [
 def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
     training: str, resource: str, moment: str, patterns: tuple[str, ...]
 ) -> None:
-    permissions = keep_to_permissions if resource == "read_only" else None
-    program = subprocess.run(
-        [sys.executable, PROGRAM, training, resource, moment],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        preexec_fn=permissions,
-    )
+    words: list[str | Path] = [PROGRAM, training, resource, moment]
+    if resource == "read_only":
+        program = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=300, preexec_fn=keep_to_permissions
+        )
+    else:
+        program = run_python(*words, one_core=False)
 
     assert program.returncode == 0, program.stderr
     report = json.loads(program.stdout)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from esper_telemetry import read_run
 from esper_telemetry.core.equations.equation import equation_results
@@ -18,7 +17,7 @@ CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatch
 def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
     """Run the script; return the equations that its first record has, and the names of what explains them."""
     words = ["-m", "esper_telemetry", "run", "--run-dir", "run", str(SCRIPT), "--bug", bug]
-    subprocess.run([sys.executable, *words], cwd=directory, check=True, capture_output=True, timeout=120)
+    run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
     results = [one for one in equation_results(run.records[0].values, run.info.facts) if one.equation.name in CHECKED]
     assert all(one.matches or one.explanations for one in results)

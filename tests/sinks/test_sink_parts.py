@@ -16,10 +16,9 @@ from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
-from esper_telemetry.sinks.layout import Chart, sections
+from esper_telemetry.sinks.layout import Chart, by_tag, flattened, midpoints, sections, trimmed, with_at_most
 from esper_telemetry.sinks.mlflow.run import LegalNames, legal
 from esper_telemetry.sinks.pages import metric_description, run_readme
-from esper_telemetry.sinks.values import by_tag, flattened, midpoints, trimmed, with_at_most
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])

@@ -189,7 +189,7 @@ def test_the_first_family_of_tags_repeats_the_headlines_and_the_return_is_the_fi
 
     tags = sorted(read(tmp_path / "tensorboard").Tags()["scalars"])
     assert tags[:3] == [
-        *("0_overview/01 episode/return_mean_100", "0_overview/02 alarm/active", "0_overview/04 policy/kl")
+        *("0_overview/01 episode return_mean_100", "0_overview/02 alarm active", "0_overview/04 policy kl")
     ]
     assert scalars(tmp_path / "tensorboard", tags[0]) == [(1000, 7.0)]
     metadata = read(tmp_path / "tensorboard").SummaryMetadata(tags[2])

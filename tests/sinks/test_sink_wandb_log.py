@@ -18,15 +18,15 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import Cursor, Cursors, Delivery
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.sinks import WandbSink
-from esper_telemetry.sinks.wandb import stored as wandb_stored
-from esper_telemetry.sinks.wandb.stored import last_update, summary_of
+from esper_telemetry.sinks.wandb import sink as wandb_sink
+from esper_telemetry.sinks.wandb.sink import last_update, summary_of
 
 PROJECT = "walker"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_stored, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(wandb_sink, "SETTLE_SECONDS", 0.01)
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def lines_of(
     lines, detectors = [encode_run(head)], Detectors(facts)
     for record in records:
         verdict = detectors.step(record)
-        lines.append(encode_record(record))
+        lines.append(encode_record(replace(record, values={**record.values, **verdict.values})))
         lines += [encode_alarm(alarm) for alarm in verdict.alarms]
         lines += [encode_event(JournalEvent(kind, data, record.seq, record.axes)) for kind, data in verdict.events]
     if status is not None:

@@ -55,7 +55,8 @@ def text_of(lines: list[Line]) -> str:
     [
         ({"policy__kl": 0.01}, {}, "ALL CLEAR ✓"),
         ({"policy__kl": 0.051}, {}, "ANOMALIES: PPO ⚠"),
-        ({"policy__entropy_norm": 0.09}, {}, "ANOMALIES: PPO ⚠"),
+        ({"policy__entropy_norm": 0.09, "policy__entropy_marginal_norm": 0.2}, {}, "ANOMALIES: PPO ⚠"),
+        ({"policy__entropy_norm": 0.09, "policy__entropy_marginal_norm": 0.9}, {}, "ALL CLEAR ✓"),
         ({"grad__global__norm_preclip_nonfinite": 3.0}, {}, "ANOMALIES: 3 NaN grads"),
         ({"grad__actor__severity_explode": 0.5, "grad__critic__severity_explode": 0.1}, {}, "ANOMALIES: 1 exploding"),
         ({"perf__memory__process_frac": 0.85}, {}, "ANOMALIES: MEM ⚠"),

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from healthy_run import FACTS
 from hypothesis import given
 from hypothesis import strategies as st
 from journaled import SPOILED, learning, lines_of, write
 
+from esper_telemetry.alarms.diagnosis import diagnose
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunStatus
 from esper_telemetry.journal.file import JOURNAL_NAME
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_event, encode_record, to_json
@@ -75,6 +77,15 @@ def test_a_value_is_judged_by_the_worst_bound_that_it_leaves() -> None:
     assert judge(conditional, 0.1) == ""
 
 
+def test_a_bound_with_a_condition_counts_where_the_other_metric_meets_it() -> None:
+    info = MetricInfo("fraction", "", critical="< 0.1 with policy/mix < 0.5")
+
+    assert judge(info, 0.05, {"policy/mix": 0.2}.get) == "critical"
+    assert judge(info, 0.05, {"policy/mix": 0.9}.get) == ""
+    assert judge(info, 0.3, {"policy/mix": 0.2}.get) == ""
+    assert judge(info, 0.05) == ""
+
+
 def shown(view: RunView) -> Any:
     """Everything that a view says, but for times."""
     return view.status, view.axes, view.diagnosis, view.incidents, view.panels(), view.strip(), view.alarms
@@ -111,6 +122,19 @@ def test_the_view_of_the_journal_says_what_judging_it_again_says(tmp_path: Path)
     assert "Try:" not in first.text and first.advice
     assert first.evidence[0].key == first.keys[0] == first.report.main.key
     assert recorded.strip()[0].text.endswith(first.cause)
+
+
+@pytest.mark.parametrize("has_alarms", [True, False])
+def test_a_judged_view_says_what_diagnose_says_also_of_a_run_without_alarms(tmp_path: Path, has_alarms: bool) -> None:
+    records = learning(40, SPOILED)
+    lines = lines_of(records)
+    if not has_alarms:
+        lines = [lines[0], *map(encode_record, records), lines[-1]]
+
+    view = open_view(write(tmp_path / "run", lines), judged=True)
+
+    assert view.diagnosis == diagnose(FACTS, records, status=RunStatus.FINISHED)
+    assert view.diagnosis.incidents and view.diagnosis.checks
 
 
 def test_a_run_without_records_and_one_that_was_killed_are_shown(tmp_path: Path) -> None:

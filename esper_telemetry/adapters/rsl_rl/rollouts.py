@@ -69,12 +69,17 @@ class StorageRolloutRecorder:
         values, returns = storage.values.squeeze(-1), storage.returns.squeeze(-1)
         ended = storage.dones.squeeze(-1).bool()
         raw = torch.stack(self._rewards).to(values.device)
-        limits = self._limits(ended)
+        limits = torch.zeros_like(ended)
+        if len(self._time_outs) == len(self._rewards):
+            limits = torch.stack(self._time_outs).to(ended.device).bool() & ended
         rewards = raw
         if alg.rnd:  # curiosity is part of the rewards that are learned from
             rewards = storage.rewards.squeeze(-1) - alg.gamma * values * limits
         assert self._last_values is not None
-        columns = _acted_on(alg)
+        columns = HeadColumns()
+        if is_gaussian(alg) and storage.distribution_params is not None:
+            means, stds = storage.distribution_params
+            columns = HeadColumns(means={HEAD: means}, log_std={HEAD: stds.log()})
         return RolloutEnd(
             update=update,
             env_step=env_step,
@@ -102,12 +107,6 @@ class StorageRolloutRecorder:
         """Return the event of the episodes that finished in a rollout; those that had begun before the first one are left out."""
         rewards = rollout.rewards if rollout.raw_rewards is None else rollout.raw_rewards
         return self._counter.episodes(rewards, rollout.ended, rollout.env_step)
-
-    def _limits(self, ended: Tensor) -> Tensor:
-        """Steps [T, B] that a time limit ended."""
-        if len(self._time_outs) != len(self._rewards):
-            return torch.zeros_like(ended)
-        return torch.stack(self._time_outs).to(ended.device).bool() & ended
 
     def _scales(self) -> dict[str, Scale]:
         """State of the running normaliser of the actor's observations; it cuts nothing, so the observations stand for what it returns."""
@@ -141,11 +140,3 @@ def observations_of(alg: Any) -> Tensor | None:
     if not parts or any(part.dim() != 3 for part in parts):
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
-def _acted_on(alg: Any) -> HeadColumns:
-    parameters = alg.storage.distribution_params
-    if not is_gaussian(alg) or parameters is None:
-        return HeadColumns()
-    means, stds = parameters
-    return HeadColumns(means={HEAD: means}, log_std={HEAD: stds.log()})

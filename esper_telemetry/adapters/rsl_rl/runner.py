@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
 from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
 from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
-from esper_telemetry.adapters.taps import Listener, Tap, listen
+from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipping
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     Hooks,

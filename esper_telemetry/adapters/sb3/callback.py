@@ -23,7 +23,6 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.sb3.collection import CollectionPasses, copied_weights, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
@@ -47,7 +46,7 @@ from esper_telemetry.adapters.sb3.rollouts import (
     rollout_episodes,
     rollout_event,
 )
-from esper_telemetry.adapters.taps import Listener, listen
+from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     AfterUpdate,

@@ -1,6 +1,6 @@
 """Losses and gradients of a Stable-Baselines3 model: norms at the clip, norms of heads, gradients at the trunk and of parts of a minibatch.
 
-**Norms before clipping** are taken by `adapters.clipping`. Trainers that clip in another way are observed at `policy.parameters`.
+**Norms before clipping** are taken by `adapters.taps`. Trainers that clip in another way are observed at `policy.parameters`.
 
 **The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
 of its own takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.

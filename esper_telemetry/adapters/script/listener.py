@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.losses import LossReader
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.objective import LossReader, leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
@@ -390,8 +389,9 @@ class ScriptListener:
         minibatch, heads = names.find_minibatch(variables, rows), self.distributions.take_minibatch(rows)
         if minibatch.advantages is None:
             return
-        if minibatch.old_values is None:
-            minibatch = minibatch._replace(old_values=self._at_collection(minibatch.rows))
+        places, values = minibatch.rows, self._collected_values
+        if minibatch.old_values is None and places is not None and values is not None and places.max() < len(values):
+            minibatch = minibatch._replace(old_values=values[places.to(values.device)])
         if self._accumulates:
             minibatch = minibatch._replace(rows=None)
         self.findings[RATIOS] = None
@@ -403,13 +403,6 @@ class ScriptListener:
         self.hooks.emit(
             MinibatchEnd(self._epoch, self._step, log_ratio, losses=losses, **minibatch._asdict(), **heads._asdict())
         )
-
-    def _at_collection(self, rows: Tensor | None) -> Tensor | None:
-        """Return the values of these rows of the rollout; None where the rows or the rollout are not known."""
-        values = self._collected_values
-        if rows is None or values is None or int(rows.max()) >= len(values):
-            return None
-        return values[rows.to(values.device)]
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""

@@ -220,7 +220,7 @@ class Taps:
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def passed(loss: Any, *args: Any, **options: Any) -> Any:
-            if not self._script_is_open():
+            if self.script is None or not self.script.open or _compiling():
                 return backward(loss, *args, **options)
             self.call(lambda script: script.before_backward(loss))
             result = backward(loss, *args, **options)
@@ -228,9 +228,6 @@ class Taps:
             return result
 
         return passed
-
-    def _script_is_open(self) -> bool:
-        return self.script is not None and self.script.open and not _compiling()
 
     def _log_prob(self, log_prob: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(log_prob)

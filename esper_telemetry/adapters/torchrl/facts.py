@@ -44,8 +44,13 @@ def is_squared(loss: Any) -> bool:
 
 def config_of(loss: Any) -> dict[str, Any]:
     """Return the settings of the loss module as plain values."""
-    settings = {name: _plain(getattr(loss, name, None)) for name in SETTINGS}
-    return {"loss": type(loss).__name__, **{name: value for name, value in settings.items() if value is not None}}
+    config: dict[str, Any] = {"loss": type(loss).__name__}
+    for name in SETTINGS:
+        value = getattr(loss, name, None)
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if value is not None:
+            config[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return config
 
 
 def facts_of(
@@ -61,6 +66,8 @@ def facts_of(
         distribution = None if batch is None else acting_distribution(batch, loss)
     own, averaged = bool(getattr(loss, "normalize_advantage", False)), bool(getattr(estimator, "average_gae", False))
     clip, critic = getattr(loss, "clip_epsilon", None), _number(getattr(loss, "critic_coeff", None))
+    of_critic = [name for name in parameters if name.startswith("critic.")]
+    weights = [place for place, name in enumerate(of_critic) if name.endswith("weight")]
     settings: dict[str, Any] = {
         "trainer": "torchrl",
         "num_envs": envs,
@@ -71,7 +78,7 @@ def facts_of(
         "advantage_correction": 1,
         "advantage_std_floor": STD_FLOOR,
         "groups": groups_of(loss, parameters),
-        "value_head": _value_head(parameters),
+        "value_head": of_critic[weights[-1] :] if weights else [],  # its last weight and what follows
         "clip": _number(clip),
         "clip_value": _number(getattr(loss, "clip_value", None)),
         "gamma": gamma_of(loss, estimator),
@@ -148,19 +155,6 @@ def _unchecked(loss: Any, estimator: Any) -> dict[str, str]:
     return reasons
 
 
-def _value_head(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters of the critic's last layer: its last weight and what follows."""
-    names = [name for name in parameters if name.startswith("critic.")]
-    last = max((place for place, name in enumerate(names) if name.endswith("weight")), default=len(names))
-    return names[last:]
-
-
 def _number(value: Any) -> float | None:
     """A number that the module may hold in single precision."""
     return None if value is None or isinstance(value, bool) else float(f"{float(value):.7g}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return value if isinstance(value, bool | int | float | str | type(None)) else str(value)

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.clipping import listen_to_clipping
 from esper_telemetry.adapters.columns import EpisodeCounter, HeadColumns, join_columns, numbers_by_key
-from esper_telemetry.adapters.taps import Listener, listen
+from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.adapters.torchrl.facts import (
     config_of,
     environment_facts,
@@ -367,11 +367,14 @@ class LossListener:
 
         values, returns = whole(fields.values), whole(fields.returns)
         numbers = self._rows_of(whole(fields.places), whole(fields.old_log_probs))
-        old_values = None
+        old_values, epochs = None, fields.epoch
         if self._rollout is not None and numbers is not None and values is not None:
             old_values = self._rollout.values.flatten()[numbers]
+        if self._rollout is not None and not any(epochs):  # a loop that asks the estimator once: by the rows before
+            before = accumulate(counts[:-1], initial=0)
+            epochs = [rows // self._rollout.rewards.numel() for rows in before]
         return MinibatchesEnd(
-            epochs=self._epochs(fields.epoch, counts),
+            epochs=tuple(epochs),
             counts=counts,
             log_ratio=torch.cat(fields.log_ratio),
             advantages=torch.cat(fields.advantages),
@@ -396,14 +399,6 @@ class LossListener:
         rows = index % steps * envs + index // steps
         difference = rollout.log_probs.flatten()[rows] - old_log_probs.to(rollout.log_probs)
         return rows if bool((difference - difference[0]).abs().max() <= MAX_ROUNDING) else None
-
-    def _epochs(self, epochs: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the pass of each minibatch; of a loop that asks the estimator once, by the number of rows before it."""
-        rollout = self._rollout
-        if rollout is None or any(epochs):
-            return tuple(epochs)
-        before = [sum(counts[:place]) for place in range(len(counts))]
-        return tuple([rows // rollout.rewards.numel() for rows in before])
 
     def _losses(
         self,

@@ -1,13 +1,14 @@
 """Language models that learn from completions: tokens, groups, rewards and the engine that samples.
 
-No alarm promises to see reward hacking early: in published runs no logged number told it from learning before the reward did
+No alarm promises to see reward hacking early: in published runs no logged number separated it from learning before the reward did
 (volcengine/verl#7004). `lm/length_reward` names one cause that can be measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from esper_telemetry.alarms.judges import AboveBound
@@ -31,7 +32,9 @@ TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
 UPDATES = count(
-    "lm_updates", 5, "updates over which the correlation is taken together, and first updates of the truncation"
+    "lm_updates",
+    5,
+    "updates over which the correlation and the rewards are taken together, and first updates of the truncation",
 )
 SURPRISE_UPDATES = count(
     "lm_surprise_updates", 30, "updates over which surprise is taken together: hardly trained models differ little"
@@ -97,10 +100,16 @@ class SurpriseJudge:
 
 @dataclass(slots=True)
 class DeadGroupsJudge:
-    """Groups without advantages, but for those of a run whose rewards are as good as they have ever been and once were worse."""
+    """Groups without advantages, but for those of a run whose last rewards are as good as they have ever been and once were worse.
+
+    Attributes:
+        lowest, highest: of all mean rewards.
+        last: the mean rewards of the last updates, whose prompts may differ in difficulty.
+    """
 
     lowest: float = float("inf")
     highest: float = float("-inf")
+    last: list[float] = field(default_factory=list)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, reward = "lm/groups/zero_advantage", view.get("lm/reward/mean")
@@ -108,8 +117,9 @@ class DeadGroupsJudge:
         if value is None or reward is None:
             return
         self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+        self.last = [*self.last, reward][-int(view.limits[UPDATES]) :]
         width = self.highest - self.lowest
-        solved = width > 0 and reward >= self.highest - 0.1 * width
+        solved = width > 0 and sum(self.last) / len(self.last) >= self.highest - 0.1 * width
         yield Finding(hard(value > view.limits[DEAD] and not solved), key, value, view.limits[DEAD]).with_text(
             lambda: (
                 f"in {percent(value)} of the groups all completions have had the same reward, so that they teach nothing"
@@ -181,13 +191,16 @@ def is_language_model(facts: Mapping[str, Any]) -> bool:
     return bool(facts.get("model", "language") == "language")
 
 
+language_rule = partial(AlarmRule, optional=True, applies=is_language_model)
+
+
 def samples_whole(facts: Mapping[str, Any]) -> bool:
     """Return whether tokens are sampled from the whole distribution."""
     return is_language_model(facts) and not facts.get("truncated_sampling")
 
 
 RULES = (
-    AlarmRule(
+    language_rule(
         type="lm/mask",
         inputs=("lm/mask_errors",),
         meaning="Tokens are learned from that are no part of the completion, or parts of it are left out.",
@@ -203,10 +216,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/advantage_sign",
         inputs=("lm/groups/sign_agreement", "lm/groups/mixed"),
         meaning="Better completions get negative advantages: the model learns to be worse.",
@@ -217,10 +228,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/grouping",
         inputs=("lm/groups/mixed", "lm/groups/sign_agreement"),
         meaning="Completions of different prompts are compared with each other.",
@@ -233,10 +242,8 @@ RULES = (
         n_on=2,
         hard=True,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/rounded",
         inputs=("lm/logprob/bf16_frac",),
         meaning="Log-probabilities are rounded to bfloat16, so that ratios near 1 are mostly rounding.",
@@ -249,10 +256,8 @@ RULES = (
         rank=63,
         n_on=2,
         claim=True,
-        optional=True,
-        applies=is_language_model,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/engine_mismatch",
         inputs=(
             "lm/mismatch/mult_error",
@@ -277,11 +282,9 @@ RULES = (
         rank=64,
         n_on=3,
         claim=True,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/mismatch/*", "lm/surprise/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/other_distribution",
         inputs=("lm/surprise/gap", "lm/surprise/z"),
         meaning="Tokens were sampled from another distribution than the one that is learned from.",
@@ -294,10 +297,9 @@ RULES = (
         source="identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
         rank=66,
         n_on=2,
-        optional=True,
         applies=samples_whole,
     ),
-    AlarmRule(
+    language_rule(
         type="lm/dead_groups",
         inputs=("lm/groups/zero_advantage", "lm/reward/mean"),
         meaning="Nearly all groups of completions have equal rewards, so that nothing is learned.",
@@ -306,15 +308,13 @@ RULES = (
             "or sampling that skips groups without advantages."
         ),
         judge=DeadGroupsJudge(),
-        bounds=(DEAD,),
+        bounds=(DEAD, UPDATES),
         source="huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
         rank=70,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/groups/*", "lm/reward/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/length_reward",
         inputs=("lm/reward/length_correlation",),
         meaning="Within groups the reward follows the length of the completion and little else.",
@@ -325,11 +325,9 @@ RULES = (
         rank=72,
         warmup=4,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/length/*", "lm/reward/*"),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/truncation",
         inputs=("lm/truncated_frac",),
         meaning="Most completions are cut at the length limit, and were not at first.",
@@ -339,11 +337,9 @@ RULES = (
         source="DAPO, arXiv 2503.14476, section 3.4",
         rank=190,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
         evidence=("lm/length/*",),
     ),
-    AlarmRule(
+    language_rule(
         type="lm/entropy_collapse",
         inputs=("lm/entropy", "lm/groups/zero_advantage", "lm/groups/all_best"),
         meaning="The model has stopped exploring before its task is solved.",
@@ -353,7 +349,5 @@ RULES = (
         source="arXiv 2505.22617; DAPO, arXiv 2503.14476, section 3.1",
         rank=192,
         n_on=3,
-        optional=True,
-        applies=is_language_model,
     ),
 )

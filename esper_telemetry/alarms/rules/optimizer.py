@@ -1,11 +1,12 @@
-"""The optimizer: steps too large, none at all, a memory that no longer fits."""
+"""The optimizer: steps too large, none at all, a memory that no longer fits; and the features: dead units, lost dimensions, growth."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from esper_telemetry.alarms.judges import RATE_GROWN, AboveBound, AnnealedRate, list_names
+from esper_telemetry.alarms.judges import RATE_GROWN, AboveBound, AnnealedRate, RollingMedian, list_names
 from esper_telemetry.alarms.rule import (
     AlarmRule,
     Finding,
@@ -76,12 +77,18 @@ class UpdateSizeJudge:
         )
 
 
+MOVED_KL = 1e-5
+"""KL divergence within an update from which on the policy moves for certain."""
+
+
 @dataclass(slots=True)
 class StalledWeightsJudge(AnnealedRate):
     """A tensor that has a gradient and does not move, or a learning rate that fell to 0 at once.
 
     Attributes:
         learns: gradients have been seen: a scripted controller has a learning rate of 0 and none of them.
+
+    A learning rate that is logged as 0 while the policy moves is not the one of the optimizer.
     """
 
     learns: bool = False
@@ -93,6 +100,7 @@ class StalledWeightsJudge(AnnealedRate):
         self.learns = self.learns or "grad/global/norm_preclip" in view.values
         if rate is None or (not measured and rate > 0) or not self.learns:
             return
+        stopped = rate == 0 and view.values.get("policy/kl_max", 0.0) < MOVED_KL
         declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
         still = [
             layer
@@ -100,9 +108,7 @@ class StalledWeightsJudge(AnnealedRate):
             if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
         ]
         yield (
-            Finding(
-                hard(not annealed and (rate == 0 or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0
-            )
+            Finding(hard(not annealed and (stopped or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0)
             .with_advice(
                 None
                 if rate == 0
@@ -178,6 +184,64 @@ class RmsSpikeJudge:
         )
 
 
+DORMANT, RANK, NORM = "repr/dormant_frac", "repr/effective_rank", "repr/feature_norm"
+DORMANT_SHARE = Ramp("dormant", 0.35, 0.75, "share of units that respond to nothing")
+RANK_FALL = below("rank_fall", 0.33, "effective rank relative to its median")
+NORM_GROWTH = Ramp("norm_growth", 4.0, 16.0, "norm of the features relative to what it was")
+
+
+def dormant(view: View) -> Iterator[Finding]:
+    """Units that respond to nothing, over all layers and in each."""
+    whole = [("", DORMANT, view.values[DORMANT])] if DORMANT in view.values else []
+    for layer, key, value in [*whole, *view.labelled(f"{DORMANT}/", "")]:
+        yield Finding(
+            view.limits.severity(DORMANT_SHARE, value), key, value, view.limits.middle(DORMANT_SHARE), instance=layer
+        ).with_text(
+            lambda layer=layer, value=value: (  # type: ignore[misc]  # the loop's values at this time
+                f"{percent(value)} of the units{' of ' + layer if layer else ''} respond to nothing any more"
+            )
+        )
+
+
+@dataclass(slots=True)
+class RankCollapseJudge:
+    """Features that use far fewer dimensions than they did."""
+
+    ranks: RollingMedian = field(default_factory=RollingMedian)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value = view.get(RANK)
+        usual = self.ranks.add(value)
+        if value is None or usual is None:
+            return
+        bound = view.limits[RANK_FALL] * usual
+        yield Finding(hard(value < bound), RANK, value, bound, adaptive=True).with_text(
+            lambda: f"the features use {number(value)} dimensions instead of {number(usual)}"
+        )
+
+
+@dataclass(slots=True)
+class NormGrowthJudge:
+    """Features that grow away from what they were."""
+
+    norms: RollingMedian = field(default_factory=RollingMedian)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value = view.get(NORM)
+        usual = self.norms.add(value)
+        if value is None or not usual:
+            return
+        low, high = view.limits.ends(NORM_GROWTH)
+        yield Finding(
+            view.limits.severity(NORM_GROWTH, value / usual), NORM, value, usual * (low + high) / 2, adaptive=True
+        ).with_text(
+            lambda: f"the features have grown to {times(value / usual)} what they were, a norm of {number(value)}"
+        )
+
+
+feature_alarm = partial(AlarmRule, debug_updates=5, pieces=("layers",), sampled=True)
+"""Declare an alarm of features, which are measured in some updates only."""
+
 RULES = (
     AlarmRule(
         type="opt/update_too_large",
@@ -245,5 +309,45 @@ RULES = (
         evidence=("opt/state_reset", "opt/stable_rms"),
         pieces=("layers",),
         sampled=True,
+    ),
+    feature_alarm(
+        type="repr/dormant",
+        inputs=(DORMANT, "repr/dead_frac", "repr/dormant_frac/{layer}"),
+        meaning="Many units no longer respond to anything.",
+        action="Lower the learning rate, use tanh or layer norm, reset dormant units.",
+        judge=dormant,
+        bounds=(DORMANT_SHARE,),
+        source="Sokar 2023",
+        rank=200,
+        evidence=("repr/dormant_frac*", "repr/dead_frac", "grad/layer/*/zero_frac"),
+    ),
+    feature_alarm(
+        type="repr/rank_collapse",
+        inputs=(RANK, "repr/feature_rank", "repr/srank"),
+        meaning="The features use far fewer dimensions than before: the network loses the ability to tell states apart.",
+        action="Fewer epochs, a lower learning rate, regularise features (Moalla 2024), normalise observations.",
+        judge=RankCollapseJudge(),
+        bounds=(RANK_FALL,),
+        source="Moalla 2024, Kumar 2021; a third instead of half, which a task that is solved takes: its states become alike",
+        warmup=10,
+        n_on=2,
+        evidence=("repr/*",),
+        relative=True,
+    ),
+    feature_alarm(
+        type="repr/norm_growth",
+        effect=True,
+        inputs=(NORM, "opt/weight_growth"),
+        meaning="Features grow, which precedes a collapse of their rank.",
+        action="Weight decay, layer norm, a lower learning rate.",
+        judge=NormGrowthJudge(),
+        bounds=(NORM_GROWTH,),
+        source="Features double while a task is learned; tenfold within twenty looks is another matter. Moalla 2024",
+        warmup=20,
+        n_on=3,
+        n_off=5,
+        debug_updates=3,
+        evidence=("repr/feature_norm", "opt/weight_growth", "repr/effective_rank"),
+        relative=True,
     ),
 )

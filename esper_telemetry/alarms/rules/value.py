@@ -340,7 +340,7 @@ def confusion_text(strange: str, limit: float, error: float | None) -> str:
     """The clause on ends that are confused."""
     steps = number(limit)
     if strange == OVER_AT:
-        off = "" if error is None else f", which the critic is told by mistake: it is off by {number(error)} there"
+        off = "" if error is None else f", which misleads the critic: it is off by {number(error)} there"
         return f"episodes that reach their time limit of {steps} steps have been taken for terminated{off}"
     what = (
         f"before their time limit of {steps} steps"

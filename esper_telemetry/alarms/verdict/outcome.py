@@ -5,9 +5,9 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 
 - failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
   records, and it has not learned;
-- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks, unless the spread of the episodes in `MIN_FAR_BLOCKS` shows
-  a rise or a fall; for a flat curve fewer than `MIN_FLAT_UPDATES` updates or
-  `MIN_FLAT_EPISODES` episodes;
+- too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` where updates report the spread of their
+  episodes); for a flat curve fewer than `MIN_FLAT_UPDATES` updates or `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and
+  `MIN_ENDED_EPISODES` where the run has finished);
 - solved: rose, has not declined, and a mean over `SOLVED_EPISODES` episodes has passed the environment's own threshold;
 - converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
 - learning: rose above the first rollouts otherwise;
@@ -30,26 +30,34 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.number_text import number
 from esper_telemetry.alarms.verdict.return_course import STD
+from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 
-NOT_REPORTED: Final = "no returns are reported, as telemetry.observe(episode_stats(returns, lengths)) would"
+NOT_REPORTED: Final = (
+    "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
+)
 
 OUTCOME: Final = "outcome"
 """Type of the journal's event."""
 
 MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
-MIN_FAR_BLOCKS: Final = 4
+MIN_SPREAD_BLOCKS: Final = 3
+"""Blocks from which on the spread of their episodes tells a rise or a fall, where updates report it."""
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
+MIN_ENDED_UPDATES: Final = 10
+MIN_ENDED_EPISODES: Final = 100
+"""The same for a run that has finished: nothing more can follow."""
 MIN_FLAT_AVERAGED_EPISODES: Final = 300
 """A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
 BLOCK_EPISODES: Final = 5
 AVERAGED_BLOCK_EPISODES: Final = 25
 """Episodes of a block; more where the logged value is itself the mean of the last hundred."""
+FIRST_LENGTHS: Final = 2.0
+"""Lengths of an episode, in steps per environment, before which only short ones have ended, unless all are cut off at one length."""
 LOST_SHARE: Final = 0.5
 STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
@@ -61,6 +69,7 @@ MAX_RETURN: Final = 1e100
 """Returns beyond it are passed over: their squares are no numbers."""
 
 RETURN, RECENT_RETURN, COUNT = "episode/return_mean", "episode/return_mean_100", "episode/count"
+CUT_OFF = "episode/truncated_frac"
 LENGTH, EVALUATION, EVALUATION_COUNT = "episode/length_mean", "eval/return_mean", "eval/count"
 REWARD, NONFINITE = "reward/mean", "numerics/nonfinite"
 SUCCESS = re.compile(r"(^|.*/)(is_)?success(_rate|_frac|_mean|_ratio)?")
@@ -147,10 +156,10 @@ class OutcomeJudge:
         self._series: dict[str, Blocks] = {}
         self._updates = self._next = 0
         self._env_step = 0
-        self._episodes, self._counted = 0.0, False
+        self._episodes, self._counted, self._all_cut_off = 0.0, False, True
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
-        self._ending = ""
+        self._ending, self._ended = "", False
         self.outcome = Outcome()
 
     def step(self, record: Record) -> Outcome | None:
@@ -171,6 +180,7 @@ class OutcomeJudge:
         """Return the outcome by all records, and by how the run ended; `sentence` says so where it ended badly."""
         if status in (RunStatus.FAILED, RunStatus.KILLED) and not self._ending:
             self._ending = sentence or f"The run ended as {status} after update {self._updates:,}"
+        self._ended = status is RunStatus.FINISHED
         self.outcome = self._judged()
         return self.outcome
 
@@ -182,7 +192,7 @@ class OutcomeJudge:
         """Add a record without judging."""
         values, update, facts = record.values, record.axes.update, self._facts
         self._updates += 1
-        self._ending = ""
+        self._ending, self._ended = "", False
         nonfinite = values.get(NONFINITE)
         if nonfinite is not None:
             self._nonfinite = self._nonfinite + 1 if nonfinite > 0 else 0
@@ -195,11 +205,13 @@ class OutcomeJudge:
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
+            self._all_cut_off &= values.get(CUT_OFF) == 1
+            settling = length if self._all_cut_off else FIRST_LENGTHS * length
             for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
-                    std = values.get(STD, 0.0) if key == RETURN else 0.0
-                    std = std if 0 <= std <= MAX_RETURN else 0.0
-                    self._put(key, values[key], episodes, update, std=std, length=length, passed=passed)
+                    std = values.get(STD) if key == RETURN else None
+                    std = std if std is None or 0 <= std <= MAX_RETURN else 0.0
+                    self._put(key, values[key], episodes, update, std=std, settling=settling, passed=passed)
         if EVALUATION in values:
             self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
         if facts.get("normalize_rewards") is False and REWARD in values:
@@ -215,14 +227,14 @@ class OutcomeJudge:
         episodes: float,
         update: int,
         *,
-        std: float = 0.0,
-        length: float = 0.0,
+        std: float | None = None,
+        settling: float = 0.0,
         passed: float = math.inf,
     ) -> None:
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
             least = AVERAGED_BLOCK_EPISODES if key == RECENT_RETURN else BLOCK_EPISODES
             blocks = self._series.setdefault(key, Blocks(least))
-            blocks.add(value, episodes, update, std=std, length=length, steps=passed)
+            blocks.add(value, episodes, update, std=std, settling=settling, steps=passed)
 
     def _latest_mean(self) -> float:
         """Return the mean of the last blocks with `SOLVED_EPISODES` episodes; minus infinity where there are fewer."""
@@ -275,23 +287,25 @@ class OutcomeJudge:
         )
         name = NAMES.get(key, key)
         values = sign * blocks.values
-        few = len(blocks.blocks) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
-        judged = len(values) >= MIN_FAR_BLOCKS and blocks.episodes >= MIN_FLAT_EPISODES if few else True
-        noise = noise_of(values) if judged else Noise(0.0, 0.0)
-        shift = round(sign) * blocks.shift(noise) if judged and (not few or blocks.has_spread) else 0
-        if few and not shift:
+        few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
+        judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
+        if not judged:
             counted = f"{base.episodes:,} episodes in {len(blocks.blocks)} groups of updates"
             least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
-        course = Course.of(values, noise)
-        base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
+        noise = noise_of(values)
+        shift, course = round(sign) * blocks.shift(), Course.of(values, noise)
+        last, best = sign * course.last, sign * max(course.best, course.last)
+        if few:
+            last, best = blocks.last_level.mean, sign * float(np.max(values))
+        base = replace(base, last=last, best=best)
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
-        kind, since = course.kind, None
-        if kind is OutcomeKind.FLAT and sign > 0 and blocks.lost(noise):
+        kind, since = OutcomeKind.FLAT if few else course.kind, None
+        if sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise):
             kind = OutcomeKind.DECLINING
-        elif shift and (few or kind is OutcomeKind.FLAT):
+        elif kind is OutcomeKind.FLAT and shift:
             kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
-        if kind is OutcomeKind.FLAT and (self._updates < MIN_FLAT_UPDATES or blocks.episodes < flat_episodes(key)):
+        if kind is OutcomeKind.FLAT and not self._flat_is_known(key, blocks):
             kind = OutcomeKind.TOO_SHORT
         elif kind in GOOD and self._passed_since is not None and not already:
             kind, since = OutcomeKind.SOLVED, self._passed_since
@@ -299,6 +313,12 @@ class OutcomeJudge:
             since = blocks.blocks[course.stable].begin
         outcome = replace(base, kind=kind, since=since)
         return replace(outcome, text=f"{kind}: {name} {_levels(outcome)}{note}{_clause(outcome, self._facts, already)}")
+
+    def _flat_is_known(self, key: str, blocks: Blocks) -> bool:
+        """Return True for enough updates and episodes; a run that has finished with many episodes needs fewer updates."""
+        if self._ended and self._updates >= MIN_ENDED_UPDATES and blocks.episodes >= MIN_ENDED_EPISODES:
+            return key != RECENT_RETURN or blocks.episodes >= MIN_FLAT_AVERAGED_EPISODES
+        return self._updates >= MIN_FLAT_UPDATES and blocks.episodes >= flat_episodes(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +395,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
             return f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
             least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
-            return f", no change yet; a flat curve is told from {least} on"
+            return f", no change yet; a flat curve is recognised from {least} on"
         case _:
             return passed
 

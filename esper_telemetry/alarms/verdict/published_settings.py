@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.number_text import number, span
+from esper_telemetry.core.messages import number, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,9 @@ class OutsideSetting(NamedTuple):
 
 
 def settings_of(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The run's values of the settings that have a published range, by name."""
+    """Return the run's values of the settings that have a published range, by name: none for a language model, which needs others."""
+    if facts.get("model") == "language":
+        return {}
     numbers = {
         name: float(value)
         for name, value in facts.items()

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from esper_telemetry.alarms.number_text import number, percent
 from esper_telemetry.alarms.rule import View
 from esper_telemetry.alarms.verdict.published_settings import (
     INITIAL_STD,
@@ -20,6 +19,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     spread_sentence,
     with_logged_rate,
 )
+from esper_telemetry.core.messages import number, percent
 
 REMARK: Final = "remark"
 """Type of the journal event."""

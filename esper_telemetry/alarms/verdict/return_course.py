@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from esper_telemetry.alarms.number_text import number
+from esper_telemetry.core.messages import number
 
 MEAN, STD, COUNT = "episode/return_mean", "episode/return_std", "episode/count"
 

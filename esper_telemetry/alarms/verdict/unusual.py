@@ -1,15 +1,17 @@
-"""Values of a run that are most unusual: beside the metrics' own bounds, and beside a table of healthy runs by kind of task.
+"""Values of a run that are most unusual, and ways to have measured what it lacks.
 
-`healthy_values.json` holds, for each kind of task and each key without a unit of the task, five quantiles of the values of healthy
-runs; `benchmarks/healthy_values.py` makes it.
+Values are compared with the metrics' own bounds, and with `healthy_values.json`: for each kind of task and each key without a unit of the
+task, five quantiles of the values of healthy runs. `benchmarks/healthy_values.py` makes it.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import statistics
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -17,9 +19,9 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.rule import number
-from esper_telemetry.core.catalogue import catalogue, family_name
-from esper_telemetry.core.metric import Metric
-from esper_telemetry.core.record import Record
+from esper_telemetry.core.catalogue import catalogue, family_name, groups
+from esper_telemetry.core.metric import Metric, declared
+from esper_telemetry.core.record import Level, Record, template_of
 
 MAX_UNUSUAL: Final = 10
 MIN_SCORE: Final = 1.0
@@ -198,3 +200,62 @@ def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tupl
         count = max(map(len, samples))
         pooled = sorted(values[len(values) * place // count] for values in samples for place in range(count))
         yield key, [pooled[min(len(pooled) - 1, int(share * len(pooled)))] for share in QUANTILES]
+
+
+WATCHED: Final = ("grad/global/", "grad/clip/", "opt/lr")
+"""Beginnings of keys that `telemetry.watch` measures."""
+DERIVED_FROM: Final = {
+    "value/r2": "value_fit",
+    "value/loss_norm": "value_fit",
+    "value/bias_over_std": "value_fit",
+    "policy/entropy_rate": "policy_entropy",
+    "policy/action_shift_js": "action_shift",
+}
+"""Functions of the values from which keys of `history` are derived."""
+PART_FAMILIES: Final = frozenset({"lstm"})
+"""Families of parts that a network may lack: a run that names no such part, and reports none of the keys, is not asked about them."""
+
+
+class Supplier(NamedTuple):
+    """The declaration of a key, and the functions that return its group."""
+
+    metric: Metric
+    functions: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def suppliers() -> Mapping[str, Supplier]:
+    """Return the suppliers of all declared keys: the functions beside a group whose return annotation names it."""
+    found: dict[str, Supplier] = {}
+    for group in groups():
+        functions = []
+        for name, value in vars(sys.modules[group.__module__]).items():
+            function = inspect.unwrap(value) if callable(value) else None
+            if inspect.isfunction(function) and not name.startswith("_"):
+                annotation = str(function.__annotations__.get("return", ""))
+                if re.search(rf"\b{group.__name__}\b", annotation):
+                    functions.append(name)
+        for _, metric in declared(group):
+            found.setdefault(metric.key, Supplier(metric, tuple(functions)))
+    return found
+
+
+def key_remedy(key: str, facts: Mapping[str, Any]) -> str:
+    """Return what has a key measured in a run of these facts."""
+    supplier = suppliers().get(template_of(key, suppliers()))
+    level = str(facts.get("level", "normal"))
+    if supplier is not None and level.upper() in Level.__members__ and supplier.metric.level > Level.parse(level):
+        return f'level="{supplier.metric.level.name.lower()}"'
+    if facts.get("trainer") or facts.get("optimizer"):  # of an adapter, or of the bundled trainer
+        if supplier is not None and supplier.metric.cost in ("sampled", "debug"):
+            return 'a larger budget=, or level="debug": it is measured in sampled updates'
+        return "nothing yet: this trainer's adapter does not report it"
+    if key.startswith(WATCHED):
+        return "telemetry.watch(agent, optimizer)"
+    function = DERIVED_FROM.get(key) or next(iter(supplier.functions if supplier else ()), "")
+    return f"telemetry.observe({function}(...))" if function else f'telemetry.log({{"{key}": ...}})'
+
+
+def fact_remedy(names: tuple[str, ...]) -> str:
+    """Return what has a run say facts."""
+    return f"Telemetry(facts={{{', '.join(f'{name!r}: ...' for name in names)}}})".replace("'", '"')

@@ -239,7 +239,7 @@ class RateHistory:
         self._rates: list[float] = []
         self._over = False
         self._every, self._count = 1, 0
-        self._compared: RateComparison | None = None  # None where rates have come since the last comparison
+        self._result: EquationResult | None = None
 
     def add(self, env_step: int, rate: float | None) -> None:
         """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
@@ -252,9 +252,9 @@ class RateHistory:
         self._count += 1
         if self._count % self._every and not self._over:
             return
-        self._compared = None
         self._progress.append(min(1.0, env_step / schedule.total_steps))
         self._rates.append(rate)
+        self._result = None
         if len(self._rates) >= MAX_POINTS:
             self._every *= 2
             del self._progress[::2], self._rates[::2]
@@ -264,17 +264,19 @@ class RateHistory:
         equation = equations().get(SCHEDULES)
         if equation is None or self._schedule is None or not self._rates:
             return None
-        compared = self._compared
-        if compared is None:
-            inputs = ScheduleInputs(np.array(self._progress), self._schedule)
-            compared = self._compared = compare_rates(equation, inputs, np.array(self._rates))
-        return EquationResult(
+        if self._result is not None:
+            return self._result
+        compared = compare_rates(
+            equation, ScheduleInputs(np.array(self._progress), self._schedule), np.array(self._rates)
+        )
+        self._result = EquationResult(
             equation,
             compared.error,
             compared.tolerance,
             tuple([one.hypothesis for one in compared.explanations]),
             {one.hypothesis.name: one.fitted for one in compared.explanations if one.fitted is not None},
         )
+        return self._result
 
 
 def fitted_speed(inputs: ScheduleInputs, rates: Sequence[float] | Array) -> float | None:

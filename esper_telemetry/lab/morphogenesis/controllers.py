@@ -242,7 +242,7 @@ class ScriptedRun:
             "made_of": self._made_of(),
             "counts": {"env_steps": self.env_steps, "updates": self.updates},
             "collector": {**collector, "script": self._choose.state_dict()},
-            "companions": self.checkpointables.state_dict(),
+            "checkpointables": self.checkpointables.state_dict(),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -256,7 +256,7 @@ class ScriptedRun:
         self.env.load_state_dict(state["collector"]["environment"])
         self._episodes.load_state_dict(state["collector"]["episodes"])
         self._choose.load_state_dict(state["collector"]["script"])
-        self.checkpointables.load_state_dict(state["companions"])
+        self.checkpointables.load_state_dict(state["checkpointables"])
 
     def _made_of(self) -> dict[str, Any]:
         """Return the facts that a checkpoint must share."""

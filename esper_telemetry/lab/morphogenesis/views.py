@@ -60,8 +60,51 @@ STATUS: Final = {
     "degraded": ("○DEGR", "red"),
 }
 MODES: Final = {"shaped": "bright_blue", "sparse": "bright_white"}
-COLUMNS: Final = ("Env", "Acc", "∑Rwd", "Loss", "CF", "Growth", "Reward", "Acc▁▃▅", "Rwd▁▃▅", "ΔAcc", "Seed Δ", "Rent")
-LAST_COLUMNS: Final = ("Last", "Momentum", "Status", "Stale")
+COLUMNS: Final = ("Env", "Acc", "Status")
+"""Columns before those of the slots, which 80 columns of a terminal show for up to three slots."""
+LAST_COLUMNS: Final = (
+    *(
+        "Last",
+        "Momentum",
+        "∑Rwd",
+        "Reward",
+        "Loss",
+        "CF",
+        "Growth",
+        "Acc▁▃▅",
+        "Rwd▁▃▅",
+        "ΔAcc",
+        "Seed Δ",
+        "Rent",
+        "Stale",
+    ),
+)
+HEADINGS: Final = (
+    ("Env", "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones"),
+    ("Acc", "validation accuracy, ↑ ↓ → beside 5 epochs ago; green: the best so far"),
+    (
+        "Status",
+        "★EXCL better than ever, among the best fifth; ◐INIT too early; ◐STALL no better for 10 epochs; ○DEGR fell by a point",
+    ),
+    (
+        "Slot",
+        "stage:blueprint; ╱ ∿ ⌒ curve and ▸ tempo of blending, alpha; e7 epochs in the stage; ▲ gradient explodes, ▼ vanishes",
+    ),
+    ("Last", "operation of the last step"),
+    (
+        "Momentum",
+        "epochs since the best accuracy: +0 better now; stalled or degraded: !6 more than 5, x16 more than 15",
+    ),
+    ("∑Rwd, Reward", "rewards of the episode; the last one (mean)"),
+    ("Loss, Growth", "validation loss; parameters beside those of the host alone"),
+    ("CF", "+ seeds help each other by half a point of accuracy, - they disturb each other"),
+    ("Acc▁▃▅, Rwd▁▃▅", "accuracy and reward of the last 8 epochs"),
+    ("ΔAcc, Seed Δ", "points of accuracy: since the epoch before; with all seeds beside without"),
+    ("Rent", "part of the last reward that parameters cost"),
+    ("Stale", "age of the last record"),
+)
+"""Meanings of the columns, for the help."""
+MAX_PLAIN_LOSS: Final = 1e4
 SEVERE: Final = 0.5
 """Severity from which on a gradient is exploding or vanishing."""
 ACTION_SECONDS: Final = 5.0
@@ -80,6 +123,11 @@ def growth(view: RunView) -> Data | None:
 def number_text(value: float | None, form: str, style: str = "") -> Text:
     """Return a number; a dim dash where it is not known."""
     return DASH.copy() if value is None else Text(format(value, form), style)
+
+
+def loss_text(value: float | None, style: str = "") -> Text:
+    """Return a loss in eight characters or fewer."""
+    return number_text(value, ".3f" if (value or 0.0) < MAX_PLAIN_LOSS else ".1e", style)
 
 
 def by_limits(value: float | None, limits: Sequence[tuple[float, str]], last: str) -> str:
@@ -193,27 +241,25 @@ def _row(
     cells = [
         number,
         acc,
+        Text(*STATUS.get(status, (status, ""))),
+        *(slot_text(data, env, slot) for slot in range(slots)),
+        Text(OPS.get(host["op"], "?"), "dim" if host["op"] == Op.WAIT else ""),
+        momentum(host["stale"], status),
         signed(data["course"]["paid"][env], "+.2f", low=-5),
-        number_text(
-            host["loss"], ".3f", by_limits(host["loss"], ((0.1, "green"), (0.5, "white"), (1, "yellow")), "red")
-        ),
+        reward,
+        loss_text(host["loss"], by_limits(host["loss"], ((0.1, "green"), (0.5, "white"), (1, "yellow")), "red")),
         Text(*conflict),
         number_text(host["growth"], ".2f", growth_style).append("x", growth_style),
-        reward,
         Text(bars(trend[-SHORT_TREND:]), "cyan"),
         Text(bars(rewards[-SHORT_TREND:]), "cyan"),
         signed(change, "+.1f"),
         signed(gain, "+.1f"),
         number_text(parts.get("rent"), "+.3f", "red" if (parts.get("rent") or 0) < 0 else "dim"),
-        *(slot_text(data, env, slot) for slot in range(slots)),
-        Text(OPS.get(host["op"], "?"), "dim" if host["op"] == Op.WAIT else ""),
-        momentum(host["stale"], status),
-        Text(*STATUS.get(status, (status, ""))),
         Text(*stale),
     ]
     holds_fossil = Stage.FOSSILIZED in data["seeds"]["stage"][env]
     if status in ("ok", "stalled") and not is_top and not holds_fossil:
-        for cell in cells[1:-4]:
+        for cell in cells[3:-1]:
             if "▲" not in cell.plain and "▼" not in cell.plain:
                 cell.stylize("dim")
     return tuple(TableCell(cell, sort=env if place == 0 else cell.plain) for place, cell in enumerate(cells))
@@ -233,14 +279,16 @@ def _footer(data: Data, slots: int) -> tuple[TableCell, ...]:
     texts = [
         Text(" Σ  ", "bold"),
         Text("  ").append_text(number_text(_mean(hosts["accuracy"]), ".1%")),
+        DASH,
+        *(Text(f"{count} seeds", "dim") for count in living),
+        DASH,
+        DASH,
         signed(paid, "+.2f", low=-5),
-        number_text(_mean(hosts["loss"]), ".3f"),
+        signed(reward, "+.2f"),
+        loss_text(_mean(hosts["loss"])),
         DASH,
         number_text(growth_mean, ".2f").append("x"),
-        signed(reward, "+.2f"),
-        *(DASH for _ in range(5)),
-        *(Text(f"{count} seeds", "dim") for count in living),
-        *(DASH for _ in LAST_COLUMNS),
+        *(DASH for _ in range(6)),
     ]
     return tuple(TableCell(text) for text in texts)
 
@@ -400,7 +448,9 @@ VIEWS: Final = (
         ),
         15,
     ),
-    TableDeclaration("growth", "Environments", environments_table, 5, events=(EVENT,), detail=environment_detail),
+    TableDeclaration(
+        "growth", "Environments", environments_table, 5, events=(EVENT,), detail=environment_detail, headings=HEADINGS
+    ),
     StripDeclaration("stalled", stalled, 10),
     StripDeclaration("degraded", degraded, 20),
     StripDeclaration("seed_gradients", seed_gradients, 30),

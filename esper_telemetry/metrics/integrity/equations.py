@@ -29,7 +29,7 @@ MAX_ERROR_RATIO = 30.0
 """Largest error of an explanation next to the best one: of hypotheses that differ by more, the batch tells which it is."""
 
 ROUNDING_ERROR = 2e-6
-"""Error up to which explanations are not told apart, because single precision rounds so."""
+"""Error up to which explanations count as equal, because single precision rounds so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def compare(
     return EquationCheck(equation, error, bound, tuple(explanations))
 
 
-def told_apart(check: EquationCheck) -> EquationCheck:
+def distinguished(check: EquationCheck) -> EquationCheck:
     """Return the check with the explanations that are nearest to the numbers, and much nearer than the reference; with none otherwise."""
     best = min([one.error for one in check.explanations], default=0.0)
     if check.error is None or best > MAX_EXPLAINED_SHARE * check.error:

@@ -33,7 +33,7 @@ GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
 """Gates below `LOW` or above `HIGH`, and candidates above `CANDIDATE_HIGH` in magnitude, are saturated (Karpathy 2015)."""
 LONGEST = 2.0**24
-"""The longest timescale told apart: float32 has no number between 1 - 2^-24 and 1."""
+"""The longest measurable timescale: float32 has no number between 1 - 2^-24 and 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
 
 
 BUCKETS = 64
-"""Ages are told apart in so many steps; older states count in the last one."""
+"""Ages are counted up to so many steps; older states count in the last one."""
 
 
 @dataclass(frozen=True, slots=True)

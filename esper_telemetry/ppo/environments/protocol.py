@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -25,11 +25,10 @@ from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import last_outcome
-from esper_telemetry.sinks.layout import KeyBudget
+from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, glossary, run_note, run_readme
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
-from esper_telemetry.sinks.values import by_tag, flattened
 
 MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100

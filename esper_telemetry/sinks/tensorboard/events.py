@@ -19,9 +19,8 @@ from tensorboard.plugins.scalar import metadata as scalars
 from tensorboard.plugins.text import metadata as text
 
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, RunInfo, RunStatus
-from esper_telemetry.sinks.layout import Section
+from esper_telemetry.sinks.layout import Section, flattened, midpoints
 from esper_telemetry.sinks.pages import metric_description
-from esper_telemetry.sinks.values import flattened, midpoints
 
 STATUSES = {RunStatus.FINISHED: api_pb2.STATUS_SUCCESS}
 

@@ -18,10 +18,9 @@ from typing import Any, ClassVar, Final
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, family_of, overview_keys, sections
+from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_keys, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
-from esper_telemetry.sinks.values import by_tag
 
 SUFFIX: Final = ".esper"
 OVERVIEW: Final = "0_overview"
@@ -157,7 +156,7 @@ class _EventFile:
         self.run = run
         self.budget = budget
         self.tags: set[str] = set()
-        self.overview = {key: f"{OVERVIEW}/{place:02} {key}" for place, key in enumerate(overview_keys(run), start=1)}
+        self.overview = {key: overview_tag(place, key) for place, key in enumerate(overview_keys(run), start=1)}
         self.incidents = IncidentCards()
         self.writer: Any = None
         self.shared = self.restarts = False
@@ -238,9 +237,14 @@ class _EventFile:
         self.writer.add_event(self.events.event(record.axes, values))
         if has_new_tag and not self.shared:
             keys = self.tags - AXES - set(self.overview.values())
-            # TensorBoard draws all lines of a run in one colour, so that alarms could not be told apart in one chart.
+            # TensorBoard draws all lines of a run in one colour, so that alarms in one chart would look the same.
             dashboard = self.events.layout(sections(keys, self.run, apart=(ALARM_FAMILY,)))
             self.writer.add_event(self.events.event(record.axes, [dashboard]))
+
+
+def overview_tag(place: int, key: str) -> str:
+    """Return the tag that repeats a headline: with one slash, as the title of a card keeps what follows the last one."""
+    return f"{OVERVIEW}/{place:02} {key.replace('/', ' ')}"
 
 
 def outcomes(run: RunInfo) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from textual.widgets import Input, Static
 
 from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
 from esper_telemetry.views.watch.pages import (
@@ -43,6 +45,8 @@ SAMPLE_RECORDS: Final = 60
 """Records over the run, and at its end, with which a long journal is shown until all of it is read."""
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
+OVER_SECONDS: Final = 10.0
+"""Time after its last line from which on a run that has ended is drawn no more, but when a key is pressed."""
 SCROLL_COLUMNS: Final = 8
 CURSOR_PARTS: Final = 60
 POINTS: Final = 400
@@ -71,6 +75,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self._rich = Console(width=1000, color_system="standard")
         self._fixed: list[Line] = []
         self._lines: list[Line] = []
+        self._moved = False  # until then the first line that can be chosen is: the incident that has just begun
         self.chosen = ""
         self.frozen = 0
 
@@ -80,7 +85,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         moved = len(fixed) != len(self._fixed)
         self._fixed, self._lines = list(fixed), list(lines)
         ids = [line.id for line in self._lines if line.id]
-        chosen = self.chosen if self.chosen in ids else ids[0] if ids else ""
+        chosen = self.chosen if self._moved and self.chosen in ids else ids[0] if ids else ""
         lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
@@ -124,6 +129,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
+        self._moved = True
         ids = [line.id for line in self._lines if line.id]
         room = max(1, self.size.height - len(self._fixed))
         if not ids:
@@ -148,6 +154,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def turn(self, pages: int) -> None:
         """Scroll by screens, and choose the first line in sight that can be chosen."""
+        self._moved = True
         self.scroll_relative(y=pages * max(1, self.room - 1), animate=False)
         seen = [line.id for line in self._visible() if line.id]
         if seen and self.chosen not in seen:
@@ -213,7 +220,7 @@ class WatchApp(App[None]):
         self._page = Page(self._color)
         self._footer, self._keys = Static(id="footer"), Text()
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
-        self._drawn_at = 0.0
+        self._drawn_at, self._read_at = 0.0, time.monotonic()
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
@@ -270,7 +277,13 @@ class WatchApp(App[None]):
             else:
                 count += self._read_on(index, view, deadline)
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        if now - self._drawn_at >= (pause if count else 1.0):
+        self._read_at = now if count else self._read_at
+        if not count:
+            is_over = now - self._read_at > OVER_SECONDS and all(
+                view is not None and view.ended for view in self._views
+            )
+            pause = math.inf if is_over else 1.0
+        if now - self._drawn_at >= pause:
             self.draw()
 
     def _read_on(self, index: int, view: RunView, deadline: float) -> int:
@@ -303,7 +316,9 @@ class WatchApp(App[None]):
         if status := self._status(kind):
             top.append(Line(Text(status, "dim")))
         if kind == "help":
-            self._page.show(top[:1], help_page(width))
+            names = {table.name for view in views for table in view.tables()}
+            tables = [table for table in view_declarations().tables if table.name in names]
+            self._page.show(top[:1], help_page(width, tables))
         elif not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
             self._page.show(top, lines)

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from esper_telemetry.core.record import template_of
 from esper_telemetry.views.panels import view_declarations
-from esper_telemetry.views.run_view import LineView, RunView
+from esper_telemetry.views.run_parts import LineView
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Series
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -166,11 +167,14 @@ def in_columns(series: Series, columns: int, ends: tuple[int, int]) -> list[list
     return parts
 
 
-def sparkline(series: Series, columns: int, ends: tuple[int, int], *, log: bool = False) -> str:
-    """Return the course of the values in one line, from the first to the last step of the run; between two values the earlier one holds."""
+def sparkline(
+    series: Series, columns: int, ends: tuple[int, int], *, log: bool = False, until: int | None = None
+) -> str:
+    """Return the course of the values in one line between two steps; between two values the earlier one holds, up to the step `until`."""
     held: list[float | None] = []
-    for part in in_columns(series, columns, ends):
-        held.append(sum(part) / len(part) if part else held[-1] if held else None)
+    last = columns if until is None else math.ceil((until - ends[0]) / max(1, ends[1] - ends[0]) * columns)
+    for column, part in enumerate(in_columns(series, columns, ends)):
+        held.append(sum(part) / len(part) if part else held[-1] if held and column < last else None)
     return bars(held, log=log)
 
 

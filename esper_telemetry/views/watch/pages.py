@@ -15,8 +15,9 @@ from rich.text import Text
 
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
-from esper_telemetry.views.panels import TableCell, TableView
-from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
+from esper_telemetry.views.run_parts import IncidentView, LineView, number_text
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
@@ -45,7 +46,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 16, 17, 10
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 16, 10
 WIDE_COLUMNS: Final = 100
 """Width from which on metrics have their whole names."""
 
@@ -90,7 +91,8 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     for index, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
         progress = view.progress(now)
         left = Text.assemble(run_mark(index), (name, "bold"), f"  update {progress.update:,}")
-        left.append(f"  {progress.env_step:,} {view.x_label}" + _percent(progress.fraction), "dim")
+        percent = "" if progress.fraction is None else f" ({progress.fraction:.0%})"
+        left.append(f"  {progress.env_step:,} {view.x_label}{percent}", "dim")
         lines.append(Line(justified(left, _state(view, now), width)))
     return lines
 
@@ -136,10 +138,6 @@ def _state(view: RunView, now: float | None) -> Text:
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
     return Text.assemble(reading, (mark, style), (age, "dim"))
-
-
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f" ({fraction:.0%})"
 
 
 def duration(seconds: float) -> str:
@@ -240,7 +238,8 @@ def _chart_lines(
         words = with_unit(value, unit)
         judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
         columns = max(0, room - number_width - 4)
-        bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log)
+        until = view.axes.env_step if view.axes else 0
+        bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log, until=until)
         label.append_text(run_mark(index)).append(words.rjust(number_width), judged or ("dim" if value is None else ""))
         label.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
     yield Line(label, f"key:{key}")
@@ -251,7 +250,7 @@ def _single(
 ) -> Text:
     value = line.value if state.cursor is None else value_at(line.series, state.cursor)
     style, number = LEVEL_STYLES[line.judgement], with_unit(value, unit)
-    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<5}", style)
+    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<6}", style)
     label.append(f"{LEVEL_MARKS[line.judgement]} ", style)
     healthy = "" if line.healthy is None else range_text(line.healthy.low, line.healthy.high)
     healthy += " *" if line.healthy is not None and line.healthy.condition else ""
@@ -340,14 +339,11 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     for name, items in incident.report.main.evidence.items():
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
             rows += [Line(Text()), Line(Text(name, "bold"))]
-            rows += [Line(part) for item in items[:MAX_EVENTS] for part in wrapped(_plain_words(item), width)]
+            for item in items[:MAX_EVENTS]:
+                plain = {label: value for label, value in item.items() if isinstance(value, str | int | float)}
+                words = ", ".join(f"{label} {number_text(value)}" for label, value in plain.items())
+                rows += [Line(part) for part in wrapped(words, width)]
     return [*lines, *_section("Evidence", rows)]
-
-
-def _plain_words(item: Mapping[str, object]) -> str:
-    """Return the plain values of one piece of evidence as `environment 3, slot 1, stage training`."""
-    plain = {name: value for name, value in item.items() if isinstance(value, str | int | float)}
-    return ", ".join(f"{name} {number_text(value)}" for name, value in plain.items())
 
 
 def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
@@ -412,15 +408,9 @@ HELP: Final[Mapping[str, str]] = {
 }
 
 
-def help_page(width: int) -> list[Line]:
-    """Return the keys and the marks."""
-    lines = [Line(Text("Keys", "bold underline"))]
-    for keys, meaning in HELP.items():
-        first, *others = wrapped(meaning, width - 26)
-        lines += [
-            Line(Text.assemble((keys.ljust(26), "cyan"), first)),
-            *(Line(Text(" " * 26).append_text(part)) for part in others),
-        ]
+def help_page(width: int, tables: Sequence[TableDeclaration] = ()) -> list[Line]:
+    """Return the keys, the marks, and the columns of the tables."""
+    lines = _explained("Keys", HELP.items(), width)
     lines += [Line(Text()), Line(Text("Marks", "bold underline"))]
     marks = (
         Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"),
@@ -435,10 +425,26 @@ def help_page(width: int) -> list[Line]:
             " longer",
         ),
         Text("Time of an update: env environments, inf inference, upd learning, oth the rest"),
+        Text("▁▂▃ each line from its smallest to its largest value; Enter shows all runs on one axis"),
         Text("Only files are read: the run does not notice.", "dim"),
     )
     console = Console(width=width)
-    return [*lines, *(Line(part) for mark in marks for part in mark.wrap(console, width))]
+    lines += [Line(part) for mark in marks for part in mark.wrap(console, width)]
+    for table in tables:
+        if table.headings:
+            lines += [Line(Text()), *_explained(f"Columns of the table {table.title}", table.headings, width)]
+    return lines
+
+
+def _explained(title: str, meanings: Iterable[tuple[str, str]], width: int) -> list[Line]:
+    lines = [Line(Text(title, "bold underline"))]
+    for words, meaning in meanings:
+        first, *others = wrapped(meaning, width - 26)
+        lines += [
+            Line(Text.assemble((words.ljust(26), "cyan"), first)),
+            *(Line(Text(" " * 26).append_text(part)) for part in others),
+        ]
+    return lines
 
 
 FOOTERS: Final[Mapping[str, str]] = {

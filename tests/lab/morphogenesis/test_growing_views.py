@@ -71,8 +71,8 @@ def test_an_exploding_seed_is_named_in_alarm_table_and_detail(exploded: tuple[Ru
     assert f"environment {worst['environment']}, slot {worst['slot']}, stage {worst['stage']}" in alarm.text
 
     table = environments_table(view)
-    assert table is not None and len(table.rows) == 4 and len(table.columns) == 12 + 2 + 4
-    slots = [(env, slot) for env, row in enumerate(table.rows) for slot in range(2) if "▲" in str(row[12 + slot].text)]
+    assert table is not None and len(table.rows) == 4 and len(table.columns) == 3 + 2 + 13
+    slots = [(env, slot) for env, row in enumerate(table.rows) for slot in range(2) if "▲" in str(row[3 + slot].text)]
     assert (worst["environment"], worst["slot"]) in slots
     item = seed_gradients(view)
     assert item is not None and item.text.startswith(str(len(slots))) and "seed grad" in item.text
@@ -117,7 +117,7 @@ def test_rows_say_what_is_wrong(exploded: tuple[RunView, list[GrowthStep]]) -> N
     table = environments_table(view)
     assert table is not None
     assert str(table.rows[0][1].text) == "⚠ CATASTROPHIC FAILURE - ROLLED BACK (divergence)" and len(table.rows[0]) == 2
-    assert str(table.rows[1][3].text) == "─" and "STALL" in str(table.rows[1][16].text)
+    assert str(table.rows[1][9].text) == "─" and "STALL" in str(table.rows[1][2].text)
     item = stalled(view)
     assert item is not None and item == ("2 stalled", "warn")
     assert [momentum(stale, "stalled").plain for stale in (5, 6, 16)] == ["5", "!6", "x16"]

@@ -258,12 +258,6 @@ ENTROPY_LOSS = Equation(
 )
 
 
-def _with_a_choice(mask: Tensor) -> Tensor:
-    """Return a mask [R, A] that allows every action in rows where it allows none, as in padding."""
-    rows = mask.reshape(-1, mask.shape[-1])
-    return rows | ~rows.any(-1, keepdim=True)
-
-
 @inference_mode
 def check_entropy(
     loss: ArrayLike,
@@ -317,10 +311,11 @@ def check_entropy(
         return column.detach().reshape(-1, column.shape[-1]).double()
 
     unmasked = {head: flat(column).log_softmax(-1) for head, column in categorical.items()}
-    masked = {
-        head: flat(categorical[head]).masked_fill(~_with_a_choice(mask), -torch.inf).log_softmax(-1)
-        for head, mask in allowed.items()
-    }
+    masked = {}
+    for head, mask in allowed.items():
+        choices = mask.reshape(-1, mask.shape[-1])
+        choices = choices | ~choices.any(-1, keepdim=True)  # rows of padding allow nothing
+        masked[head] = flat(categorical[head]).masked_fill(~choices, -torch.inf).log_softmax(-1)
     inputs = EntropyInputs(
         minibatches=minibatches,
         log_probs={**unmasked, **masked} if masked else unmasked,
@@ -331,15 +326,8 @@ def check_entropy(
         trained=rows.get("log_probs"),
         weight=weight,
     )
-    logits_of = {head: flat(column) for head, column in categorical.items()}
-    magnitudes = (inputs.summed(_rounding(inputs, logits_of)),)
+    # where one action is certain, its log-probability is rounded at the size of its logit, and the entropy itself is almost 0
+    sizes = {head: 1 + (inputs.log_probs[head].exp() * flat(z).abs()).sum(-1) for head, z in categorical.items()}
+    sizes |= {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
+    magnitudes = (inputs.summed({head: ROUNDED_SHARE * size for head, size in sizes.items()}),)
     return compare(ENTROPY_LOSS, inputs, claimed, magnitudes=magnitudes, precision=precision, tolerance=tolerance)
-
-
-def _rounding(inputs: EntropyInputs, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sizes [R] of the numbers that an entropy is rounded at: where one action is certain, its log-probability is rounded at the size of
-    its logit, and the entropy itself is almost 0.
-    """
-    certain = {head: 1 + (inputs.log_probs[head].exp() * column.abs()).sum(-1) for head, column in logits.items()}
-    spread = {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
-    return {head: ROUNDED_SHARE * size for head, size in {**certain, **spread}.items()}

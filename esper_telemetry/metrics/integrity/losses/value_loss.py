@@ -99,13 +99,6 @@ def _with_estimates(inputs: ValueLossInputs, advantages: Tensor | None, estimate
     return _with_target(inputs, target)
 
 
-def _smaller_error(inputs: ValueLossInputs) -> Tensor | None:
-    near = inputs.near()
-    if near is None:
-        return None
-    return torch.minimum((inputs.values - inputs.returns).abs(), (near - inputs.returns).abs())
-
-
 def _of_all_pairs(inputs: ValueLossInputs) -> Tensor | None:
     """Half the mean over all pairs of a value and a return, clipped values beside the old values of either row."""
     values, returns, mean = inputs.values, inputs.returns, inputs.minibatches.mean
@@ -282,7 +275,11 @@ VALUE_LOSS = Equation(
             name="minimum",
             says="the smaller of the two squared errors in place of the larger",
             equation="L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²)",
-            compute=lambda x: _of_difference(x, _smaller_error(x)),
+            compute=lambda x: (
+                None
+                if (near := x.near()) is None
+                else _of_difference(x, torch.minimum((x.values - x.returns).abs(), (near - x.returns).abs()))
+            ),
             source=DETAILS_SOURCE,
             advice="Take the maximum of the errors.",
         ),

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     ALTERNATIVE_LOSSES,
@@ -151,7 +151,7 @@ def compare_gradient(
         max_norm=max_norm,
         alternatives=alternatives,
     )
-    return told_apart(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
+    return distinguished(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
 
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:
@@ -299,7 +299,7 @@ def compare_clipping(
     """Return the comparison of the gradient that the optimizer reads, [d] float64, with the one after the backward pass."""
     scale = gradient_scale(claimed, [gradient], numels)
     inputs = ClipInputs(gradient, numels, scale, max_norm)
-    return told_apart(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
+    return distinguished(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
 
 
 @no_grad

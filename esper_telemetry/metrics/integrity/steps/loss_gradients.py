@@ -267,7 +267,7 @@ TERMS: Final = ("policy", "value", "entropy")
 """Terms of the loss, in the order in which they are added."""
 
 NEGLIGIBLE_SHARE: Final = 1e-3
-"""Size of a parameter's gradient, next to the largest one of the same loss, that is not told from rounding: that of a bias before a
+"""Size of a parameter's gradient, next to the largest one of the same loss, that may be rounding: that of a bias before a
 normalising layer is 0 but for rounding."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.steps.loss_gradients import fitted, spread
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ def compare_step(
     scale = spread([torch.maximum(one, other) + rounding * size for one, other, size in parts], numels)
     scale = torch.where(scale > 0, scale, 1.0)
     inputs = replace(inputs, scale=scale)
-    return told_apart(compare(OPTIMIZER_STEP, inputs, claimed / scale, precision=precision, tolerance=bound))
+    return distinguished(compare(OPTIMIZER_STEP, inputs, claimed / scale, precision=precision, tolerance=bound))
 
 
 @no_grad

@@ -17,7 +17,7 @@ ADVANTAGE_TOLERANCE = 1.0
 2048 steps with values near 1000 and no discount."""
 
 MIN_TERMINATIONS = 3
-"""Terminations from which on what was added to their rewards is told from a constant."""
+"""Terminations from which on what was added to their rewards is compared with a constant."""
 
 MIN_BOOTSTRAPPED = 0.8
 """Fraction of terminations with a value added from which on all of them are said to have one."""

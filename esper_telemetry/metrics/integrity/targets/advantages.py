@@ -8,7 +8,7 @@ from __future__ import annotations
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets import gae as estimates
 from esper_telemetry.metrics.integrity.targets.advantage_fits import ADVANTAGE_TOLERANCE, FITTED
 from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, accumulated, following_values, gae
@@ -431,7 +431,8 @@ def check_gae(
     if following is None:
         ahead = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, ahead)
-        known = ~_leads_to(ends & ~terminations, ends)
+        cut = (ends & ~terminations).double()  # what follows is not known in all of an episode that ends in such a step
+        known = accumulated(cut, (~ends).double()) <= 0
     inputs = GaeInputs(
         rewards=paid,
         values=estimates,
@@ -469,7 +470,7 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
-    return told_apart(check)
+    return distinguished(check)
 
 
 def _grid(name: str, column: Tensor) -> Tensor:
@@ -490,8 +491,3 @@ def _ends(flags: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     if terminated is None:
         terminated = ended if truncated is None else ended & ~truncated
     return ended, terminated & ended
-
-
-def _leads_to(marks: Tensor, ends: Tensor) -> Tensor:
-    """Rows of episodes that end in a marked step, [T, B]."""
-    return accumulated(marks.double(), (~ends).double()) > 0

@@ -278,7 +278,9 @@ def last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[Ga
 
 def monte_carlo_cut(inputs: GaeInputs) -> Tensor:
     """Discounted rewards up to the end of the rollout or of the episode, less values."""
-    return gae(replace(inputs, next_values=_inside(inputs)), decay=inputs.gamma)
+    next_values = inputs.next_values.clone()
+    next_values[-1] *= inputs.ended[-1]
+    return gae(replace(inputs, next_values=next_values), decay=inputs.gamma)
 
 
 def rewards_to_go(inputs: GaeInputs) -> Tensor:
@@ -286,13 +288,6 @@ def rewards_to_go(inputs: GaeInputs) -> Tensor:
     return closest_whole(
         inputs, monte_carlo_cut(inputs) + inputs.values, gae(inputs, decay=inputs.gamma) + inputs.values
     )
-
-
-def _inside(inputs: GaeInputs) -> Tensor:
-    """Next values without that of the last row, unless it ended its episode."""
-    next_values = inputs.next_values.clone()
-    next_values[-1] *= inputs.ended[-1]
-    return next_values
 
 
 def v_trace(inputs: GaeInputs) -> Tensor:

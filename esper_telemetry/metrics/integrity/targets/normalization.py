@@ -12,7 +12,7 @@ from typing import Any, Literal
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets.gae import STD_EPS
 from esper_telemetry.metrics.integrity.targets.returns import MIN_ROWS, ranked
 from esper_telemetry.metrics.statistics import same_shape
@@ -367,7 +367,7 @@ def check_normalized_advantages(
     checks = []
     for scoped in (replace(inputs, over=scope) for scope in scopes):
         check = compare(NORMALIZED_ADVANTAGES, scoped, claimed, magnitudes=(scoped.sizes(),), **settings)
-        checks.append(told_apart(check))
+        checks.append(distinguished(check))
         if checks[-1].matches:
             return checks[-1]
     return checks[0]

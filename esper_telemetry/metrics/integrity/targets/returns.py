@@ -12,7 +12,7 @@ from itertools import product
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -353,4 +353,4 @@ def check_returns(
         precision=precision,
         tolerance=tolerance,
     )
-    return told_apart(check)
+    return distinguished(check)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from esper_telemetry.alarms.number_text import number
+from esper_telemetry.core.messages import number
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
-from esper_telemetry.views.compared_runs import FirstDifference
-from esper_telemetry.views.group_tests import CONFIDENCE, Divergence
+from esper_telemetry.views.compare.runs import FirstDifference
+from esper_telemetry.views.compare.statistics import CONFIDENCE, Divergence
 from esper_telemetry.views.outcome import PIPED_WIDTH
 
 MAX_METRICS: Final = 15
@@ -94,7 +94,7 @@ def group_rows(comparison: Comparison) -> list[Row]:
             str(len(group.runs)),
             str(group.seeds),
             _number(group.level),
-            _interval(group.interval),
+            "" if group.interval is None else f"{number(group.interval[0])} to {number(group.interval[1])}",
             _number(group.deviation),
             "" if group.low is None else f"{number(group.low)} to {_number(group.high)}",
         )
@@ -110,10 +110,6 @@ def _alarms(group: GroupSummary) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else number(value)
-
-
-def _interval(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
 
 
 def mapping_rows(values: Mapping[str, Mapping[str, str]]) -> list[Row]:
@@ -181,11 +177,10 @@ def repeat_text(repeat: FirstDifference) -> str:
         return f"{head} are equal in all {repeat.equal_updates:,} updates that both have{lengths}."
     others = len(repeat.keys) - 1
     more = f" and {others} more key{'' if others == 1 else 's'}" if others else ""
-    values = " and ".join("absent" if value is None else _exact(value) for value in repeat.values)
+    values = " and ".join(
+        "absent" if value is None else "other counts or edges" if isinstance(value, tuple) else repr(value)
+        for value in repeat.values
+    )
     return (
         f"{head} differ first at update {repeat.update:,} (step {repeat.env_step:,}) in {repeat.key}{more}: {values}."
     )
-
-
-def _exact(value: Any) -> str:
-    return "other counts or edges" if isinstance(value, tuple) else repr(value)

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from esper_telemetry.alarms.verdict.outcome import EVALUATION, NONFINITE, RECENT_RETURN, RETURN
-from esper_telemetry.views.compared_runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
-from esper_telemetry.views.group_tests import (
+from esper_telemetry.views.compare.runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.compare.statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
     BootstrapInterval,
@@ -257,7 +257,7 @@ def _summary(
                 run.outcome_text,
                 len(run.updates),
                 int(run.last_step),
-                _number(run.final_level(return_key, axis.reach)),
+                level if math.isfinite(level := run.final_level(return_key, axis.reach)) else None,
             )
             for run in group
         ),
@@ -280,10 +280,6 @@ def _summary(
 
 def _finals(runs: Iterable[ComparedRun], return_key: str, axis: StepAxis) -> Array:
     return np.array([run.final_level(return_key, axis.reach) for run in runs])
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _compare(
@@ -330,7 +326,7 @@ def _text(comparison: GroupComparison, levels: Sequence[float]) -> str:
         if smallest_p(first, second) <= METRICS_LEVEL:
             return f"Cannot tell: the groups have {seeds}, and no metric that all of them report up to a common step."
         return (
-            f"Cannot tell with {seeds}: a difference of metrics can be told from {seeds_needed(METRICS_LEVEL)} seeds per group on,"
+            f"Cannot tell with {seeds}: a difference of metrics shows from {seeds_needed(METRICS_LEVEL)} seeds per group on,"
             f" one of the final return from {seeds_needed(RETURN_LEVEL)} on."
         )
     missing = (
@@ -346,14 +342,12 @@ def _text(comparison: GroupComparison, levels: Sequence[float]) -> str:
         parts.append(f"its final return is {direction} (p = {comparison.return_p:.2g})")
     if comparison.metrics:
         leading = comparison.metrics[0]
-        since = f", first {leading.key} {_since(leading.divergence)}" if leading.divergence else ""
+        since = ""
+        if leading.divergence:
+            until = " on" if leading.divergence.until is None else f" to {leading.divergence.until:,.0f}"
+            since = f", first {leading.key} from step {leading.divergence.since:,.0f}{until}"
         parts.append(f"{len(comparison.metrics)} of {comparison.tested} metrics differ{since}")
     return f"{comparison.second} differs from {comparison.first}: {', and '.join(parts)} ({seeds}).{missing}"
-
-
-def _since(divergence: Divergence) -> str:
-    until = "" if divergence.until is None else f" to {divergence.until:,.0f}"
-    return f"from step {divergence.since:,.0f}{until or ' on'}"
 
 
 def _versions(labels: Sequence[str], groups: Sequence[Sequence[ComparedRun]]) -> dict[str, dict[str, str]]:
