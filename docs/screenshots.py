@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import io
+import itertools
 import json
 import os
 import signal
@@ -27,9 +28,10 @@ from typing import Any, Final, TypeVar
 
 from selenium import webdriver
 
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import comparison_page
+from esper_telemetry.views.compare.page import comparison_page
+from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.report import report_html, write_report
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.app import WatchApp
@@ -165,22 +167,17 @@ def take_alarms(run_dir: Path, picture: Path) -> None:
 
 
 def take_mlflow(run_dir: Path, picture: Path) -> None:
-    """Some charts of the run."""
-    with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1250) as driver:
+    """The page of the run, at the address that training prints, without the assistant beside it."""
+    with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1200) as driver:
         driver.get(address)
         driver.execute_script(
             "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false');"
             "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
         )
         experiment, run = mlflow_ids(run_dir)
-        driver.get(f"{address}/#/experiments/{experiment}/runs")
+        driver.get(f"{address}/#/experiments/{experiment}/runs/{run}?workflowType=machine_learning")
         driver.refresh()
-        training = "//*[text()='Model training']"
-        eventually(lambda: driver.find_elements("xpath", training), what="MLflow's menu")[0].click()
-        driver.get(f"{address}/#/experiments/{experiment}/runs/{run}/model-metrics")
-        search = "input[placeholder='Search metric charts']"
-        (box,) = eventually(lambda: driver.find_elements("css selector", search), what="MLflow's charts")
-        box.send_keys("return_mean|policy/kl$|policy/clip_frac$|policy/entropy_norm$|value/expl")
+        eventually(lambda: driver.find_elements("xpath", "//*[text()='Description']"), what="MLflow's page of the run")
         time.sleep(DRAWING_SECONDS)
         driver.save_screenshot(str(picture))
 
@@ -211,7 +208,7 @@ def take_comparison(run_dirs: Sequence[Path], picture: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         page = Path(place, "comparison.html")
         page.write_text(comparison_page(comparison([read_compared(str(run_dir)) for run_dir in run_dirs])))
-        take_page(page, picture, 1000, 900)
+        take_page(page, picture, 1000, 940)
 
 
 def take_page(page: Path, picture: Path, width: int, height: int) -> None:
@@ -300,6 +297,20 @@ def rasterized(screens: Sequence[str], width: int) -> list[bytes]:
     return pictures
 
 
+def seeds(place: Path) -> list[Path]:
+    """Ten short runs, five of them with a learning rate three times as large."""
+    usual = PPOConfig().learning_rate
+    for seed, factor in itertools.product(range(1, 6), (1, 3)):
+        run_dir = place / f"x{factor}-s{seed}"
+        if not run_dir.exists():
+            with Telemetry([], run_dir=run_dir) as telemetry:
+                config = PPOConfig(seed=seed, num_steps=64, learning_rate=factor * usual)
+                trainer = PPO(make_env("CartPole-v1", num_envs=8, seed=seed), config)
+                attach(telemetry, trainer)
+                trainer.learn(total_steps=10_240)
+    return sorted(place.iterdir())
+
+
 def trained(place: Path, *command: str) -> Path:
     """A run of that command, which has ended; the one that is there, if any."""
     if place.exists():
@@ -331,10 +342,10 @@ def main() -> None:
 
 PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
     "tensorboard": lambda healthy, _, picture: take_tensorboard(healthy, picture),
-    "mlflow": lambda healthy, _, picture: take_mlflow(healthy, picture),
+    "mlflow": lambda _, broken, picture: take_mlflow(broken, picture),
     "alarms": lambda _, broken, picture: take_alarms(broken, picture),
     "report": lambda _, broken, picture: take_report(broken, picture),
-    "comparison": lambda healthy, broken, picture: take_comparison([healthy, broken], picture),
+    "comparison": lambda healthy, _, picture: take_comparison(seeds(healthy.with_name("compared")), picture),
     "watch": lambda _, broken, picture: take_watch(broken, picture),
     "watch_live": lambda _, broken, picture: take_animation(broken, picture),
 }

@@ -133,7 +133,7 @@ class TelemetrySession:
         self._candidates: list[Candidates] = []
         self._take_open_update: Callable[[], UpdateData] = UpdateData
         self._close_callbacks: list[Callable[[], None]] = []
-        self._attached = self._closed = False
+        self._attached = self._closed = self._reports_at_close = False
         self._usage = UsageWarnings(options.budget)
         self._peers: Peers | None = None
         self._recorder: RunRecorder | None = None
@@ -406,7 +406,9 @@ class TelemetrySession:
             if self._recorder is None:
                 return None
             report = self._end_journal(self._recorder, status)
+            self._reports_at_close = True
             self._receive_reports()
+            self._reports_at_close = False
             return report
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -423,10 +425,10 @@ class TelemetrySession:
         return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
 
     def _accepts(self, call: str) -> bool:
-        """Return whether a user's call is recorded; the first one after `close` costs a warning."""
+        """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""
         if self._active:
             return True
-        if self._closed and fork_generation() == self._generation:
+        if self._closed and not self._reports_at_close and fork_generation() == self._generation:
             self._usage.warn(AFTER_CLOSE, call)
         return False
 

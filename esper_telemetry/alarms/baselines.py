@@ -102,10 +102,13 @@ class Baselines:
         """Compare the values of an update with those of the updates before it; `learn` adds them."""
         for key in values.keys() - self._rows.keys() - self._unmatched:
             self._add(key)
-        keys = [key for key in values if key in self._rows]
-        self._x = np.full(len(self._rows), np.nan)
-        self._x[[self._rows[key] for key in keys]] = [self._scaled(key, values[key]) for key in keys]
-        median, scale = spread(self._values, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
+        scaled = [nan] * len(self._rows)
+        for key, row in self._rows.items():
+            if key in values:
+                scaled[row] = self._scaled(key, values[key])
+        self._x = np.array(scaled)
+        filled = self._values[:, : max(1, int(self._count.max(initial=0)))]  # the rest is empty: most runs are short
+        median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
         self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN
         low = np.fmin(median, self._lowest + USUAL_LEVEL_DECADES)  # levels that were usual earlier are no outliers

@@ -251,8 +251,10 @@ class Detectors:
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            state = self._states[rule.type]
-            findings = [f for f in self._judges[rule.type](self._view) if not math.isnan(f.severity)]
+            state, findings = self._states[rule.type], list(self._judges[rule.type](self._view))
+            if state.is_calm(findings):
+                continue
+            findings = [finding for finding in findings if not math.isnan(finding.severity)]
             change = state.step(findings, self._update) if findings else None
             if change is not None:
                 changes.append((state, change))

@@ -336,7 +336,8 @@ def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dic
         saved = state["made_of"].get(name)
         if present != saved:
             raise ValueError(f"{path} does not fit: its {name} is {saved}, here it is {present}")
-    return {**state, **state["others"][ranks.rank - 1]} if ranks.rank else state
+    own = {**state, **state["others"][ranks.rank - 1]} if ranks.rank else state
+    return {"checkpointables": own.get("companions"), **own}  # their name in files of releases up to 0.2
 
 
 def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:

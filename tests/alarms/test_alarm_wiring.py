@@ -225,6 +225,19 @@ def test_a_callback_may_change_the_trainer(tmp_path: Path) -> None:
     assert event.axes == run.records[1].axes
 
 
+def test_a_callback_that_close_calls_comes_too_late_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The last update is not flushed: its alarm is raised when the run is closed."""
+    heard: list[str] = []
+    with Telemetry(run_dir=None, detect=scripted({2: SPIKE})) as telemetry:
+        telemetry.on_alarm(lambda alarm: heard.append(alarm.type))
+        telemetry.on_alarm(lambda alarm: telemetry.notify_intervention("lower rate"))
+        telemetry.flush(env_step=1)
+        telemetry.log({"policy/kl": 1.0})
+
+    assert heard == ["policy/kl_spike"]
+    assert not caplog.messages
+
+
 def test_a_callback_may_stop_training(tmp_path: Path) -> None:
     source = cartpole()
     with Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE}), offload=False) as telemetry:

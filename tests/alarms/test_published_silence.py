@@ -95,6 +95,18 @@ def test_rules_wait_longer_where_updates_are_small() -> None:
     assert raised(judged(broken, TINY))["integrity/gae_identity"] == SINCE
 
 
+@pytest.mark.parametrize(("shift", "told"), [(0.22, False), (0.5, True)])
+def test_rollouts_of_a_few_steps_hold_other_parts_of_episodes(shift: float, told: bool) -> None:
+    """Acrobot, solved, in rollouts of 16 steps in four environments: 0.22 once in 312 updates."""
+
+    def once(metrics: Values, ago: int) -> None:
+        metrics["policy/action_shift_js"] = shift if ago == 40 else 0.01
+
+    records = small(run(60, once, since=1), 64)
+
+    assert ("policy/action_shift" in raised(judged(records, {**FACTS, "num_envs": 4, "num_steps": 16}))) is told
+
+
 def test_a_normaliser_of_few_steps_has_not_settled_yet() -> None:
     """Two hundred updates of 8 steps are 1,600."""
     moving = set_to({"norm/obs/drift": 2.0})
@@ -368,7 +380,9 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
     scripted = judged(run(20, set_to({**gradients, "opt/lr": 0.0}), since=1))
 
     assert "opt/stalled_weights" not in raised(scripted)
-    assert "opt/stalled_weights" in raised(judged(run(20, set_to({"opt/lr": 0.0}), since=1)))
+    still = {"opt/lr": 0.0, "policy/kl_max": 1e-6}
+    assert "opt/stalled_weights" in raised(judged(run(20, set_to(still), since=1)))
+    assert "opt/stalled_weights" not in raised(judged(run(20, set_to({"opt/lr": 0.0}), since=1)))  # a KL of 0.02
 
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:

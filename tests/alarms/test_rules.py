@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     "lstm/empty": Case(set_to({"lstm/h/rms": 1e-5}), 4),
     "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),
     "adv/degenerate": Case(set_to({"adv/participation": 0.01, "adv/raw/absmax_over_std": 60.0}), 4),
-    "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
+    "opt/stalled_weights": Case(set_to({"opt/lr": 0.0, "policy/kl_max": 1e-6})),
     "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
     "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
     "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),

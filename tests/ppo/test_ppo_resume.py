@@ -111,9 +111,14 @@ def test_a_checkpoint_is_written_after_everybody_was_told_of_the_update(tmp_path
     trainer.hooks.on(UpdateEnd, lambda event: curriculum.load_state_dict({"lesson": event.update}))
     trainer.learn(128)
 
-    assert torch.load(tmp_path / "latest.pt", weights_only=True)["checkpointables"]["curriculum"] == {
-        "lesson": trainer.updates
-    }
+    state = torch.load(tmp_path / "latest.pt", weights_only=True)
+    assert state["checkpointables"]["curriculum"] == {"lesson": trainer.updates}
+
+    state["companions"] = state.pop("checkpointables")  # as releases up to 0.2 wrote it
+    torch.save(state, tmp_path / "old.pt")
+    curriculum.load_state_dict({"lesson": 0})
+    trainer.load(tmp_path / "old.pt")
+    assert curriculum.state_dict() == {"lesson": trainer.updates}
 
 
 def test_a_run_that_goes_on_says_from_where(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_python
 from permissions import keep_to_permissions
 from trainings import TRAININGS, UPDATES, nothing
 from waiting import wait_until
@@ -259,15 +260,13 @@ REAL = [
 def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
     training: str, resource: str, moment: str, patterns: tuple[str, ...]
 ) -> None:
-    permissions = keep_to_permissions if resource == "read_only" else None
-    program = subprocess.run(
-        [sys.executable, PROGRAM, training, resource, moment],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        preexec_fn=permissions,
-    )
+    words: list[str | Path] = [PROGRAM, training, resource, moment]
+    if resource == "read_only":
+        program = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=300, preexec_fn=keep_to_permissions
+        )
+    else:
+        program = run_python(*words, one_core=False)
 
     assert program.returncode == 0, program.stderr
     report = json.loads(program.stdout)

@@ -261,13 +261,16 @@ def calm_advice(view: View, *, starved: bool) -> str:
 
 ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
 
+ALIKE_STEPS = 10
+"""Steps in a row whose actions are alike, as a pendulum is swung, so that they count as one sample."""
+
 
 def action_shift(view: View) -> Iterator[Finding]:
     """An abrupt change of the mix of actions."""
     key, limits = "policy/action_shift_js", view.limits
     value = view.get(key)
     if value is not None:
-        by_chance = 1 / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
+        by_chance = ALIKE_STEPS / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
         yield Finding(
             limits.severity(ACTION_SHIFT, value - by_chance), key, value, limits.middle(ACTION_SHIFT) + by_chance
         ).with_text(

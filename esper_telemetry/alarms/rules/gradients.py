@@ -66,25 +66,23 @@ def vanish(view: View) -> Iterator[Finding]:
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
     # Heads that are rows of one layer count as layers; those with parameters of their own are layers already.
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
+    low, high = limits.ends(VANISH)
+    share, middle = limits[VANISH_SHARE] * clip, 10 ** (-(low + high) / 2)
     for layer, key, value in [*view.labelled(LAYER, NORM), *heads]:
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES:
             continue
-        fallen = 99.0 if value <= 0 else log10(median) - log10(value) if median > 0 else 0.0
-        if layer in critics and value > 0:
-            fallen -= solved
-        if value > limits[VANISH_SHARE] * clip:
-            fallen = 0.0
-        low, high = limits.ends(VANISH)
-        yield Finding(
-            limits.severity(VANISH, fallen),
-            key,
-            value,
-            median * 10 ** (-(low + high) / 2),
-            adaptive=True,
-            z=view.z(key),
-            instance=layer,
-        ).with_text(
+        fallen = 0.0
+        if value <= share:
+            fallen = 99.0 if value <= 0 else log10(median) - log10(value) if median > 0 else 0.0
+            if layer in critics and value > 0:
+                fallen -= solved
+        severity = limits.severity(VANISH, fallen)
+        finding = Finding(severity, key, value, median * middle, adaptive=True, z=view.z(key), instance=layer)
+        if not severity:  # the usual case of every layer: nobody reads its text
+            yield finding
+            continue
+        yield finding.with_text(
             lambda layer=layer, value=value, key=key: (  # type: ignore[misc]  # the loop's values at this time
                 f"{layer} has {'no gradient: exactly 0' if value == 0 else f'next to no gradient: {number(value)}'}{view.usual(key)}"
             )

@@ -77,12 +77,18 @@ class UpdateSizeJudge:
         )
 
 
+MOVED_KL = 1e-5
+"""KL divergence within an update from which on the policy moves for certain."""
+
+
 @dataclass(slots=True)
 class StalledWeightsJudge(AnnealedRate):
     """A tensor that has a gradient and does not move, or a learning rate that fell to 0 at once.
 
     Attributes:
         learns: gradients have been seen: a scripted controller has a learning rate of 0 and none of them.
+
+    A learning rate that is logged as 0 while the policy moves is not the one of the optimizer.
     """
 
     learns: bool = False
@@ -94,6 +100,7 @@ class StalledWeightsJudge(AnnealedRate):
         self.learns = self.learns or "grad/global/norm_preclip" in view.values
         if rate is None or (not measured and rate > 0) or not self.learns:
             return
+        stopped = rate == 0 and view.values.get("policy/kl_max", 0.0) < MOVED_KL
         declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
         still = [
             layer
@@ -101,9 +108,7 @@ class StalledWeightsJudge(AnnealedRate):
             if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
         ]
         yield (
-            Finding(
-                hard(not annealed and (rate == 0 or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0
-            )
+            Finding(hard(not annealed and (stopped or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0)
             .with_advice(
                 None
                 if rate == 0

@@ -294,7 +294,7 @@ class OutcomeJudge:
             least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
         noise = noise_of(values)
-        shift, course = round(sign) * blocks.shift(), Course.of(values)
+        shift, course = round(sign) * blocks.shift(), Course.of(values, noise)
         last, best = sign * course.last, sign * max(course.best, course.last)
         if few:
             last, best = blocks.last_level.mean, sign * float(np.max(values))
@@ -337,13 +337,13 @@ class Course:
     stable: int
 
     @classmethod
-    def of(cls, values: Array) -> Course:
+    def of(cls, values: Array, noise: Noise) -> Course:
         """Return the course of at least `MIN_BLOCKS` values."""
         count = len(values)
         width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
-        noise, levels = noise_of(values), smoothed(values, width)
+        levels = smoothed(values, width)
         last = float(np.mean(values[-last_width:]))
-        upward, downward = rise(values, noise, width), rise(-values, noise, width)
+        upward, downward = rise(values, levels, noise, width), rise(-values, -levels, noise, width)
         best = float(levels[upward.top])
         doubt = 3 * noise.lasting / math.sqrt(last_width)
         if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):

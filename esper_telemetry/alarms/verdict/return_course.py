@@ -58,12 +58,15 @@ class ReturnCourse:
 
     first: ReturnLevel = field(default_factory=ReturnLevel)
     latest: ReturnLevel = field(default_factory=ReturnLevel)
+    _risen: tuple[bool | None] | None = None
+    """Answer of `risen`, which several rules ask for in each update."""
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the episodes of an update."""
         mean, spread, count = values.get(MEAN), values.get(STD, 0.0), values.get(COUNT, 1.0)
         if mean is None or count <= 0 or not isfinite(mean * mean + spread * spread):
             return
+        self._risen = None
         part = (mean, spread * spread, count)
         if not self.first.full:
             self.first.parts.append(part)
@@ -78,6 +81,11 @@ class ReturnCourse:
     @property
     def risen(self) -> bool | None:
         """True where the latest returns are clearly above the first ones; None before there are enough of both."""
+        if self._risen is None:
+            self._risen = (self._compare(),)
+        return self._risen[0]
+
+    def _compare(self) -> bool | None:
         if not self.latest.full:
             return None
         (before, error), (now, error_now) = self.first.moments(), self.latest.moments()

@@ -109,7 +109,7 @@ class Equation:
 
     def explanations(self, values: Mapping[str, float]) -> tuple[Hypothesis, ...]:
         """Return the hypotheses that explained the numbers of a record, by its values."""
-        return tuple([one for one in self.hypotheses if EQUATION_KEY + self.label(one) in values])
+        return tuple([one for one, key in _keys_of(self).explanations if key in values])
 
 
 @lru_cache(maxsize=1)
@@ -211,7 +211,7 @@ def equation_results(
                 equation,
                 error,
                 factor * max(usual, values.get(keys.tolerance, 0.0)),
-                tuple([one for one, key in keys.explanations if key in values]),
+                equation.explanations(values),
                 {one.name: values[key] for one, key in keys.fitted if key in values},
             )
         )

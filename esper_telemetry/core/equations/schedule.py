@@ -113,7 +113,9 @@ class ScheduleInputs(NamedTuple):
     def nearest(self, rates: Array, rate_at: Callable[[Array], Array]) -> Array:
         """Return the rate of `rate_at` next to each of `rates`, within a point of the table: a curve may jump between two of them."""
         curve = self.schedule.curve
-        shifts = (-1 / (len(curve) - 1), 0.0, 1 / (len(curve) - 1)) if curve else (0.0,)
+        if not curve:
+            return rate_at(np.maximum(self.progress, 0.0))
+        shifts = (-1 / (len(curve) - 1), 0.0, 1 / (len(curve) - 1))
         near = np.stack([rate_at(np.maximum(self.progress + shift, 0.0)) for shift in shifts])
         nearest: Array = np.take_along_axis(near, np.abs(near - rates).argmin(0)[None], 0)[0]
         return nearest

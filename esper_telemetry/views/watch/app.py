@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ SAMPLE_RECORDS: Final = 60
 """Records over the run, and at its end, with which a long journal is shown until all of it is read."""
 MIN_REDRAW_SECONDS, CELLS_PER_SECOND = 0.5, 20_000
 """Redrawing a screen waits at least so long, and as many seconds as it has cells: so the output stays below 50 kB per second."""
+OVER_SECONDS: Final = 10.0
+"""Time after its last line from which on a run that has ended is drawn no more, but when a key is pressed."""
 SCROLL_COLUMNS: Final = 8
 CURSOR_PARTS: Final = 60
 POINTS: Final = 400
@@ -217,7 +220,7 @@ class WatchApp(App[None]):
         self._page = Page(self._color)
         self._footer, self._keys = Static(id="footer"), Text()
         self._input = Input(placeholder="filter: regular expression; Enter keeps it, Esc takes it away")
-        self._drawn_at = 0.0
+        self._drawn_at, self._read_at = 0.0, time.monotonic()
 
     def _open_source(self, index: int, *, missing_ok: bool) -> None:
         source = self._sources[index]
@@ -274,7 +277,13 @@ class WatchApp(App[None]):
             else:
                 count += self._read_on(index, view, deadline)
         now, pause = time.monotonic(), max(MIN_REDRAW_SECONDS, self.size.width * self.size.height / CELLS_PER_SECOND)
-        if now - self._drawn_at >= (pause if count else 1.0):
+        self._read_at = now if count else self._read_at
+        if not count:
+            is_over = now - self._read_at > OVER_SECONDS and all(
+                view is not None and view.ended for view in self._views
+            )
+            pause = math.inf if is_over else 1.0
+        if now - self._drawn_at >= pause:
             self.draw()
 
     def _read_on(self, index: int, view: RunView, deadline: float) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
+from esper_telemetry.alarms.verdict.outcome import NAMES
 from esper_telemetry.views.compare import Comparison, GroupSummary
-from esper_telemetry.views.comparison_text import (
+from esper_telemetry.views.compare.text import (
     Row,
     group_columns,
     group_rows,
@@ -36,29 +37,32 @@ def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -
 
 def comparison_section(comparison: Comparison) -> str:
     """Return the comparison as a `<section>`, for a page with the style of a report and plotly.js; raises ImportError without plotly."""
-    parts = [f"<p>{escape(headline(comparison))}</p>", _table(group_columns(), group_rows(comparison))]
+    parts = [f"<p>{escape(headline(comparison))}</p>"]
+    for pair in comparison.comparisons:
+        style = VERDICT_STYLES[pair.verdict]
+        details = "".join(f"<p>{escape(line)}</p>" for line in pair_lines(pair))
+        parts.append(
+            f'<div class="card banner {style}"><p class="outcome {style}">{escape(pair.text)}</p>{details}</div>'
+        )
+    parts += [f"<p><strong>{escape(repeat_text(repeat))}</strong></p>" for repeat in comparison.repeats]
+    parts.append(f'<div class="card">{_table(group_columns(), group_rows(comparison))}</div>')
     figure = _figure(comparison)
     if figure is not None:
-        parts.append(
-            figure.to_html(
-                full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
-            )
-        )
+        settings = {"displayModeBar": False, "responsive": True}
+        plot = figure.to_html(full_html=False, include_plotlyjs=False, config=settings)
+        parts.append(f'<div class="card">{plot}</div>')
     labels = tuple(group.label for group in comparison.groups)
     for name, values in (("setting", comparison.settings), ("version", comparison.versions)):
         if values and len(labels) > 1:
-            parts.append(_table((name, *labels), mapping_rows(values)))
+            parts.append(f'<div class="card">{_table((name, *labels), mapping_rows(values))}</div>')
     for pair in comparison.comparisons:
-        style = VERDICT_STYLES[pair.verdict]
-        parts.append(f'<div class="card banner {style}"><p class="outcome {style}">{escape(pair.text)}</p></div>')
-        parts += [f"<p>{escape(line)}</p>" for line in pair_lines(pair)]
         if pair.metrics:
             unfolded = " open" if len(pair.metrics) <= MAX_OPEN_METRICS else ""
+            title = f"{len(pair.metrics)} metrics that differ between {pair.first} and {pair.second}"
             table = _table(metric_columns(pair), metric_rows(pair))
             parts.append(
-                f"<details{unfolded}><summary>{len(pair.metrics)} metrics that differ</summary>{table}</details>"
+                f'<details{unfolded}><summary>{escape(title)}</summary><div class="card">{table}</div></details>'
             )
-    parts += [f"<p><strong>{escape(repeat_text(repeat))}</strong></p>" for repeat in comparison.repeats]
     parts += [f'<p class="dim">{escape(note)}</p>' for note in comparison.notes]
     return f'<section class="comparison">{"".join(parts)}</section>'
 
@@ -83,12 +87,13 @@ def _figure(comparison: Comparison) -> Any:
             figure.add_trace(go.Scatter(**trace))
     figure.update_layout(
         xaxis_title="environment steps",
-        yaxis_title=f"{comparison.return_key}, interquartile mean over seeds",
+        yaxis_title=f"{NAMES.get(comparison.return_key, comparison.return_key)}, mean of the middle half of the seeds",
+        margin={"l": 60, "r": 10, "t": 10, "b": 50},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#888"},
-        legend={"orientation": "h", "y": 1.15},
-        height=420,
+        legend={"orientation": "h", "y": -0.2, "yanchor": "top"},
+        height=400,
     )
     figure.update_xaxes(gridcolor="#8884", zeroline=False)
     figure.update_yaxes(gridcolor="#8884", zeroline=False)
