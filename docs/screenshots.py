@@ -30,8 +30,8 @@ from selenium import webdriver
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import comparison_page
+from esper_telemetry.views.compare.page import comparison_page
+from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.report import report_html, write_report
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.app import WatchApp
@@ -167,22 +167,17 @@ def take_alarms(run_dir: Path, picture: Path) -> None:
 
 
 def take_mlflow(run_dir: Path, picture: Path) -> None:
-    """Some charts of the run."""
-    with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1250) as driver:
+    """The page of the run, at the address that training prints, without the assistant beside it."""
+    with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1200) as driver:
         driver.get(address)
         driver.execute_script(
             "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false');"
             "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
         )
         experiment, run = mlflow_ids(run_dir)
-        driver.get(f"{address}/#/experiments/{experiment}/runs")
+        driver.get(f"{address}/#/experiments/{experiment}/runs/{run}?workflowType=machine_learning")
         driver.refresh()
-        training = "//*[text()='Model training']"
-        eventually(lambda: driver.find_elements("xpath", training), what="MLflow's menu")[0].click()
-        driver.get(f"{address}/#/experiments/{experiment}/runs/{run}/model-metrics")
-        search = "input[placeholder='Search metric charts']"
-        (box,) = eventually(lambda: driver.find_elements("css selector", search), what="MLflow's charts")
-        box.send_keys("return_mean|policy/kl$|policy/clip_frac$|policy/entropy_norm$|value/expl")
+        eventually(lambda: driver.find_elements("xpath", "//*[text()='Description']"), what="MLflow's page of the run")
         time.sleep(DRAWING_SECONDS)
         driver.save_screenshot(str(picture))
 
@@ -347,7 +342,7 @@ def main() -> None:
 
 PICTURES: Final[Mapping[str, Callable[[Path, Path, Path], None]]] = {
     "tensorboard": lambda healthy, _, picture: take_tensorboard(healthy, picture),
-    "mlflow": lambda healthy, _, picture: take_mlflow(healthy, picture),
+    "mlflow": lambda _, broken, picture: take_mlflow(broken, picture),
     "alarms": lambda _, broken, picture: take_alarms(broken, picture),
     "report": lambda _, broken, picture: take_report(broken, picture),
     "comparison": lambda healthy, _, picture: take_comparison(seeds(healthy.with_name("compared")), picture),

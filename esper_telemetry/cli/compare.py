@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from esper_telemetry.cli.arguments import without_warnings, wrong_use
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import find_runs, read_compared
-from esper_telemetry.views.comparison_text import print_comparison
+from esper_telemetry.views.compare.runs import find_runs, read_compared
+from esper_telemetry.views.compare.text import print_comparison
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Compare
@@ -23,7 +23,7 @@ def compare(options: Compare) -> int:
             raise ValueError(f"{options.output} cannot be written: it is a folder, or its folder does not exist")
         result = comparison([read_compared(place) for place in find_runs(options.runs)])
         if output is not None:
-            from esper_telemetry.views.comparison_page import comparison_page
+            from esper_telemetry.views.compare.page import comparison_page
 
             output.write_text(comparison_page(result), encoding="utf-8")
     if options.json:

@@ -100,6 +100,7 @@ class ConsoleSink:
 
     every_seconds: float = 1.0
     _output: _Output | None = field(default=None, init=False, repr=False, compare=False)
+    _last_outcome: str = field(default="", init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = True
     inline: ClassVar[bool] = True
@@ -138,8 +139,10 @@ class ConsoleSink:
             self._output.print(alarm_line(alarm))
 
     def outcome(self, event: JournalEvent) -> None:
-        """Print what the run does now."""
-        if self._output:
+        """Print what the run does now; not the same words twice, which a failure brings."""
+        text = str(event.data.get("text", ""))
+        if self._output and text != self._last_outcome:
+            self._last_outcome = text
             self._output.print(outcome_line(event))
 
     def close(self, status: RunStatus) -> None:

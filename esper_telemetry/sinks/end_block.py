@@ -65,7 +65,11 @@ class RunEnd:
         """Yield the exception that ended the run or what it did, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
-        cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+        try:
+            cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
+        except OSError as error:
+            yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
+            return
         if text := cards.sentence():
             outcome = str(cards.outcome.data.get("outcome", "")) if cards.outcome else None
             colour = "" if outcome is None else OUTCOME_COLOURS.get(outcome, "cyan")

@@ -182,7 +182,7 @@ class IncidentCards:
         """Return the raised alarm that is the cause of an incident; None where none of it was raised."""
         return cause_of(self.of(number))
 
-    def incident(self, number: int) -> str:
+    def incident(self, number: int, *, heading: bool = True) -> str:
         """Return the page of one incident: its cause with the advice, then a line for each alarm that came with it."""
         alarms, active = self.of(number), self.active
         cause = self.cause(number) or alarms[0]
@@ -194,8 +194,11 @@ class IncidentCards:
         def state(kind: str) -> str:
             return f"over at update {ends[kind]:,}" if kind in ends and kind not in active else "still active"
 
-        lines = [f"## Incident {number}, since update {min(alarm.since for alarm in alarms):,}: {safe(cause.type)}", ""]
-        lines.append(f"**{safe(alarm_text(latest[cause.type]))}** ({latest[cause.type].level}, {state(cause.type)})")
+        text, level = safe(alarm_text(latest[cause.type])), f"({latest[cause.type].level}, {state(cause.type)})"
+        since = min(alarm.since for alarm in alarms)
+        lines = [f"**{safe(cause.type)}** {level}: {text}"]
+        if heading:
+            lines = [f"## Incident {number}, since update {since:,}: {safe(cause.type)}", "", f"**{text}** {level}"]
         others = [alarm for kind, alarm in latest.items() if kind != cause.type]
         if others:
             lines += ["", "With it came:", ""]
@@ -217,11 +220,11 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
     """
     first = cards.numbers[:MAX_NOTE_INCIDENTS]
     sentence = cards.sentence() or "No outcome yet"
-    # Backends cut the description after a few lines, so it has no large headings.
+    # Backends cut the description after a few lines, so it has no headings.
     parts = [f"**{safe(sentence[:1].upper() + sentence[1:])}**"]
     keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
     if first:
-        parts += [cards.incident(number).replace("## ", "### ", 1) for number in first]
+        parts += [cards.incident(number, heading=False) for number in first]
     else:
         values = [
             f"{safe(described(key, run).name or key)} {_number(record.values[key])}"

@@ -19,12 +19,13 @@ from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compared_runs import read_compared
-from esper_telemetry.views.comparison_page import comparison_section
+from esper_telemetry.views.compare.page import comparison_section
+from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
-from esper_telemetry.views.run_view import ChartView, EvidenceRow, IncidentView, RunView, number_text, open_view
+from esper_telemetry.views.run_parts import ChartView, EvidenceRow, IncidentView, number_text
+from esper_telemetry.views.run_view import RunView, open_view
 
 MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""

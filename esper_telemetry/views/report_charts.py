@@ -13,7 +13,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
-from esper_telemetry.views.run_view import ChartView, IncidentView, RunView
+from esper_telemetry.views.run_parts import ChartView, IncidentView
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer
 
 MAX_POINTS: Final = 200

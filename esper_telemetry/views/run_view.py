@@ -12,17 +12,14 @@ the largest value of equally long groups of updates are kept.
 from __future__ import annotations
 
 import bisect
-import math
 import re
-import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
 from esper_telemetry.alarms.metric_entries import metric_entries
@@ -35,9 +32,7 @@ from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
-    AlarmLevel,
     Axes,
-    MetricInfo,
     Record,
     RunInfo,
     RunStatus,
@@ -48,7 +43,6 @@ from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.views.equations import EquationHistory, EquationRow
 from esper_telemetry.views.panels import (
     ChartDeclaration,
@@ -58,6 +52,8 @@ from esper_telemetry.views.panels import (
     ViewDeclaration,
     view_declarations,
 )
+from esper_telemetry.views.progress import RATE_UPDATES, RunProgress, run_progress
+from esper_telemetry.views.run_parts import MAX_LINES, ChartView, IncidentView, LineView, PanelView, incident_view
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
 
 if TYPE_CHECKING:
@@ -67,158 +63,11 @@ CHUNK_LINES: Final = 50
 """Decoded at a time: 500 took 26 MB more at 12,400 updates of 428 keys."""
 MAX_EVENTS: Final = 200
 """Latest events that are kept."""
-MAX_LINES: Final = 8
-"""Lines of a chart: heads, groups or layers; the others are left to the journal."""
-RATE_UPDATES: Final = 30
-"""Latest updates from which speed and remaining time are estimated."""
-OK_UPDATES, WARN_UPDATES = 2.0, 10.0
-"""Update times since the last record up to which a run is not late, or only late."""
-MIN_OK_SECONDS, MIN_WARN_SECONDS = 5.0, 60.0
-START_SECONDS: Final = 60.0
-"""Time of an update that is assumed before two records show it."""
-
 TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
 """Alarms that only a run with this package's telemetry can raise."""
 IMPORT_REMEDY: Final = "training again with esper-telemetry run, TelemetryCallback or the functions of docs/own_loop.md"
 
-TIME_PARTS: Final = {
-    "environment": "perf/environment_ms",
-    "inference": "perf/inference_ms",
-    "update": "perf/update_ms",
-}
-Staleness = Literal["ok", "warn", "bad", "ended"]
 T = TypeVar("T")
-
-
-class LineView(NamedTuple):
-    """One key in a chart.
-
-    Attributes:
-        key: of the metric.
-        label: short name: the head, group or layer, else the metric's name.
-        series: the values.
-        value: the latest one; None where there is none.
-        judgement: state of the latest value beside the metric's bounds.
-        healthy: the metric's healthy range; None where it is not given in plain numbers.
-        since: update from which on the values shown are outside of the range up to the end; None where the latest is not.
-    """
-
-    key: str
-    label: str
-    series: Series
-    value: float | None
-    judgement: Judgement
-    healthy: HealthyRange | None
-    since: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChartView:
-    """Keys that share an axis.
-
-    Attributes:
-        title: heading.
-        unit: of the values.
-        lines: the keys, the most important one first.
-        healthy: range of the first line, which the chart shows as a band.
-        info: description of the first line.
-        log: True where the axis is logarithmic, as declared; all values are positive then.
-        stacked: True for parts of a whole.
-        hidden: number of keys beyond `MAX_LINES` that are left out.
-    """
-
-    title: str
-    unit: str
-    lines: tuple[LineView, ...]
-    healthy: HealthyRange | None
-    info: MetricInfo | None
-    log: bool = False
-    stacked: bool = False
-    hidden: int = 0
-
-    @property
-    def question(self) -> str:
-        """The question that the first metric answers."""
-        return self.info.question if self.info else ""
-
-
-@dataclass(frozen=True, slots=True)
-class PanelView:
-    """Charts that answer one question."""
-
-    name: str
-    question: str
-    charts: tuple[ChartView, ...]
-
-
-class EvidenceRow(NamedTuple):
-    """One value that shows an alarm: the key, the metric's name, the value, the run's usual range, the healthy range, its state."""
-
-    key: str
-    name: str
-    value: str
-    usual: str
-    healthy: str
-    judgement: Judgement
-
-
-@dataclass(frozen=True, slots=True)
-class IncidentView:
-    """One incident.
-
-    Attributes:
-        number: from 1.
-        cause: type of alarm that explains it.
-        text: what happened, in sentences.
-        advice: what to try; empty where nothing is known.
-        level: the highest of its alarms.
-        since: update in which its cause began.
-        until: update in which its last alarm was over; None where one lasts.
-        ends: types of its alarms, with the update in which each was over; None for those that last.
-        evidence: rows of the cause's evidence.
-        keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
-        report: its alarms.
-    """
-
-    number: int
-    cause: str
-    text: str
-    advice: str
-    level: AlarmLevel
-    since: int
-    until: int | None
-    ends: Mapping[str, int | None]
-    evidence: tuple[EvidenceRow, ...]
-    keys: tuple[str, ...]
-    report: IncidentReport = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    """Position and speed of a run; None where it is not known.
-
-    Attributes:
-        update, env_step: of the last record.
-        total_steps: environment steps that were asked for.
-        fraction: of them, that are done.
-        eta_seconds: time that remains at the present speed; None for a run that has ended, or has stopped.
-        steps_per_second: environment steps per second of wall time, the median of the latest updates.
-        update_seconds: time of an update, the median of the latest ones.
-        time_split: shares of the last update's time by part: environment, inference, update and other.
-        age_seconds: since the last record, or since the start.
-        staleness: `ok` up to two update times, `warn` up to ten, else `bad`; `ended` for a run that has ended.
-    """
-
-    update: int = 0
-    env_step: int = 0
-    total_steps: int | None = None
-    fraction: float | None = None
-    eta_seconds: float | None = None
-    steps_per_second: float | None = None
-    update_seconds: float | None = None
-    time_split: Mapping[str, float] = field(default_factory=dict)
-    age_seconds: float | None = None
-    staleness: Staleness = "ok"
 
 
 def open_view(
@@ -484,9 +333,9 @@ class RunView:
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
-        if (
-            self.updates and self.status is None and not self.sampled
-        ):  # the journal has an outcome only where its kind changes
+        # before the end the journal has an outcome only where its kind changes
+        is_written = OUTCOME in self.latest and self.status is not None
+        if self.updates and not is_written and not self.sampled:
             outcome = self._outcome.end(None)
         elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
@@ -521,51 +370,7 @@ class RunView:
     @property
     def incidents(self) -> list[IncidentView]:
         """The incidents in order, each with its sentence, advice and evidence."""
-        return [self._incident(report) for report in self.diagnosis.incidents]
-
-    def _incident(self, report: IncidentReport) -> IncidentView:
-        main, ends = report.main, report.ends()
-        text, _, advice = " ".join(main.text.split()).partition(" Try: ")
-        lasting = any(end is None for end in ends.values())
-        values = main.evidence.get("values", {})
-        others = [alarm.key for alarm in report.alarms if alarm.event is AlarmEvent.RAISE]
-        keys = dict.fromkeys(key for key in (main.key, *values, *others) if key in self._buffers)
-        return IncidentView(
-            number=report.number,
-            cause=report.cause or main.type,
-            text=text or f"{main.type}: {main.key} is {main.value}",
-            advice=advice,
-            level=AlarmLevel.of(max(alarm.severity for alarm in report.alarms)),
-            since=report.since,
-            until=None if lasting else max(end for end in ends.values() if end is not None),
-            ends=ends,
-            evidence=tuple(self._evidence(main)),
-            keys=tuple(keys),
-            report=report,
-        )
-
-    def _evidence(self, alarm: Alarm) -> list[EvidenceRow]:
-        usual = alarm.evidence.get("usual", {})
-        values = dict(alarm.evidence.get("values", {}))
-        if alarm.value is not None:
-            values = {alarm.key: alarm.value, **values}
-        rows = []
-        for key, value in values.items():
-            info = self.info.describe(key)
-            ends = usual.get(key, ())
-            rows.append(
-                EvidenceRow(
-                    key,
-                    info.name if info else "",
-                    number_text(value),
-                    " to ".join(map(number_text, ends)),
-                    info.healthy if info else "",
-                    judge(info, value) if isinstance(value, int | float) else "",
-                )
-            )
-        others = {name: data for name, data in alarm.evidence.items() if name not in ("values", "usual")}
-        rows += [EvidenceRow(name, "", number_text(value), "", "", "") for name, value in flattened(others).items()]
-        return rows
+        return [incident_view(report, self.info, self._buffers) for report in self.diagnosis.incidents]
 
     def series(self, key: str) -> Series:
         """Return the values of a key; none for one that has not appeared."""
@@ -709,51 +514,7 @@ class RunView:
 
     def progress(self, now: float | None = None) -> RunProgress:
         """Return position and speed; `now` is in seconds since the epoch, by default the present."""
-        total, axes = self.info.facts.get("total_steps"), self.axes
-        total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total > 0 else None
-        steps = axes.env_step if axes else 0
-        seconds, speed = self._speed()
-        since = axes.wall_time if axes else self.info.started
-        age = max(0.0, (time.time() if now is None else now) - since) if since > 0 else None
-        staleness = self._staleness(age, seconds)
-        goes_on = staleness in ("ok", "warn")
-        remaining = max(0.0, (total - steps) / speed) if total is not None and speed and goes_on else None
-        return RunProgress(
-            update=axes.update if axes else 0,
-            env_step=steps,
-            total_steps=total,
-            fraction=None if total is None else min(1.0, steps / total),
-            eta_seconds=remaining,
-            steps_per_second=speed,
-            update_seconds=seconds,
-            time_split=self._time_split(seconds),
-            age_seconds=age,
-            staleness=staleness,
-        )
-
-    def _speed(self) -> tuple[float | None, float | None]:
-        """Return the seconds of an update and the environment steps per second, medians: an interruption does not count."""
-        pairs = list(zip(self._clock, list(self._clock)[1:], strict=False))
-        durations = [later[1] - earlier[1] for earlier, later in pairs]
-        if not durations or statistics.median(durations) <= 0:
-            return None, None
-        rates = [(later[0] - earlier[0]) / (later[1] - earlier[1]) for earlier, later in pairs if later[1] > earlier[1]]
-        return statistics.median(durations), statistics.median(rates)
-
-    def _time_split(self, seconds: float | None) -> dict[str, float]:
-        parts = {name: self.last[key] for name, key in TIME_PARTS.items() if self.last.get(key, -1.0) >= 0}
-        if not parts:
-            return {}
-        whole = max(sum(parts.values()), 1000 * (seconds or 0.0)) or 1.0
-        shares = {name: value / whole for name, value in parts.items()}
-        return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
-
-    def _staleness(self, age: float | None, seconds: float | None) -> Staleness:
-        if self.ended:
-            return "ended"
-        if age is None or age <= max(MIN_OK_SECONDS, OK_UPDATES * (seconds or START_SECONDS)):
-            return "ok"
-        return "warn" if age <= max(MIN_WARN_SECONDS, WARN_UPDATES * (seconds or START_SECONDS)) else "bad"
+        return run_progress(self.info, self.axes, self._clock, self.last, ended=self.ended, now=now)
 
     def equations(self) -> list[EquationRow]:
         """Return a row for each declared equation; none for a view that was not opened with `judged`."""
@@ -767,8 +528,3 @@ class RunView:
 def is_rare_event(kind: str) -> bool:
     """Return True for a type of events of which a view needs the last one only: evidence, and what tables are made of."""
     return kind.startswith("evidence/") or kind in view_declarations().table_events
-
-
-def number_text(value: object) -> str:
-    """Return a number in up to four digits; other values as text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

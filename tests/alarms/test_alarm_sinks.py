@@ -186,7 +186,7 @@ def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> No
     history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
     assert [row["axis/update"] for row in history] == [1, 2, 3, 4, 5, 6]
     notes = [entry["run"]["notes"] for entry in entries if entry["type"] == "run" and "notes" in entry["run"]]
-    assert "### Incident 1, since update 2: policy/kl\\_spike" in notes[-1] and "`policy/kl` | 0.06 |" in notes[-1]
+    assert "**policy/kl\\_spike** (" in notes[-1] and "`policy/kl` | 0.06 |" in notes[-1]
 
 
 def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_mlflow_has_the_verdict_and_the_incidents(store: Path, client: Any, tmp_
     assert run.data.tags["esper.verdict"] == verdict
     assert not [name for name in run.data.tags if name.startswith(("esper.alarm", "esper.metrics", "esper.outcome"))]
     note = run.data.tags["mlflow.note.content"].splitlines()
-    assert note[:3] == ["**No outcome yet**", "", "### Incident 1, since update 2: policy/kl\\_spike"]
+    assert note[:2] == ["**No outcome yet**", ""] and note[2].startswith("**policy/kl\\_spike** (")
     assert note[-3:] == ["| value | at update 6, step 6,000 | healthy |", "|---|---|---|", note[-1]]
     assert "`policy/kl` | 0.06 |" in note[-1]
     page = artifact(client, run, "incidents.md", tmp_path)

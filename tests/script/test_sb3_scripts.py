@@ -28,7 +28,7 @@ def test_it_is_attached_beside_every_form_of_callback(callback: str, tmp_path: P
     first, *block, last = telemetry_lines(result)
     assert first.endswith(f"sb3_model.py: attached TelemetryCallback to PPO; journal in {tmp_path / 'run'}")
     assert "esper-telemetry: where it is" in block
-    assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
+    assert last.endswith(f"4 updates; the verdict on them: esper-telemetry diagnose {tmp_path / 'run'}")
 
 
 def test_a_model_that_learns_again_goes_on_and_another_has_a_run_of_its_own(tmp_path: Path) -> None:

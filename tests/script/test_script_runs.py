@@ -133,7 +133,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     assert "found episodes (the script itself misses them" in first
     assert "gradients before and after clipping, probability ratios, distributions" in first
     assert "not found" not in first
-    assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
+    assert last.endswith(f"4 updates; the verdict on them: esper-telemetry diagnose {tmp_path / 'run'}")
     assert not any("episodic_return" in key for record in run.records for key in record.values)
 
 

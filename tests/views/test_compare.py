@@ -17,9 +17,16 @@ from esper_telemetry.cli.main import run as command_line
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.journal import Journal, compress, encode_end, encode_record, encode_run
 from esper_telemetry.views.compare import Comparison, comparison
-from esper_telemetry.views.compared_runs import find_runs, first_difference, read_compared
-from esper_telemetry.views.comparison_page import comparison_page
-from esper_telemetry.views.group_tests import improvement, iqm, iqm_interval, permutation_p, seeds_needed, smallest_p
+from esper_telemetry.views.compare.page import comparison_page
+from esper_telemetry.views.compare.runs import find_runs, first_difference, read_compared
+from esper_telemetry.views.compare.statistics import (
+    improvement,
+    iqm,
+    iqm_interval,
+    permutation_p,
+    seeds_needed,
+    smallest_p,
+)
 from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import open_view
 

@@ -78,7 +78,7 @@ def last_line(
         reason = "torch was not imported" if script is None else "no optimizer step with a probability ratio was seen"
         return f"{name}: found nothing to measure: {reason}"
     count = updates if updates is not None else script.updates if script else 0
-    return f"{name}: {count} update{'' if count == 1 else 's'}; what went wrong in them: esper-telemetry diagnose {run_dir}"
+    return f"{name}: {count} update{'' if count == 1 else 's'}; the verdict on them: esper-telemetry diagnose {run_dir}"
 
 
 def log_to_stderr() -> None:

@@ -16,7 +16,8 @@ from rich.text import Text
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
-from esper_telemetry.views.run_view import IncidentView, LineView, RunView, number_text
+from esper_telemetry.views.run_parts import IncidentView, LineView, number_text
+from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
@@ -45,7 +46,7 @@ STALENESS: Final = {
     "ended": ("", "dim"),
 }
 MAX_INCIDENTS, MAX_EVENTS, MAX_MATCHES = 5, 8, 60
-NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 17, 10
+NAME_COLUMNS, VALUE_COLUMNS, RANGE_COLUMNS, MIN_BARS = 46, 17, 16, 10
 WIDE_COLUMNS: Final = 100
 """Width from which on metrics have their whole names."""
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.core.catalogue import family_name
-from esper_telemetry.views.compared_runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
+from esper_telemetry.views.compare.runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
 
 RETURN_LEVEL: Final = 0.02
 METRICS_LEVEL: Final = 0.03

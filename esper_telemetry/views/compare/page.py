@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.outcome import NAMES
 from esper_telemetry.views.compare import Comparison, GroupSummary
-from esper_telemetry.views.comparison_text import (
+from esper_telemetry.views.compare.text import (
     Row,
     group_columns,
     group_rows,

@@ -12,8 +12,8 @@ from rich.text import Text
 from esper_telemetry.core.messages import number
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
-from esper_telemetry.views.compared_runs import FirstDifference
-from esper_telemetry.views.group_tests import CONFIDENCE, Divergence
+from esper_telemetry.views.compare.runs import FirstDifference
+from esper_telemetry.views.compare.statistics import CONFIDENCE, Divergence
 from esper_telemetry.views.outcome import PIPED_WIDTH
 
 MAX_METRICS: Final = 15

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from esper_telemetry.alarms.verdict.outcome import EVALUATION, NONFINITE, RECENT_RETURN, RETURN
-from esper_telemetry.views.compared_runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
-from esper_telemetry.views.group_tests import (
+from esper_telemetry.views.compare.runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.compare.statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
     BootstrapInterval,

@@ -1,0 +1,170 @@
+"""What a view of a run consists of, as plain values: charts with their lines, panels, and incidents with their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from esper_telemetry.alarms.diagnosis import IncidentReport
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, MetricInfo, RunInfo
+from esper_telemetry.sinks.layout import flattened
+from esper_telemetry.views.series import HealthyRange, Judgement, Series, judge
+
+MAX_LINES: Final = 8
+"""Lines of a chart: heads, groups or layers; the others are left to the journal."""
+
+
+class LineView(NamedTuple):
+    """One key in a chart.
+
+    Attributes:
+        key: of the metric.
+        label: short name: the head, group or layer, else the metric's name.
+        series: the values.
+        value: the latest one; None where there is none.
+        judgement: state of the latest value beside the metric's bounds.
+        healthy: the metric's healthy range; None where it is not given in plain numbers.
+        since: update from which on the values shown are outside of the range up to the end; None where the latest is not.
+    """
+
+    key: str
+    label: str
+    series: Series
+    value: float | None
+    judgement: Judgement
+    healthy: HealthyRange | None
+    since: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChartView:
+    """Keys that share an axis.
+
+    Attributes:
+        title: heading.
+        unit: of the values.
+        lines: the keys, the most important one first.
+        healthy: range of the first line, which the chart shows as a band.
+        info: description of the first line.
+        log: True where the axis is logarithmic, as declared; all values are positive then.
+        stacked: True for parts of a whole.
+        hidden: number of keys beyond `MAX_LINES` that are left out.
+    """
+
+    title: str
+    unit: str
+    lines: tuple[LineView, ...]
+    healthy: HealthyRange | None
+    info: MetricInfo | None
+    log: bool = False
+    stacked: bool = False
+    hidden: int = 0
+
+    @property
+    def question(self) -> str:
+        """The question that the first metric answers."""
+        return self.info.question if self.info else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelView:
+    """Charts that answer one question."""
+
+    name: str
+    question: str
+    charts: tuple[ChartView, ...]
+
+
+class EvidenceRow(NamedTuple):
+    """One value that shows an alarm: the key, the metric's name, the value, the run's usual range, the healthy range, its state."""
+
+    key: str
+    name: str
+    value: str
+    usual: str
+    healthy: str
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentView:
+    """One incident.
+
+    Attributes:
+        number: from 1.
+        cause: type of alarm that explains it.
+        text: what happened, in sentences.
+        advice: what to try; empty where nothing is known.
+        level: the highest of its alarms.
+        since: update in which its cause began.
+        until: update in which its last alarm was over; None where one lasts.
+        ends: types of its alarms, with the update in which each was over; None for those that last.
+        evidence: rows of the cause's evidence.
+        keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
+        report: its alarms.
+    """
+
+    number: int
+    cause: str
+    text: str
+    advice: str
+    level: AlarmLevel
+    since: int
+    until: int | None
+    ends: Mapping[str, int | None]
+    evidence: tuple[EvidenceRow, ...]
+    keys: tuple[str, ...]
+    report: IncidentReport = field(repr=False)
+
+
+def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str]) -> IncidentView:
+    """Return an incident with its sentence, advice and evidence; `measured` are the keys of the run that have had a value."""
+    main, ends = report.main, report.ends()
+    text, _, advice = " ".join(main.text.split()).partition(" Try: ")
+    lasting = any(end is None for end in ends.values())
+    values = main.evidence.get("values", {})
+    others = [alarm.key for alarm in report.alarms if alarm.event is AlarmEvent.RAISE]
+    keys = dict.fromkeys(key for key in (main.key, *values, *others) if key in measured)
+    return IncidentView(
+        number=report.number,
+        cause=report.cause or main.type,
+        text=text or f"{main.type}: {main.key} is {main.value}",
+        advice=advice,
+        level=AlarmLevel.of(max(alarm.severity for alarm in report.alarms)),
+        since=report.since,
+        until=None if lasting else max(end for end in ends.values() if end is not None),
+        ends=ends,
+        evidence=tuple(_evidence(main, info)),
+        keys=tuple(keys),
+        report=report,
+    )
+
+
+def _evidence(alarm: Alarm, run: RunInfo) -> list[EvidenceRow]:
+    usual = alarm.evidence.get("usual", {})
+    values = dict(alarm.evidence.get("values", {}))
+    if alarm.value is not None:
+        values = {alarm.key: alarm.value, **values}
+    rows = []
+    for key, value in values.items():
+        info = run.describe(key)
+        ends = usual.get(key, ())
+        rows.append(
+            EvidenceRow(
+                key,
+                info.name if info else "",
+                number_text(value),
+                " to ".join(map(number_text, ends)),
+                info.healthy if info else "",
+                judge(info, value) if isinstance(value, int | float) else "",
+            )
+        )
+    others = {name: data for name, data in alarm.evidence.items() if name not in ("values", "usual")}
+    rows += [EvidenceRow(name, "", number_text(value), "", "", "") for name, value in flattened(others).items()]
+    return rows
+
+
+def number_text(value: object) -> str:
+    """Return a number in up to four digits; other values as text."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
