@@ -395,15 +395,14 @@ def check_soundness(bugs: Sequence[Bug]) -> list[str]:
     return unsound
 
 
-def measure_cost(trainer: str, updates: int = 2) -> None:
-    """Print the processor time of the checks in each sampled update of a trainer in this process, by where they run, and peak memory."""
+def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
+    """Print the processor time of the checks in each sampled update of a trainer, with or without a worker, and peak memory."""
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
     from esper_telemetry.adapters import replayed, sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
     from esper_telemetry.updates import groups
-    from esper_telemetry.updates.equations import equation_checks
 
     torch.set_num_threads(1)
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -417,20 +416,23 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
 
         return call
 
+    # functions that run once per sampled update: to time one that runs in every minibatch costs more than it does
     for owner, names in (
-        (step_checks.StepProbe, ("_objective", "_backward", "_optimizer_step", "_end")),
+        (step_checks, ("begun_step",)),
+        (step_checks.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
         (replayed.CollectionProbe, ("_values", "_log_probs")),
         (sampled.ReplayProbe, ("_first_minibatch", "_used_advantages", "_after_minibatches")),
     ):
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
 
-    def timed_checks(*args: Any) -> Any:
-        return (timed("worker", lambda check=one: [*check()]) for one in equation_checks(*args))
+    def timed_checks(checks: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (timed("what a worker takes over", lambda check=one: [*check()]) for one in checks(*args))
 
-    groups.equation_checks = timed_checks  # type: ignore[attr-defined, assignment]  # an import of that module
+    for module, name in ((groups, "equation_checks"), (groups, "step_checks")):  # imports of that module
+        setattr(module, name, timed_checks(getattr(module, name)))
     with tempfile.TemporaryDirectory() as directory:
-        telemetry = Telemetry([], run_dir=Path(directory) / "run", level="debug", offload=False)
+        telemetry = Telemetry([], run_dir=Path(directory) / "run", level="debug", offload=worker)
         with telemetry:
             if trainer == "bundled":
                 source = PPO(make_env("CartPole-v1", num_envs=8), PPOConfig())
@@ -442,7 +444,8 @@ def measure_cost(trainer: str, updates: int = 2) -> None:
         count = len(read_run(Path(directory) / "run").records)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures = ", ".join(f"{label} {1000 * spent / count:.1f} ms" for label, spent in sorted(seconds.items()))
-    print(f"{trainer}: {figures} per sampled update; peak memory {peak:.0f} MB")
+    beside = "with a worker" if worker else "in process"
+    print(f"{trainer}, {beside}: {figures} per sampled update; peak memory {peak:.0f} MB", flush=True)
 
 
 def main() -> None:
@@ -458,7 +461,11 @@ def main() -> None:
     preload()
     if options.what == "cost":
         for trainer in options.only or ("ppo", "recurrent_ppo", "bundled"):
-            measure_cost(trainer)
+            for worker in (False, True):
+                if os.fork() == 0:  # the functions that are timed are replaced for good
+                    measure_cost(trainer, worker=worker)
+                    sys.exit()
+                os.wait()
         return
 
     def chosen(name: str) -> bool:

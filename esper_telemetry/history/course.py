@@ -193,8 +193,10 @@ class Blocks:
     def lost(self, noise: Noise) -> bool:
         """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""
         first, last = self.first_level, self.last_level
+        if first is None or float(np.max(self.values)) + first.mean <= 2 * last.mean:
+            return False
         fifths = map(self._fifth_before, range(2, len(self.blocks)))
-        return first is not None and any(self._is_lost(noise, first, top, last) for top in fifths)
+        return any(self._is_lost(noise, first, top, last) for top in fifths)
 
     def _is_lost(self, noise: Noise, first: EpisodeBlock, top: EpisodeBlock, last: EpisodeBlock) -> bool:
         if not (first.end < top.begin and top.end < last.begin and top.mean > first.mean and _differ(first, top)):

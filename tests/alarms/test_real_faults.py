@@ -243,9 +243,9 @@ EVERYTHING = Thresholds().with_changes({"grad/noise_dominated": "on"})
 """Also what is off by default."""
 
 
-def watched(run_dir: Path, trainer: PPO, updates: int, **settings: Any) -> dict[str, int]:
+def watched(run_dir: Path, trainer: PPO, updates: int) -> dict[str, int]:
     """Types that are raised, with the update, while so many updates are trained."""
-    with Telemetry(run_dir=run_dir, level="debug", offload=False, **settings) as telemetry:
+    with Telemetry(run_dir=run_dir, level="debug", detect=False, offload=False) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(trainer.config.num_steps * trainer.env.num_envs * updates)
     run = read_run(run_dir)

@@ -44,12 +44,12 @@ def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp
     whole = make(**settings)
     emitted = EventLog().listen(whole, EpisodeEnd, UpdateEnd)
     whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(tmp_path / "latest.pt"))
-    whole.learn(1000)
+    whole.learn(600)
 
     resumed = make(**settings)
     later = EventLog().listen(resumed, EpisodeEnd, UpdateEnd)
     resumed.load(tmp_path / "latest.pt")
-    resumed.learn(1000)
+    resumed.learn(600)
 
     assert equal(weights(whole), weights(resumed))
     assert later.of(UpdateEnd)[0].update == 4
