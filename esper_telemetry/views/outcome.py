@@ -82,7 +82,7 @@ def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
         for entry in diagnosis.unusual:
             yield f"  {entry.key}: {entry.text}"
-    if not any(entry.is_far for entry in diagnosis.unusual):
+    if diagnosis.unexplained and not any(entry.is_far for entry in diagnosis.unusual):
         yield "No value is far outside the range of healthy runs: the task may be too hard for this policy, or need more steps."
     suppliers = Counter(diagnosis.remedies.values())
     if suppliers:
