@@ -205,7 +205,13 @@ def main() -> None:
             flush=True,
         )
     if options.save:
-        save("adapters", [Row(f"{row['model']} ({options.turns})", str(row["thread"]), "no callback") for row in rows])
+        save(
+            "adapters",
+            [
+                Row(f"`{row['model']}`, {options.turns} turns", str(row["thread"]), "no callback", str(MAX_RATIO))
+                for row in rows
+            ],
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -82,9 +82,19 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
         ratios = [statistics.median(getattr(a, key) / getattr(b, key) for a, b in pairs) for key in ("cpu", "wall")]
         listed = " ".join(f"{value:.0f}" for value in sorted(run.episode_return for run in found))
         print(f"{name:20}{cpu:12.0f}{wall:10.0f}{ratios[0]:11.3f}{ratios[1]:11.3f}{peak:6.0f}{returns:8.1f}  {listed}")
-        if name != names[0]:
-            rows.append(Row(what, f"{ratios[0]:.2f}", PEERS.get(name, name)))
+        if not name.startswith("esper"):
+            peer = PEERS[name].replace("Stable-Baselines3", "sb3-contrib") if work.lstm_size else PEERS[name]
+            rows.append(Row(what, f"{ratios[0]:.2f}", peer, goal_of(name, work)))
     return rows
+
+
+def goal_of(name: str, work: Work) -> str:
+    """Return the goal for the ratio to that contender, as the page writes it; empty where there is none."""
+    if work.lstm_size:
+        return "2.5" if name == "rsl_rl" else ""
+    if work.num_envs == 8:
+        return "2.5" if name in ("sb3", "cleanrl", "rsl_rl") else ""
+    return "2" if work.num_envs == 64 and (name == "rsl_rl" or name.endswith(", native")) else ""
 
 
 def median_of(runs: list[Run], field: str) -> float:

@@ -50,6 +50,7 @@ NOT_RUN = {
     "mlflow:sqlite": "tests/importers reads MLflow's files",
     "morphogenesis": "tests/lab trains it",
 }
+TRL_ROWS = [{"step": step, "reward": 0.1 * step, "frac_reward_zero_std": 0.1, "entropy": 1.0} for step in range(1, 31)]
 PACE = """import gymnasium as gym
 
 gym.register("Pace-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=500)
@@ -180,6 +181,9 @@ def prepare(words: list[str], finished: Finished) -> None:
         elif word.startswith("csv:"):
             Path(word[4:]).parent.mkdir(parents=True, exist_ok=True)
             Path(word[4:]).write_text(PROGRESS_CSV, encoding="utf-8")
+        elif word.startswith("log:"):
+            Path(word[4:]).parent.mkdir(parents=True, exist_ok=True)
+            Path(word[4:]).write_text(json.dumps({"log_history": TRL_ROWS}), encoding="utf-8")
         elif word.startswith("tensorboard:"):
             write_tensorboard_log(Path(word[12:]))
         elif word == "ppo.py":

@@ -26,6 +26,8 @@ from esper_telemetry.cli.run import Parser, ScriptRun, ScriptTelemetry, check_ru
 DIFFERS: Final = 1
 NOTHING_CHECKED: Final = 2
 DEFAULT_SECONDS: Final = 120.0
+UNLIMITED_SECONDS: Final = 1e8
+"""Where only a number of updates is given: three years."""
 REPEAT_SECONDS: Final = 10.0
 """A script that catches the exception that stops it gets another one after so long."""
 
@@ -76,7 +78,7 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, help="stop the script after so long; %(default)g by default"
+        "--seconds", type=float, help=f"stop the script after so long; {DEFAULT_SECONDS:g} by default, without --updates"
     )
     parser.add_argument("--updates", type=int, metavar="N", help="stop it after so many updates")
     parser.add_argument("--run-dir", metavar="DIR", help="where the journal goes; runs/<script>-<time> by default")
@@ -91,9 +93,10 @@ def parser() -> Parser:
 def parse(arguments: Sequence[str]) -> CheckOptions:
     """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
     given = parser().parse_args(list(arguments))
-    options = CheckOptions(
-        given.target, tuple(given.arguments), given.seconds, given.updates, given.run_dir, given.json
-    )
+    seconds = DEFAULT_SECONDS if given.updates is None else UNLIMITED_SECONDS
+    if given.seconds is not None:
+        seconds = given.seconds
+    options = CheckOptions(given.target, tuple(given.arguments), seconds, given.updates, given.run_dir, given.json)
     if not options.seconds > 0:
         raise WrongUse(f"--seconds must be positive, got {options.seconds:g}")
     if options.updates is not None and options.updates < 1:

@@ -262,7 +262,8 @@ def alarm_line(alarm: Alarm) -> str:
         return f"[green]{escape(alarm.type)}[/green]  [dim]{head}[/dim]"
     colour = ALARM_COLOURS[alarm.level]
     text = escape(" ".join(alarm.text.split()))
-    return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  since update {alarm.since:,}  {text}"
+    since = "" if text.startswith("Since update") else f"since update {alarm.since:,}  "
+    return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  {since}{text}"
 
 
 def outcome_line(event: JournalEvent) -> str:

@@ -14,7 +14,7 @@ from forked import run_python
 
 from esper_telemetry import RunStatus, Telemetry, check_gae, read_run
 from esper_telemetry.cli.arguments import WrongUse
-from esper_telemetry.cli.check import CheckOptions, parse
+from esper_telemetry.cli.check import DEFAULT_SECONDS, UNLIMITED_SECONDS, CheckOptions, parse
 from esper_telemetry.cli.main import run
 
 ROOT = Path(__file__).parents[2]
@@ -200,4 +200,5 @@ def test_wrong_use_is_one_sentence(
 def test_options_after_the_script_are_its_own() -> None:
     options = parse(["--updates", "3", "a.py", "--updates", "4", "--json"])
 
-    assert options == CheckOptions("a.py", ("--updates", "4", "--json"), updates=3)
+    assert options == CheckOptions("a.py", ("--updates", "4", "--json"), UNLIMITED_SECONDS, updates=3)
+    assert parse(["a.py"]).seconds == DEFAULT_SECONDS

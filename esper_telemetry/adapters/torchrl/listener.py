@@ -134,12 +134,15 @@ class LossListener:
         self._seconds: dict[str, float] = {}
         self._cpu_seconds: dict[str, float] = {}
         self._gamma = 1.0
-        self._epoch = self._step = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self._updating = self._stepped = self._emitted = False
+        self._epoch = self._step = 0
         self._rows: list[Row] = []
         self._open: Row | None = None
-        self._parts = Parts()
         self._rollout: RolloutEnd | None = None
+        self._parts = Parts()
 
     def start(self) -> None:
         """Listen."""
@@ -286,12 +289,6 @@ class LossListener:
             self._finish_minibatch()
 
     # Updates.
-
-    def _begin(self) -> None:
-        self._updating = self._stepped = self._emitted = False
-        self._epoch = self._step = 0
-        self._rows, self._open, self._rollout = [], None, None
-        self._parts = Parts()
 
     def _begin_update(self, batch: Any) -> None:
         """An update begins, with a rollout where one is known."""

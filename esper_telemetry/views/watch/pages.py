@@ -339,11 +339,26 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     for name, items in incident.report.main.evidence.items():
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
             rows += [Line(Text()), Line(Text(name, "bold"))]
-            for item in items[:MAX_EVENTS]:
-                plain = {label: value for label, value in item.items() if isinstance(value, str | int | float)}
-                words = ", ".join(f"{label} {number_text(value)}" for label, value in plain.items())
-                rows += [Line(part) for part in wrapped(words, width)]
+            rows += _item_lines(items[:MAX_EVENTS], width)
     return [*lines, *_section("Evidence", rows)]
+
+
+def _item_lines(items: Sequence[Mapping[str, object]], width: int) -> Iterator[Line]:
+    """Yield a heading and a row for each piece of evidence, with as many of its plain values as there is room for."""
+    names = dict.fromkeys(
+        name for item in items for name, value in item.items() if isinstance(value, str | int | float)
+    )
+    columns = [[name, *(number_text(item.get(name, "")) for item in items)] for name in names]
+    rows = [Text() for _ in range(len(items) + 1)]
+    for place, column in enumerate(columns):
+        size = max(map(len, column)) + 2
+        if place and rows[0].cell_len + size > width:
+            break
+        is_text = any(isinstance(item.get(column[0]), str) for item in items)
+        for row, cell in zip(rows, column, strict=True):
+            row.append(cell.ljust(size) if is_text else f"{cell}  ".rjust(size))
+    rows[0].stylize("dim")
+    yield from map(Line, rows)
 
 
 def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:

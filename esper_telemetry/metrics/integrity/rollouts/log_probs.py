@@ -437,13 +437,13 @@ def check_log_probs(
         counted = exact if counted is None else counted & exact
     if counted is not None and not counted.any():
         return unchecked(LOG_PROBS, "every squashed action lies near its bounds, where its tanh has lost its digits")
-    magnitudes = (torch.ones(1), *(_amplification(inputs, head) for head in inputs.means))
+    magnitudes = [torch.ones(1)]
+    for (
+        head,
+        mean,
+    ) in inputs.means.items():  # the sizes of what a Gaussian's log-probability is the rounded difference of
+        drawn, std = inputs.actions[head], inputs.std[head]
+        size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
+        magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))
     settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
     return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, **settings)
-
-
-def _amplification(inputs: LogProbInputs, head: str) -> Tensor:
-    """Size of what a Gaussian's log-probability is the rounded difference of."""
-    actions, mean, std = inputs.actions[head], inputs.means[head], inputs.std[head]
-    size = AMPLIFICATION * (actions - mean).abs() / std * (actions.abs() + mean.abs()) / std
-    return size.nan_to_num(0.0, 0.0, 0.0)

@@ -424,7 +424,7 @@ def normalized(inputs: GaeInputs) -> Tensor:
     """GAE less its mean, over its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
     rows = [right] if inputs.valid is None else [right[inputs.valid], right]
-    return closest_whole(inputs, *(_standard(right, *pair) for pair in product(rows, (0, 1))))
+    return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
 
 
 def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:
@@ -444,7 +444,8 @@ def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:
     )
 
 
-def _standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
+def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
+    """Return the values less the mean of those that count, over their standard deviation; the values where too few count."""
     if counted.numel() <= correction:
         return values
     std, mean = torch.std_mean(counted, correction=correction)

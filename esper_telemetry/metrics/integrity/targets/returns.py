@@ -13,7 +13,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated
+from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated, standard
 from esper_telemetry.metrics.statistics import same_shape
 
 MIN_ROWS = 8
@@ -65,16 +65,11 @@ def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
     return candidates[errors.index(min(errors))]
 
 
-def _standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
-    std, mean = torch.std_mean(counted, correction=correction)
-    return (values - mean) / (std + STD_EPS)
-
-
 def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
     counted = inputs.counted(inputs.advantages)
     if len(counted) < 2:
         return None
-    normal = [_standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
+    normal = [standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
     return _nearest(inputs, *(one + inputs.values for one in normal))
 
 
@@ -95,7 +90,7 @@ def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
     counted = inputs.counted(total)
     if len(counted) < MIN_ROWS:
         return None
-    return _nearest(inputs, *(_standard(total, counted, one) for one in (0, 1)))
+    return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
 
 
 def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
