@@ -78,7 +78,9 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=float, help=f"stop the script after so long; {DEFAULT_SECONDS:g} by default, without --updates"
+        "--seconds",
+        type=float,
+        help=f"stop the script after so long; {DEFAULT_SECONDS:g} by default, without --updates",
     )
     parser.add_argument("--updates", type=int, metavar="N", help="stop it after so many updates")
     parser.add_argument("--run-dir", metavar="DIR", help="where the journal goes; runs/<script>-<time> by default")
