@@ -290,9 +290,9 @@ class OutcomeJudge:
         few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
         if not judged:
-            counted = f"{base.episodes:,} episodes in {len(blocks.blocks)} groups of updates"
-            least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
-            return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
+            needed = f"{MIN_EPISODES} episodes" if blocks.episodes < MIN_EPISODES else f"{MIN_BLOCKS} blocks"
+            counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"
+            return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}")
         noise = noise_of(values)
         shift, course = round(sign) * blocks.shift(), Course.of(values, noise)
         last, best = sign * course.last, sign * max(course.best, course.last)
@@ -392,7 +392,8 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
         case OutcomeKind.FLAT:
             return f", never significantly above the first rollouts{passed}"
         case OutcomeKind.DECLINING:
-            return f", at best {best}{passed}"
+            below = outcome.best is None or outcome.first is None or outcome.best <= outcome.first
+            return passed if below else f", at best {best}{passed}"
         case OutcomeKind.TOO_SHORT:
             least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
             return f", no change yet; a flat curve is recognised from {least} on"
