@@ -97,7 +97,7 @@ def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("uncleared", [None, 0, 1])
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
-    """Both are known from the second update on: it checks the actor's gradient, the third the critic's. One that is not cleared is named."""
+    """Both are known from the second update on: it checks the actor, the third the critic. A gradient that is not cleared is named."""
     source = TWO_NETWORKS.replace("range(3)", "range(5)")
     assert source.count("            optimizer.zero_grad()\n") == 1
     if uncleared is not None:
