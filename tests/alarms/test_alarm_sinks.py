@@ -58,8 +58,8 @@ def test_the_console_has_a_line_for_what_begins_and_for_what_is_over(capsys: pyt
 
     lines = [line for line in capsys.readouterr().out.splitlines() if "/" in line and "step" not in line]
     assert lines == [
-        "CRITICAL policy/kl_spike  since update 2  Since update 2 policy/kl has been too large. Try a lower learning rate.",
-        "WARN grad/explode  since update 3  Since update 3 policy/kl has been too large. Try a lower learning rate.",
+        "CRITICAL policy/kl_spike  Since update 2 policy/kl has been too large. Try a lower learning rate.",
+        "WARN grad/explode  Since update 3 policy/kl has been too large. Try a lower learning rate.",
         "policy/kl_spike  over at update 6, since 2",
     ]
 
