@@ -1,8 +1,8 @@
 """One step of the optimizer in a sampled update, and the checks of its gradient, its clip and the change of the weights.
 
 The training thread makes one copy of each tensor (`CheckedStep`); the checks run where the update is measured. A gradient is recomputed
-there with a copy of the policy (`PolicyPass`): the worker is a process which does not share the interpreter's lock. Of the
-35 ms of a pass of Stable-Baselines3's RecurrentPPO a thread takes all from training; the process takes the 1 ms of the pickle.
+there with a copy of the policy (`PolicyPass`), in a process that does not share the interpreter's lock: a pass of Stable-Baselines3's
+RecurrentPPO takes 35 ms, and to pickle what it needs 1 ms.
 Shapes: d entries of K parameters, one after the other.
 """
 
