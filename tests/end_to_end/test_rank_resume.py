@@ -12,6 +12,7 @@ from command_line import ended, trained
 from torchrun import PATIENCE_SECONDS, TRAIN, output, started
 
 from esper_telemetry import RunStatus, read_run
+from esper_telemetry.core.record import RUN_FAILED
 
 SETTINGS = (
     *("--env", "broken_environments:Killing-v0", "--run-dir", "run", "--num-envs", "8", "--policy", "lstm"),
@@ -69,6 +70,10 @@ def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: R
     whole, cut = records(runs.whole), records(runs.cut)
 
     assert [values["update"] for values in cut] == list(range(1, UPDATES + 1))
+    severities = {
+        values.pop(f"alarm/{RUN_FAILED}", 0.0) for values in cut
+    }  # it is over where the run goes on, if it was raised
+    assert severities == {0.0}
     assert cut == whole
     assert sum("eval/return_mean" in values for values in cut) == 2
     assert read_run(runs.cut / "run").status is RunStatus.FINISHED
