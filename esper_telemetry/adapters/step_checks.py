@@ -185,10 +185,9 @@ class StepProbe:
         if step is None or objective is None or not taken:
             return
         rate, own = step.learning_rate, {one.lr for one in step.settings if one is not None}
+        # A rate that was set after the backward pass, and one that was set back since, are not that of the trainer's settings.
         if step.by_name and _only_rate(objective.optimizer) == (own.pop() if len(own) == 1 else None):
-            rate = (
-                objective.learning_rate
-            )  # else the rate was set after the backward pass; one that is back already was another one
+            rate = objective.learning_rate
         weights = _flat([parameter.detach() for parameter in objective.parameters.values()])
         default = settings_of(objective.optimizer, objective.optimizer.param_groups[0])
         step = step._replace(after=weights, default=default, learning_rate=rate, lost=self._lost(step, objective))

@@ -319,7 +319,7 @@ class AlarmCount(Derived):
         Metric.count("alarm/active", 990, "alarms raised", level=Level.MINIMAL)
         .asks("How many kinds of alarm are raised at the moment?")
         .bounds(healthy="0", warn="> 0", source="the rules in esper_telemetry.alarms")
-        .absent("nobody raises alarms")
+        .absent("alarms are switched off")
     )
 
 
@@ -365,7 +365,7 @@ class EscalationRemaining(Derived):
             "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", low=0.0, level=Level.MINIMAL
         )
         .asks("For how many more updates do alarms keep the level at DEBUG, this one included?")
-        .absent("nobody raises alarms")
+        .absent("alarms are switched off")
     )
 
 

@@ -258,7 +258,7 @@ MIN_UPDATE_STEPS: Final = 64
 
 
 def patience_factor(facts: Mapping[str, Any]) -> int:
-    """Times that a run's updates must be repeated to have as many steps as rules are made for; 1 where nobody says how many they have."""
+    """Times that a run's updates must be repeated to have as many steps as rules are made for; 1 where their number is not known."""
     steps, envs = facts.get("num_steps"), facts.get("num_envs")
     if not isinstance(steps, int | float) or not isinstance(envs, int | float) or steps * envs <= 0:
         return 1

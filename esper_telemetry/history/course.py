@@ -113,7 +113,7 @@ class Blocks:
         Args:
             value, episodes: mean and number of what the update has.
             update: its number.
-            std: spread of its episodes; None where nobody says.
+            std: spread of its episodes; None where it is not reported.
             settling: steps per environment before which only its short episodes can have ended.
             steps: per environment so far.
         """

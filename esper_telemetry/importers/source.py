@@ -137,7 +137,7 @@ def _printed_row(line: str) -> object:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(braces[0])
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
             continue
     return None
 

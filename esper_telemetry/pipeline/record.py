@@ -125,7 +125,7 @@ class FlushCost(NamedTuple):
     """Time that telemetry took since the last record.
 
     Attributes:
-        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None where nobody has measured it.
+        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None where it was not measured.
         elapsed: wall time since the last record.
         metric_errors: metric functions that raised on the training thread.
     """

@@ -216,7 +216,7 @@ class Preset:
     """Settings for a task.
 
     Attributes:
-        name: what it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` where nobody tuned it.
+        name: what it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` for a task without tuned settings.
         num_envs: environments that step together.
         settings: of `PPOConfig`, where they differ from the defaults.
     """
@@ -233,7 +233,7 @@ class Preset:
 def preset(env_id: str, policy: str = "mlp", *, mask_velocity: bool = False) -> Preset:
     """Return the preset for that task, policy and view.
 
-    A task that nobody tuned gets the defaults without memory, and with memory what did well on all tuned tasks:
+    A task without tuned settings gets the defaults without memory, and with memory what did well on all tuned tasks:
     normalised observations and rewards.
     """
     tuned = PRESETS.get((env_id, policy, mask_velocity))

@@ -260,7 +260,7 @@ class Batch:
         action_masks: per restricted head [N, A], bool.
         relevance: per head that is not always relevant [N], bool.
         sequences: how the rows follow one another; None for a feed-forward policy.
-        rows: [N], which transitions of the rollout they are, counted time by time; None where nobody asks.
+        rows: [N], which transitions of the rollout they are, counted time by time; None where they are not needed.
     """
 
     observations: Tensor

@@ -77,9 +77,8 @@ class PolicyPass(NamedTuple):
 
     def loss(self, step: CheckedStep) -> MinibatchLoss:
         """Take the pass; return the gradients of the loss."""
-        parameters = [
-            nn.Parameter(weights.clone()) for weights in step.parts(step.weights)
-        ]  # aligned, so rounded alike
+        # Views into one vector are not aligned, and kernels round differently on them.
+        parameters = [nn.Parameter(weights.clone()) for weights in step.parts(step.weights)]
         content = _Unpickler(self.content, [*parameters, *self.tensors])
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)

@@ -83,7 +83,7 @@ def open_view(
         source: a run directory, or the address of another trainer's logs as `--from` takes it.
         max_points: values that are kept of each key, at least 6; 0 for all.
         judged: judge what the journal does not hold, too: what could not be answered, what is unusual, and the equations. Records that
-            nobody judged when they were written are judged; logs always are.
+            were not judged when they were written are judged now; logs always are.
         thresholds: bounds to judge logs by.
 
     Raises:

@@ -161,7 +161,7 @@ def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_p
     """Lines of other kinds, among them a progress bar and braces without metrics, are passed over."""
     name, columns, expected = TRAINERS[trainer]
     rows = [{"step": place + 1, **{tag: columns[tag][place] for tag in columns}} for place in range(UPDATES)]
-    noise = ["loading {model}", "  3%|x | 1/30 [00:07<01:00]", "{'loss': ", "step: nothing - at all"]
+    noise = ["loading {model}", "  3%|x | 1/30 [00:07<01:00]", "{'loss': ", "{{}}", "step: nothing - at all"]
     (tmp_path / "run.log").write_text("\n".join([*noise, *map(write, rows), *noise]))
 
     imported = read_foreign(read_source(f"log:{tmp_path}/run.log"))

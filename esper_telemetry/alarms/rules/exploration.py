@@ -287,7 +287,7 @@ STILL_STD = 0.01
 """Spread of the ratios below which an update has hardly moved the policy, and the signs of what it moved are chance."""
 
 DEFAULT_TRANSITIONS = 512
-"""Transitions of an update where nobody counts them: correlations of as many differ from 0 by the inverse of their root, by chance."""
+"""Transitions of an update where they are not counted: correlations of as many differ from 0 by the inverse of their root, by chance."""
 
 CHANCE_FACTOR = 4.0
 """Times that by which two correlations together must differ from 0."""

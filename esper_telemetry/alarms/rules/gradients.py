@@ -79,7 +79,7 @@ def vanish(view: View) -> Iterator[Finding]:
                 fallen -= solved
         severity = limits.severity(VANISH, fallen)
         finding = Finding(severity, key, value, median * middle, adaptive=True, z=view.z(key), instance=layer)
-        if not severity:  # the usual case of every layer: nobody reads its text
+        if not severity:  # the usual case of every layer: its text is not read
             yield finding
             continue
         yield finding.with_text(

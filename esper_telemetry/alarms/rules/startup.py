@@ -22,7 +22,7 @@ RANDOM_ENOUGH = 0.5
 
 
 def steps_per_environment(view: View) -> float:
-    """Steps that each environment took in this update; 0 where nobody says."""
+    """Steps that each environment took in this update; 0 where it is not known."""
     return view.rollout_steps / float(view.facts.get("num_envs") or 1)
 
 

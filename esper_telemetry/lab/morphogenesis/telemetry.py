@@ -228,7 +228,7 @@ class GrowthStep:
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
         labels: names of the values of `stage`, `op`, `cause` and `curve`.
         mode: of the reward.
-        history: course of the environments, this step included; None where nobody follows it.
+        history: course of the environments, this step included; None where it is not followed.
     """
 
     last: bool

@@ -26,7 +26,7 @@ class GradientHealth(Postponed):
 
     Attributes:
         norms: [K], of the finite entries.
-        nonfinite: [K], how many others there are; None where there are none, or nobody has looked.
+        nonfinite: [K], how many others there are; None where there are none, or where they were not counted.
         names, numels: K names and numbers of entries.
         groups: parameter or module names by group.
         max_norm: limit of the global norm; None where nothing is clipped.

@@ -89,7 +89,7 @@ def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | 
         norms: [M] global norms before clipping, float64, finite.
         usable: [M], 1 where the gradients of the step are all finite; where they are not, 0, the step does not count.
         coefs: [M] from `clip_coefficients`, 0 where a step does not count.
-        max_norm: the limit; None where nobody knows it, and only what clipping did.
+        max_norm: the limit; None where it is not known, but what clipping did is.
     """
     excess = None if max_norm is None else (norms / max_norm).log10().clamp(min=0.0)
     return Clipping(

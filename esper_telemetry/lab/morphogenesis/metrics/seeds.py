@@ -181,7 +181,7 @@ class SeedGateStats(MetricGroup):
     passed: Mean = reports(
         Metric.fraction("seed/gate/{gate}/pass_frac", 1586, "share that a gate of growth lets pass")
         .asks("How often did this gate open for those that asked?")
-        .absent("nobody asked")
+        .absent("it was not requested")
     )
 
 

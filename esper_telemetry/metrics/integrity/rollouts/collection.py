@@ -77,7 +77,7 @@ def _similar_size(first: Tensor, second: Tensor) -> bool:
 
 
 def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
-    """The pass of that name; where nobody gives it, as of values, the replayed numbers `steps` later."""
+    """The pass of that name; where it is not given, as of values, the replayed numbers `steps` later."""
     given = inputs.alternative(name)
     return shifted(inputs.replayed, steps, inputs.stored) if given is None else given
 
