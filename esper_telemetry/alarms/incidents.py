@@ -68,12 +68,20 @@ class Incident:
     def cause(self) -> str:
         """The type that explains the others: a mistake for certain, else what came first, causes before effects.
 
-        The task, the end of the run and telemetry itself are never the cause of anything but themselves.
+        Mistakes that show within `INCIDENT_UPDATES` of the first one are ordered by place alone: rules differ in patience. The task, the
+        end of the run and telemetry itself are never the cause of anything but themselves.
         """
-        order = self.order
+        order, raised = self.order, self.raised
+        first = min((raised[kind] for kind in self.claims), default=0)
+        together = {kind for kind in self.claims if raised[kind] - first <= INCIDENT_UPDATES}
         return min(
-            self.raised,
-            key=lambda kind: (order.is_last(kind), kind not in self.claims, self.raised[kind], order.place(kind)),
+            raised,
+            key=lambda kind: (
+                order.is_last(kind),
+                kind not in self.claims,
+                first if kind in together else raised[kind],
+                order.place(kind),
+            ),
         )
 
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:

@@ -448,3 +448,16 @@ def test_too_many_alarms_without_a_reported_one_are_a_report_too() -> None:
     (nothing_else,) = diagnose(FACTS, run(35, at_once), thresholds=limits.with_changes({"storm": 0})).incidents
     assert [alarm.type for alarm in nothing_else.alarms] == ["telemetry/storm"]
     assert nothing_else.main.text.startswith("Since update 30, more than 0 alarms")
+
+
+def test_of_two_mistakes_that_show_together_the_cause_comes_first_though_its_rule_waits() -> None:
+    """Behind observations that stay the same weights do not move: the first shows in the second update, the second at once."""
+
+    def blind(metrics: Values, ago: int) -> None:
+        metrics.update({"obs/constant_frac": 1.0, "obs/still_frac": 1.0, "opt/update_to_weight/encoder_weight": 0.0})
+
+    reported = alarms(judged(run(10, blind, since=1)), AlarmEvent.RAISE)
+
+    order = {alarm.type: alarm.axes.update for alarm in reported}
+    assert order["opt/stalled_weights"] < order["obs/constant"]
+    assert {alarm.cause for alarm in reported if alarm.axes.update >= order["obs/constant"]} == {"obs/constant"}

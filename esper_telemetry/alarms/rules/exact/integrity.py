@@ -240,8 +240,9 @@ RULES = (
         type="integrity/ratio_init",
         inputs=("integrity/ratio_init", "policy/kl_first"),
         meaning="The log-probabilities that were stored are not those that the trainer computes now, before anything was learned.",
-        action="Store the observation, the mask and the hidden state that the policy acted on; freeze normalisers and dropout between "
-        "acting and training.",
+        action="Store the observation, the mask and the hidden state that the policy acted on; keep all columns in the same order of rows; "
+        "freeze normalisers and dropout between acting and training; let no operation, such as a softmax over the wrong axis, mix the rows "
+        "of a batch.",
         judge=ratio_init,
         bounds=(RATIO_INIT_FACTOR,),
         # No claim: logits that have exploded are rounded by more than the bounds allow.
