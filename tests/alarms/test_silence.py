@@ -314,3 +314,14 @@ def test_what_swings_within_an_episode_is_the_rhythm_of_the_task(length: float, 
     swing = set_to({"policy/kl/period/p": 1e-12, "policy/kl/period/length": 5.0, "episode/length_mean": length})
 
     assert ("grad/oscillation" in raised(judged(run(60, swing), {**FACTS, "horizon": 1000}))) is told
+
+
+@pytest.mark.parametrize(("std", "blamed"), [(0.0009, True), (0.13, False)])
+def test_a_kl_that_a_tiny_standard_deviation_makes_large_is_put_down_to_it(std: float, blamed: bool) -> None:
+    spread = {"policy/head/op/std/mean": std, "policy/head/op/std_of_range": std}
+    records = run(3, set_to({"policy/kl": 1000.0, "policy/clip_frac": 0.99, **spread}), since=1)
+
+    (alarm,) = [alarm for alarm in alarms(judged(records)) if alarm.type == "policy/kl_spike"]
+
+    assert ("Raise the standard deviation" in alarm.text) is blamed
+    assert ("Lower the learning rate" in alarm.text) is not blamed

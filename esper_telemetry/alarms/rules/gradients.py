@@ -251,8 +251,8 @@ RULES = (
         type="grad/missing_group",
         inputs=("grad/{group}/norm_preclip",),
         meaning="A part of the network that is meant to be trained has no gradient at all.",
-        action="Look for detach(), no_grad or requires_grad=False on the way from the loss to it; call backward() before step(), and "
-        "zero_grad() before both.",
+        action="Look for detach(), no_grad or requires_grad=False on the way from the loss to it; check that the optimizer has its "
+        "parameters; call backward() before step(), and zero_grad() before both.",
         judge=MissingGroupJudge(),
         source="A tensor without a gradient is a tensor that is not trained, though its group may be.",
         rank=90,

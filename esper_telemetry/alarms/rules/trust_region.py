@@ -31,7 +31,7 @@ from esper_telemetry.alarms.rule import (
     percent,
     times,
 )
-from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
+from esper_telemetry.alarms.verdict.published_settings import INITIAL_STD, PUBLISHED
 
 RATIO_EVIDENCE = (
     "policy/ratio/*",
@@ -77,6 +77,17 @@ PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any
 KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
 
 
+def narrow(view: View) -> str:
+    """A clause on a head whose standard deviation is below all that published settings begin with; else nothing.
+
+    The KL of a step goes with 1/σ²: then σ makes it large, and not the step.
+    """
+    for head, _, std in view.labelled("policy/head/", "/std/mean"):
+        if max(std, view.values.get(f"policy/head/{head}/std_of_range", 0.0)) < INITIAL_STD.lowest:
+            return f": the standard deviation of {head} is {number(std)}, and a KL goes with its inverse square"
+    return ""
+
+
 @dataclass(slots=True)
 class KlSpikeJudge:
     """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
@@ -108,14 +119,24 @@ class KlSpikeJudge:
         earlier = view.previous.get(key)
         if passes is not None and earlier is not None:
             yield self.moved_by_passes(view, min(value, earlier), passes)
-        yield Finding(
-            max(sudden, lasting),
-            key,
-            value,
-            limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300),
-            z=view.z(key),
-        ).with_text(
-            lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}"
+        yield (
+            Finding(
+                max(sudden, lasting),
+                key,
+                value,
+                limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300),
+                z=view.z(key),
+            )
+            .with_advice(
+                (lambda: "Raise the standard deviation (log_std_init, log_std), or bound it from below.")
+                if narrow(view)
+                else None
+            )
+            .with_text(
+                lambda: (
+                    f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}{narrow(view)}"
+                )
+            )
         )
 
     def relative_steps(self, view: View) -> float | None:
