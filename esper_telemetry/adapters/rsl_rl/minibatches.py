@@ -9,7 +9,6 @@ Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environme
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -133,14 +132,14 @@ class StorageMinibatchListener:
         self._emitted = False
         self._rows: list[MinibatchRow] = []
         self._sampled = self._hooks.wants(BeforeUpdate)
-        self._wants_gradients = self._hooks.wants(BackwardEnd)
-        self._wants_norms = self._wants_gradients or self._hooks.wants(BackwardsEnd)
+        self._wants_gradients, self._wants_norms = self._hooks.wants(BackwardEnd), self._hooks.wants(BackwardsEnd)
         self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def after_batch(self, batch: StorageMinibatch) -> None:
         """The storage has given out a minibatch."""
         self._batch, self._evaluated, self._values, self._emitted = batch, None, None, False
         self._part_norms = []
+        self._wants_gradients = self._hooks.wants(BackwardEnd)  # a sample's first epoch alone has them
 
     def after_log_probs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         """The actor gave the log-probabilities of a minibatch's actions; its advantages are normalised by now."""
@@ -164,7 +163,7 @@ class StorageMinibatchListener:
 
     def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
         """The actor's gradients are about to be clipped, and then those of the critic, which are known by then."""
-        if self._emitted or not self._wants_norms:
+        if self._emitted or not (self._wants_norms or self._wants_gradients):
             return
         if self._wants_gradients or not self._parts_are_apart:
             self._take_norms(float(max_norm))
@@ -202,8 +201,13 @@ class StorageMinibatchListener:
         """Emit the norms of the gradients so far, also where the update breaks off."""
         passes, self._norms = self._norms, []
         if passes and self._hooks.wants(BackwardsEnd):
-            epochs, names, norms, _ = zip(*passes, strict=True)
-            applied = tuple(map(self._clipped, passes))
+            epochs, names, norms, limits = zip(*passes, strict=True)
+            applied: tuple[Tensor | None, ...]
+            if len(set(zip(names, limits, strict=True))) == 1 and limits[0] is not None:
+                applied = tuple(self._clipped(passes[0]._replace(norms=torch.stack(norms))).unbind())
+            else:
+                each = [None if own.max_norm is None else self._clipped(own) for own in passes]
+                applied = tuple(each)
             self._hooks.emit(BackwardsEnd(epochs, names, norms, self._parameters, None, applied=applied))
 
     @torch.no_grad()
@@ -214,12 +218,12 @@ class StorageMinibatchListener:
             return
         self._emitted = True
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not (self._wants_norms and gradients):
+        if not ((self._wants_norms or self._wants_gradients) and gradients):
             return
         own = ClippedNorms(batch.epoch, tuple(gradients), ops.gradient_norms(list(gradients.values())), max_norm)
         self._norms.append(own)
         if self._wants_gradients:
-            applied = self._clipped(own)
+            applied = None if max_norm is None else self._clipped(own)
             self._hooks.emit(
                 BackwardEnd(own.epoch, self.step, self._parameters, own.names, own.norms, None, applied=applied)
             )
@@ -240,26 +244,16 @@ class StorageMinibatchListener:
         names = tuple([name for part in parts for name in part.names])
         self._norms.append(parts[0]._replace(names=names, norms=torch.cat([part.norms for part in parts])))
 
-    def _clipped(self, own: ClippedNorms) -> Tensor | None:
-        """Norms [K] after both clips; None without any. A parameter of both parts is scaled by both.
-
-        On the host with Python's numbers: a dozen of small tensor operations in every minibatch took 2 % of a trainer's time.
-        """
-        norms, max_norm = own.norms, own.max_norm
-        if max_norm is None:
-            return None
-        ids = [id(self._parameters[name]) for name in own.names]
-        if not norms.is_cpu:
-            members = norms.new_tensor([[own in part for own in ids] for part in map(set, self._part_ids)])
-            for part in members:
-                norms = norms * torch.where(part > 0, ops.clip_coefficient(ops.total_norm(norms * part), max_norm), 1.0)
-            return norms
-        applied = norms.tolist()
+    @torch.no_grad()
+    def _clipped(self, own: ClippedNorms) -> Tensor:
+        """Norms [..., K] after both clips; a parameter of both parts is scaled by both."""
+        norms = own.norms
+        assert own.max_norm is not None
         for part in map(set, self._part_ids):
-            total = math.sqrt(sum(norm * norm for norm, own in zip(applied, ids, strict=True) if own in part))
-            factor = min(1.0, max_norm / (total + ops.CLIP_EPSILON))
-            applied = [norm * factor if own in part else norm for norm, own in zip(applied, ids, strict=True)]
-        return norms.new_tensor(applied)
+            members = torch.tensor([id(self._parameters[name]) in part for name in own.names], device=norms.device)
+            total = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=-1, keepdim=True)
+            norms = norms * torch.where(members, ops.clip_coefficient(total, own.max_norm), 1.0)
+        return norms
 
 
 @torch.no_grad()
@@ -304,7 +298,7 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         log_ratio=columns.log_ratio,
         advantages=columns.advantages,
         valid=None,
-        losses={name: torch.stack([part.mean() for part in loss.split(counts)]) for name, loss in losses.items()},
+        losses={name: _means(loss, counts) for name, loss in losses.items()},
         log_std=joined_heads([std.log() for _, std in shown]) if gaussian else {},
         means=joined_heads([mean for mean, _ in shown]) if gaussian and means else {},
         rows=torch.cat([own for own in numbers if own is not None]) if None not in numbers else None,
@@ -312,6 +306,13 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         old_values=columns.old_values,
         returns=columns.returns,
     )
+
+
+def _means(column: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Mean [M] of each minibatch's rows [R]."""
+    if len(set(counts)) == 1:
+        return column.view(len(counts), -1).mean(-1)
+    return torch.stack([part.mean() for part in column.split(counts)])
 
 
 def value_loss(alg: Any, columns: LossColumns) -> Tensor:
