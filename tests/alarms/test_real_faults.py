@@ -232,6 +232,7 @@ SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {
     "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 25, 45),
     "grad/noise_dominated": (lambda: cartpole(num_epochs=4), "lr", 1e4, 45, 85),
     "opt/rms_spike": (lambda: cartpole(num_epochs=4, num_minibatches=4), "adam_beta2", 8, 25, 40),
+    "grad/oscillation": (cartpole, "lr_period6", 10, 20, 45),
 }
 """By type: a trainer, what breaks it, the dose, the first broken update, and after how many updates it should have been told.
 
