@@ -19,7 +19,7 @@ from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Histogram, Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.sinks.protocol import logger
+from esper_telemetry.sinks.protocol import OVERVIEW_FAMILY, logger
 
 STATISTICS: Final = frozenset(
     ["mean", "std", "min", "max", "first", "last", "absmax", "absmean", "median", "rms", "skew", "kurtosis"]
@@ -67,6 +67,14 @@ def overview_keys(run: RunInfo) -> list[str]:
     about_task = sorted(name for name in first if declared[name].axis == TASK_AXIS)
     keys = [*OVERVIEW, *(first[name] for name in sorted(about_task, key=lambda name: declared[name].place))]
     return list(dict.fromkeys(keys))[:MAX_OVERVIEW]
+
+
+def overview_names(run: RunInfo) -> dict[str, str]:
+    """Return, by overview key, the name that repeats it; it has one slash, as the title of a chart keeps what follows the last one."""
+    return {
+        key: f"{OVERVIEW_FAMILY}/{place:02} {key.replace('/', ' ')}"
+        for place, key in enumerate(overview_keys(run), start=1)
+    }
 
 
 class Chart(NamedTuple):
