@@ -175,13 +175,16 @@ def _with_leftovers_merged(groups: Mapping[ChartGroup, list[str]]) -> Iterator[t
 def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
     """Return a title: the metric's name and key for one metric, the subject for several, all keys for leftovers; then the unit.
 
-    A chart of all keys of one template has the metric's name; a label without one, such as `{layer}`, is a star.
+    A chart of one alarm has the alarm's name: all have the same metric's. A chart of all keys of one template has the metric's name; a
+    label without one, such as `{layer}`, is a star.
     """
     names = {described(key, run).name for key in keys}
     name = next(iter(names)) if len(names) == 1 else ""
     name = name[:1].upper() + name[1:]
     subject = LABEL.sub("*", group.subject)
-    if len(keys) == 1:
+    if len(keys) == 1 and family_name(keys[0]) == ALARM_FAMILY and keys[0] not in run.metrics:
+        words = keys[0].partition("/")[2]
+    elif len(keys) == 1:
         words = f"{name} ({keys[0]})" if name else keys[0]
     elif group.subject in run.metrics and name:
         words = f"{name} ({subject})"
