@@ -1,4 +1,4 @@
-"""What telemetry costs by the duration of an update, and what a rollout and the training on it take apart.
+"""Cost of telemetry by the duration of an update; time of a rollout and of the training on it.
 
 python benchmarks/durations.py            # updates of 30, 100 and 300 ms with three backends; 3 minutes
 python benchmarks/durations.py phases     # rollout and update of this trainer and of Stable-Baselines3; 1 minute

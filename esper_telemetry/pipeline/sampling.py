@@ -115,7 +115,7 @@ class Sampling:
         return self.every if self.level >= Level.NORMAL else None
 
     def state(self) -> list[int]:
-        """Return the state for a checkpoint; costs are measured anew."""
+        """Return the state for a checkpoint; costs are measured again."""
         return [self._updates, self._last_sample, self.every]
 
     def restore(self, state: list[int]) -> None:
