@@ -19,7 +19,7 @@ from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Histogram, Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.sinks.protocol import logger
+from esper_telemetry.sinks.protocol import OVERVIEW_FAMILY, logger
 
 STATISTICS: Final = frozenset(
     ["mean", "std", "min", "max", "first", "last", "absmax", "absmean", "median", "rms", "skew", "kurtosis"]
@@ -67,6 +67,14 @@ def overview_keys(run: RunInfo) -> list[str]:
     about_task = sorted(name for name in first if declared[name].axis == TASK_AXIS)
     keys = [*OVERVIEW, *(first[name] for name in sorted(about_task, key=lambda name: declared[name].place))]
     return list(dict.fromkeys(keys))[:MAX_OVERVIEW]
+
+
+def overview_names(run: RunInfo) -> dict[str, str]:
+    """Return, by overview key, the name that repeats it; it has one slash, as the title of a chart keeps what follows the last one."""
+    return {
+        key: f"{OVERVIEW_FAMILY}/{place:02} {key.replace('/', ' ')}"
+        for place, key in enumerate(overview_keys(run), start=1)
+    }
 
 
 class Chart(NamedTuple):
@@ -167,13 +175,16 @@ def _with_leftovers_merged(groups: Mapping[ChartGroup, list[str]]) -> Iterator[t
 def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
     """Return a title: the metric's name and key for one metric, the subject for several, all keys for leftovers; then the unit.
 
-    A chart of all keys of one template has the metric's name; a label without one, such as `{layer}`, is a star.
+    A chart of one alarm has the alarm's name: all have the same metric's. A chart of all keys of one template has the metric's name; a
+    label without one, such as `{layer}`, is a star.
     """
     names = {described(key, run).name for key in keys}
     name = next(iter(names)) if len(names) == 1 else ""
     name = name[:1].upper() + name[1:]
     subject = LABEL.sub("*", group.subject)
-    if len(keys) == 1:
+    if len(keys) == 1 and family_name(keys[0]) == ALARM_FAMILY and keys[0] not in run.metrics:
+        words = keys[0].partition("/")[2]
+    elif len(keys) == 1:
         words = f"{name} ({keys[0]})" if name else keys[0]
     elif group.subject in run.metrics and name:
         words = f"{name} ({subject})"

@@ -58,7 +58,8 @@ def _table(title: str, rows: Mapping[str, object]) -> str:
 def safe(text: str) -> str:
     """Return the text on one line, escaped so that it cannot break out of a Markdown table or become HTML."""
     escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(text.split()))
-    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # W&B shows notes as they are in its list of runs, so `>` stays where it is neither HTML nor a quotation.
+    return re.sub("^>", "&gt;", escaped.replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def metric_description(info: MetricInfo) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
@@ -149,7 +149,7 @@ class SupportsAudit(Protocol):
 class SupportsForwardOnly(Protocol):
     """A sink whose backend draws nothing behind a later point, where `only_forward` is True.
 
-    What it lacks is sent together with everything after it, and `write` begins anew there.
+    What it lacks is sent together with everything after it, and `write` restarts there.
     """
 
     only_forward: bool
@@ -274,9 +274,13 @@ Shown = Callable[[Record], Mapping[str, float]]
 """Gives the numbers that the backend should hold of a record, as precisely as it stores them; called once per record, in order."""
 
 
+OVERVIEW_FAMILY: Final = "0_overview"
+"""First part of the names under which backends repeat the headline values: lists and charts are in alphabetical order."""
+
+
 @dataclass(slots=True)
 class StoredMetrics:
-    """The numbers of a run in a backend, read back from it.
+    """The numbers of a run in a backend, read back from it; without those of the overview, which repeat others.
 
     Attributes:
         rows: by update, its numbers by key; a histogram is the sum of its counts.
@@ -293,7 +297,7 @@ class StoredMetrics:
         row = self.rows.setdefault(update, {})
         if key in row:
             self.repeated[key] += 1
-        else:
+        elif not key.startswith(f"{OVERVIEW_FAMILY}/"):
             row[key] = value
 
 

@@ -153,7 +153,7 @@ def shorter_traces(trainer: PPO) -> None:
 
 
 def new_optimizer(trainer: PPO) -> None:
-    """The optimizer's moments are lost, as when it is built anew."""
+    """The optimizer's moments are lost, as when it is created again."""
     for state in trainer.optimizer.state.values():
         for moment in ("step", "exp_avg", "exp_avg_sq"):
             state[moment].zero_()

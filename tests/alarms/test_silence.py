@@ -243,7 +243,7 @@ def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -
 
 @pytest.mark.parametrize(("steps", "told"), [(1, False), (2, True)])
 def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
-    """An episode ends in update 30, 31 is the step in which its environment begins anew, and in 32 its memory does."""
+    """An episode ends in update 30, 31 is the step in which its environment is reset, and in 32 its memory does."""
 
     def one(metrics: Values, ago: int) -> None:
         metrics.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})

@@ -116,15 +116,20 @@ def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[floa
 
 
 def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
-    """By tag, all scalars in the event files; those of the overview repeat the key that their tag ends with."""
+    """By tag, all scalars in the event files."""
     everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     points = {
         tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
     }
-    keys = {tag.replace("/", " "): tag for tag in points}
-    for tag in [tag for tag in points if tag.startswith("0_overview/")]:
-        assert points.pop(tag) == points[keys[tag.partition(" ")[2]]]
-    return points
+    return without_overview(points)
+
+
+def without_overview(by_name: dict[str, Any]) -> dict[str, Any]:
+    """The same without the names of the overview, each of which has what the key has that it ends with."""
+    keys = {key.replace("/", " "): key for key in by_name}
+    repeated = {name: keys[name.partition(" ")[2]] for name in by_name if name.startswith("0_overview/")}
+    assert {name: by_name[name] for name in repeated} == {name: by_name[key] for name, key in repeated.items()}
+    return {name: value for name, value in by_name.items() if name not in repeated}
 
 
 def _in_order(events: Any) -> list[tuple[int, float, float]]:
@@ -136,7 +141,8 @@ def mlflow_points(run_dir: Path) -> dict[str, list[Point]]:
     client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
     run_id = mlflow_run(run_dir).info.run_id
     histories = {key: client.get_metric_history(run_id, key) for key in mlflow_run(run_dir).data.metrics}
-    return {key: sorted(Point(m.step, m.timestamp / 1000, m.value) for m in ms) for key, ms in histories.items()}
+    points = {key: sorted(Point(m.step, m.timestamp / 1000, m.value) for m in ms) for key, ms in histories.items()}
+    return without_overview(points)
 
 
 def mlflow_run(run_dir: Path) -> Any:
@@ -174,7 +180,7 @@ def _inspected(file: Path) -> list[dict[str, Any]]:
 def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the history, without what W&B adds itself."""
     rows = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
-    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+    return [without_overview({key: value for key, value in row.items() if not key.startswith("_")}) for row in rows]
 
 
 def wandb_exit_codes(entries: list[dict[str, Any]]) -> list[int]:

@@ -256,9 +256,11 @@ def test_the_place_has_the_address_of_the_run_among_the_pages_for_model_training
     sink = opened(run_info(store, run_id="place"))
 
     info = mlflow_run_of(client, "place").info
-    path = f"experiments/{info.experiment_id}/runs/{info.run_id}"
-    page = ("run", f"http://localhost:5000/#/{path}?workflowType=machine_learning")
-    assert sink.place(run_info(store, run_id="place")).pages == (page,)
+    address = f"http://localhost:5000/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+    assert sink.place(run_info(store, run_id="place")).pages == (
+        ("run", f"{address}?workflowType=machine_learning"),
+        ("charts", f"{address}/model-metrics?workflowType=machine_learning"),
+    )
     assert sink.place(run_info(store, run_id="nobody")).pages[0][0] == "experiments"
     server = MLflowSink("http://user:secret@host:1/").place(run_info(store)).pages
     assert server == (("experiments", "http://host:1/#/experiments?workflowType=machine_learning"),)
@@ -530,6 +532,27 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     run = mlflow_run_of(client, "abc123", "walker")
     assert run.info.status == "FAILED"
     assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_the_first_names_on_a_server_repeat_the_headlines_and_the_return_is_the_first(server: str) -> None:
+    """MLflow lists and draws metrics in alphabetical order. `doctor` reads the run without them: they repeat other numbers."""
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
+    run = run_info(run_id="headlines", metrics=every)
+    sink = opened(run, MLflowSink(server))
+    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
+    sink.write([record(1, values), record(2, {**values, "alarm/active": 2.0})])
+    sink.close(RunStatus.FINISHED)
+
+    client: Any = MlflowClient(server)
+    stored = mlflow_run_of(client, "headlines")
+    assert sorted(stored.data.metrics)[:3] == [
+        *("0_overview/01 episode return_mean_100", "0_overview/02 alarm active", "0_overview/04 policy kl")
+    ]
+    repeated = history(client, stored, "0_overview/02 alarm active")
+    assert repeated == history(client, stored, "alarm/active") and [value for _, value, _ in repeated] == [0.0, 2.0]
+    assert "esper.keymap" not in stored.data.tags
+    assert sink.stored(run).rows[2].keys() == {*values, "axis/update", "axis/gradient_step"}  # type: ignore[union-attr]
 
 
 @needs_passwords

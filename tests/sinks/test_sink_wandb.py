@@ -14,6 +14,7 @@ from permissions import keep_to_permissions
 from sink_runs import HISTOGRAM, record, run_info
 from waiting import wait_until
 
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
 from esper_telemetry.sinks.wandb.run import MAX_WAITING_ROWS
@@ -97,10 +98,34 @@ def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[
     metrics = [metric for metric in of_type(offline, "metric") if "step_metric" in metric]
 
     assert {metric.get("glob_name") or metric["name"]: metric["step_metric"] for metric in metrics} == {
+        "0_overview/*": "axis/env_step",
         "episode/*": "axis/env_step",
         "policy/*": "axis/update",
         "my_number": "axis/update",
     }
+
+
+def test_the_first_names_repeat_the_headlines_over_environment_steps(tmp_path: Path) -> None:
+    """W&B orders the sections of its charts by name. `doctor` reads the run without them: they repeat other numbers."""
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
+    run = run_info(tmp_path, metrics=every)
+    sink = WandbSink(mode="offline")
+    sink.open(run)
+    values = {"policy/kl": 0.5, "adv/grad_corr": 0.1, "episode/return_mean_100": 7.0, "alarm/active": 0.0}
+    sink.write([record(1, values)])
+    sink.close(RunStatus.FINISHED)
+
+    entries = inspect(tmp_path)
+    names = [name for name in sorted(rows(entries)[0]) if not name.startswith("_")]
+    assert names[:3] == [
+        *("0_overview/01 episode return_mean_100", "0_overview/02 alarm active", "0_overview/04 policy kl")
+    ]
+    assert rows(entries)[0][names[0]] == 7.0
+    axes = {
+        metric["glob_name"]: metric["step_metric"] for metric in of_type(entries, "metric") if "glob_name" in metric
+    }
+    assert axes["0_overview/*"] == "axis/env_step"
+    assert sink.stored(run).rows[1].keys() == {*values, *AXES}  # type: ignore[union-attr]
 
 
 def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any]]) -> None:

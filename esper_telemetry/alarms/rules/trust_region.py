@@ -289,7 +289,7 @@ class KlStallJudge(AnnealedRate):
         yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
-                "log-probabilities are computed anew, so nothing is clipped"
+                "log-probabilities are computed again, so nothing is clipped"
                 if elsewhere
                 else f"the policy has hardly moved for {SLOW_UPDATES} updates: a KL divergence of {number(median(moves))} nats at most in "
                 f"each (usually 0.002 to 0.02){at_rate}"
@@ -313,7 +313,7 @@ def stall_advice(rate: float | None, *, slow: bool) -> str:
     if slow:
         return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     if rate is not None and rate > published.highest:
-        return "Begin anew with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
+        return "Start again with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 

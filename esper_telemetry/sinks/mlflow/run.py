@@ -25,7 +25,7 @@ from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import last_outcome
-from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened
+from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened, overview_names
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, glossary, run_note, run_readme
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
@@ -81,6 +81,7 @@ class MlflowRun:
         self._is_own = is_own
         self._checkpoints = checkpoints
         self._names = LegalNames()
+        self._overview = overview_names(budget.run)
         self._keymap: dict[str, str] = {}
         self._artifacts = Artifacts(client, run_id)
         self._last: Record | None = None
@@ -95,9 +96,11 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(self._names[key], value, round(record.axes.wall_time * 1000), record.axes.env_step)
+            Metric(self._names[name], value, round(record.axes.wall_time * 1000), record.axes.env_step)
             for record in records
             for key, value in numbers_of(self._budget.select(record)).items()
+            for name in (key, self._overview.get(key))
+            if name is not None
         ]
         metrics.sort(key=attrgetter("key"))
         with _classified():

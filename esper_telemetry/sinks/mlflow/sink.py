@@ -137,7 +137,7 @@ class MLflowSink:
         return self.name + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """Return the store, the command that shows it, and the address of the run's page or of the experiments."""
+        """Return the store, the command that shows it, and the addresses of the run's pages or that of the experiments."""
         uri = self._store(run) or "the process's own tracking URI"
         if "://" not in uri:
             return Place(uri, "")
@@ -145,9 +145,10 @@ class MLflowSink:
             server = re.sub("//[^/@]*@", "//", uri).rstrip("/")  # a browser asks for the password
             return Place(masked(uri), "", (("experiments", f"{server}/#/experiments?{TRAINING_PAGES}"),))
         row = _run_in_database(Path(uri.removeprefix(SQLITE)), run, self.experiment) if uri.startswith(SQLITE) else None
-        name, path = ("run", f"/{row.experiment_id}/runs/{row.run_uuid}") if row else ("experiments", "")
-        page = name, f"{DEFAULT_ADDRESS}/#/experiments{path}?{TRAINING_PAGES}"
-        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(uri)}", (page,))
+        page = f"/{row.experiment_id}/runs/{row.run_uuid}" if row else ""
+        paths = {"run": page, "charts": f"{page}/model-metrics"} if row else {"experiments": page}
+        pages = tuple((name, f"{DEFAULT_ADDRESS}/#/experiments{path}?{TRAINING_PAGES}") for name, path in paths.items())
+        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(uri)}", pages)
 
     def prepare_child(self) -> None:
         """Let requests fail soon, where MLflow retries for minutes; this holds for the whole process, so not for the user's."""

@@ -18,13 +18,11 @@ from typing import Any, ClassVar, Final
 
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_keys, sections
+from esper_telemetry.sinks.layout import ALARM_FAMILY, KeyBudget, by_tag, family_of, overview_names, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 
 SUFFIX: Final = ".esper"
-OVERVIEW: Final = "0_overview"
-"""First part of the tags that repeat the headline values: TensorBoard opens on the family that sorts first, and sorts within it."""
 VERDICT_TAG: Final = "0_verdict"
 """Tag of the pages with the outcome and the incidents."""
 ADDRESS: Final = "http://localhost:6006"
@@ -156,7 +154,7 @@ class _EventFile:
         self.run = run
         self.budget = budget
         self.tags: set[str] = set()
-        self.overview = {key: overview_tag(place, key) for place, key in enumerate(overview_keys(run), start=1)}
+        self.overview = overview_names(run)
         self.incidents = IncidentCards()
         self.writer: Any = None
         self.shared = self.restarts = False
@@ -242,11 +240,6 @@ class _EventFile:
             self.writer.add_event(self.events.event(record.axes, [dashboard]))
 
 
-def overview_tag(place: int, key: str) -> str:
-    """Return the tag that repeats a headline: with one slash, as the title of a card keeps what follows the last one."""
-    return f"{OVERVIEW}/{place:02} {key.replace('/', ' ')}"
-
-
 def outcomes(run: RunInfo) -> list[str]:
     """Return the tags of the table that compares runs: the first two of the leading families, alarms last."""
 
@@ -291,8 +284,6 @@ def _stored_in(directory: Path) -> StoredMetrics:
 
 def _numbers_of(summary: Any) -> Iterator[tuple[str, float]]:
     for value in summary.value:
-        if value.tag.startswith(f"{OVERVIEW}/"):
-            continue
         match value.WhichOneof("value"):
             case "simple_value":
                 yield value.tag, value.simple_value

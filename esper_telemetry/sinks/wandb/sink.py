@@ -25,9 +25,10 @@ from esper_telemetry.core.backends import wandb_records
 from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
-from esper_telemetry.sinks.layout import KeyBudget, by_tag, family_of, with_at_most
+from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note
 from esper_telemetry.sinks.protocol import (
+    OVERVIEW_FAMILY,
     DeadClientError,
     PermanentSinkError,
     Place,
@@ -252,6 +253,7 @@ class _OpenRun:
         self.incidents = IncidentCards()
         self._budget = budget
         self._last: Record | None = None
+        self._overview = overview_names(budget.run)
         self._defined: set[str] = set()
         self._disk = DiskWatch(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
 
@@ -261,9 +263,13 @@ class _OpenRun:
         self._last = records[-1] if records else self._last
         for record in records:
             row = row_of(self._budget.select(record))
+            row |= {name: row[key] for key, name in self._overview.items() if key in row}
             names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
             for name in names.keys() - self._defined:  # draw each name over the axis of its family
-                self.target.run.define_metric(name, step_metric=family_of(names[name]).axis)
+                is_overview = name.startswith(f"{OVERVIEW_FAMILY}/")
+                self.target.run.define_metric(
+                    name, step_metric=TASK_AXIS if is_overview else family_of(names[name]).axis
+                )
                 self._defined.add(name)
             self.target.log(row)
 
