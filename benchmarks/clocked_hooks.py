@@ -1,4 +1,4 @@
-"""Hooks that time what is done for them."""
+"""Hooks that measure the time which telemetry takes on the training thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PER_MINIBATCH = (TrunkBackward, BackwardEnd, MinibatchEnd)
 
 
 class ClockedHooks(Hooks):
-    """Times each event from the question whether anybody wants it until all have heard it: what it costs to build and to hear.
+    """Measure each event from `wants` to the return of `emit`: the time to build it and to call its listeners.
 
-    By the clock of this thread, whose own time is taken off. What a trainer keeps of every minibatch for an event that comes when the
-    update is over is not seen (`ppo/tape.py`); nor are colder caches.
+    The clock counts the processor time of this thread; the time of reading it is subtracted. Not measured are the columns of minibatches
+    that a trainer keeps for an event at the end of the update, and colder caches.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class ClockedHooks(Hooks):
         self._reading = statistics.median(_reading() for _ in range(1000))
 
     def wants(self, event_type: type) -> bool:
-        """See `Hooks`; starts the clock."""
+        """See `Hooks`; start the clock."""
         wanted = super().wants(event_type)
         if wanted:
             self._since[event_type] = time.thread_time()
         return wanted
 
     def emit(self, event: object) -> None:
-        """See `Hooks`; stops the clock."""
+        """See `Hooks`; stop the clock."""
         kind = type(event)
         start = self._since.pop(kind, None)
         start = time.thread_time() if start is None else start
@@ -40,16 +40,16 @@ class ClockedHooks(Hooks):
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.thread_time() - start - self._reading
 
     def seconds(self) -> tuple[float, float]:
-        """Of the events of minibatches, and of all others."""
+        """Return the seconds of the events of minibatches, and those of all others."""
         often = sum(seconds for kind, seconds in self._seconds.items() if kind in PER_MINIBATCH)
         return often, sum(self._seconds.values()) - often
 
     def forget(self) -> None:
-        """Starts anew."""
+        """Clear the times."""
         self._seconds.clear()
 
 
 def _reading() -> float:
-    """What reading the clock takes."""
+    """Return the seconds that one reading of the clock takes."""
     start = time.thread_time()
     return time.thread_time() - start

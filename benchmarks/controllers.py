@@ -1,4 +1,4 @@
-"""How well controllers grow networks: final scores and PPO's learning curve, over several seeds.
+"""Quality of controllers that grow networks: final scores and PPO's learning curve, over several seeds.
 
 python benchmarks/controllers.py [--tasks synthetic digits text] [--policies lstm oracle heuristic random] [--seeds 5] [--updates 40]
 

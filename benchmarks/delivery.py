@@ -1,4 +1,4 @@
-"""What a record costs the thread that makes it, beside one `wandb.log` of the same numbers; the process beside it; bytes on disk.
+"""Cost of a record: time of the thread that makes it, beside one `wandb.log` of the same numbers; time of the sink process; bytes on disk.
 
 python benchmarks/delivery.py [--records 2000] [--keys 100] [--per-second 40]
 

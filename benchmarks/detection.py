@@ -1,4 +1,4 @@
-"""What detection costs per update: microseconds of one thread, and the share of an update that this is.
+"""Time of detection per update, in microseconds of one thread and as a share of the update.
 
 `python benchmarks/detection.py` trains three small runs, then judges their records again and again. Detection runs in the process
 beside the trainer where there is one (`docs/architecture.md`): the share is what it would take of the trainer's own time without.
@@ -35,9 +35,9 @@ class Settings:
     envs: tuple[str, ...] = ("cue-recall", "cartpole-lstm", "acrobot")
     """Environments of the fault bench."""
     updates: int = 60
-    """Of every run."""
+    """Updates of every run."""
     rounds: int = 20
-    """How often each is judged; the median counts, and the fastest is shown beside it."""
+    """Times that each run is judged; the result is the median, and the fastest is shown beside it."""
     save: bool = False
     """Put the medians into docs/benchmarks.json."""
 

@@ -1,4 +1,4 @@
-"""What telemetry costs by the duration of an update, and what a rollout and the training on it take apart.
+"""Cost of telemetry by the duration of an update; time of a rollout and of the training on it.
 
 python benchmarks/durations.py            # updates of 30, 100 and 300 ms with three backends; 3 minutes
 python benchmarks/durations.py phases     # rollout and update of this trainer and of Stable-Baselines3; 1 minute
@@ -20,16 +20,17 @@ from results import Row, save
 from esper_telemetry.events import RolloutEnd
 
 MILLISECONDS = (30, 100, 300)
-UPDATES, CALIBRATION_UPDATES = 40, 6
+UPDATES, FIRST_UPDATES, CALIBRATION_UPDATES = 128, 32, 6
 GOAL_PERCENT = 2
 WORK = Work(0, 0)
 ROLLOUT = WORK.num_envs * WORK.num_steps
 
 
-def train(trainer: Any, updates: int) -> None:
-    """Train for so many updates more."""
-    for _ in range(updates):
-        trainer.learn(trainer.env_steps + 1)
+def train(trainer: Any, updates: int) -> int:
+    """Train for at least so many updates more, and return their number: steps in which environments are reset do not count."""
+    before = int(trainer.updates)
+    trainer.learn(trainer.env_steps + (updates - 1) * ROLLOUT + 1)
+    return int(trainer.updates) - before
 
 
 def seconds_per_update(epochs: int) -> float:
@@ -37,8 +38,8 @@ def seconds_per_update(epochs: int) -> float:
     trainer, _ = ours(Work(0, 0, epochs=epochs))
     train(trainer, 2)
     begun = time.thread_time()
-    train(trainer, CALIBRATION_UPDATES)
-    return (time.thread_time() - begun) / CALIBRATION_UPDATES
+    updates = train(trainer, CALIBRATION_UPDATES)
+    return (time.thread_time() - begun) / updates
 
 
 def durations() -> Iterator[Row]:
@@ -50,17 +51,17 @@ def durations() -> Iterator[Row]:
         clock = ClockedHooks()
         trainer, _ = ours(Work(0, 0, epochs=epochs), hooks=clock)
         with attached(trainer):
-            train(trainer, 2)  # both are sampled
+            train(trainer, FIRST_UPDATES)  # sampled more often than the rest
             time.sleep(OPENING_SECONDS)
             clock.forget()
             begun = time.thread_time()
-            train(trainer, UPDATES)
+            updates = train(trainer, UPDATES)
             total = time.thread_time() - begun
         telemetry = sum(clock.seconds())
-        bare = 1e3 * (total - telemetry) / UPDATES
+        bare = 1e3 * (total - telemetry) / updates
         what = f"{target} ms ({epochs} epochs, measured {bare:.0f} ms)"
         yield Row(f"{what}, share", f"{100 * telemetry / (total - telemetry):.1f} %", "", f"{GOAL_PERCENT} %")
-        yield Row(f"{what}, per update", f"{1e3 * telemetry / UPDATES:.2f} ms")
+        yield Row(f"{what}, per update", f"{1e3 * telemetry / updates:.2f} ms")
 
 
 def phases() -> Iterator[Row]:

@@ -74,7 +74,7 @@ SEGMENTS: Mapping[str, str] = {
 
 @dataclass
 class Reading:
-    """What a journal says of the equations.
+    """Result of the equations in a journal.
 
     Attributes:
         status: how the process ended: "" is well.

@@ -15,7 +15,7 @@ from esper_telemetry.updates.data import GradientSample, UpdateData
 from esper_telemetry.updates.evidence import layer_table
 
 LIMITS = {"does not clip": 1e6, "clips": 1e-3}
-"""Of the global norm."""
+"""Limits of the global norm."""
 
 TORCH, OURS = "clip_grad_norm_", "norms per tensor, then clip"
 NORMAL, DEBUG = "NORMAL pass", "DEBUG pass"
@@ -38,7 +38,7 @@ class Gradients:
         torch._foreach_copy_(self.now()[::-1], self._kept[::-1])
 
     def left_by(self, clip: Callable[[float], object], limit: float) -> list[Tensor]:
-        """What clipping leaves of them."""
+        """Return the gradients after clipping."""
         self.restore()
         clip(limit)
         return [gradient.clone() for gradient in self.now()]
@@ -56,11 +56,11 @@ class Gradients:
         return norms
 
     def normal(self) -> object:
-        """What NORMAL looks at per minibatch: the norm of every tensor, and where one is not finite, how many entries are not."""
+        """Measure what NORMAL needs per minibatch: the norm of every tensor, and the non-finite entries where a norm is not finite."""
         return finite_norms(self.now())
 
     def debug(self) -> object:
-        """What DEBUG looks at once per update: of every tensor norm, extremes, mean, spread, shares of zeros, decades."""
+        """Measure what DEBUG needs once per update: norm, extremes, mean, spread, shares of zeros and decades of every tensor."""
         gradients = self.now()
         names = tuple(str(index) for index in range(len(gradients)))
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

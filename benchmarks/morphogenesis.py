@@ -33,9 +33,9 @@ class Seed(nn.Module):
         self.enter, self.leave = nn.Linear(width, MAX_HIDDEN_UNITS), nn.Linear(MAX_HIDDEN_UNITS, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it adds."""
-        found: Tensor = self.leave(F.relu(self.enter(x)))
-        return found
+        """Return the seed's output, which the host adds to its own."""
+        output: Tensor = self.leave(F.relu(self.enter(x)))
+        return output
 
 
 class Plain(nn.Module):

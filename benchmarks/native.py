@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
     @property
     def done(self) -> Any:
-        """Where episodes ended."""
+        """Environments [B] whose episode ended."""
         return self.terminated | self.truncated
 
 

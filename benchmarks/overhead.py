@@ -1,4 +1,4 @@
-"""What telemetry costs: passes over gradients, whole steps beside other tools, whole runs with three backends.
+"""Cost of telemetry: passes over gradients, whole steps beside other tools, whole runs with three backends.
 
     python benchmarks/overhead.py                            # everything; 20 minutes
     python benchmarks/overhead.py passes steps               # parts of it
@@ -49,7 +49,7 @@ GOALS = {f"{OURS}, does not clip": 0.6, f"{OURS}, clips": 0.95, NORMAL: 1.0}
 
 STEPS_PER_ROUND = 16
 FEW_CALLS = 3
-"""Of what takes long, and of every contender whose memory is measured."""
+"""Calls per round of slow contenders, and of every contender whose memory is measured."""
 
 RUNS = {"CartPole MLP": Work(0, 0), "CartPole LSTM 64": Work(0, 0, lstm_size=64, scaled_rewards=True)}
 """Whole runs. With rewards as they come, returns of hundreds saturate the critic's LSTM now and then; `grad/vanish` says so, and the next
@@ -171,7 +171,7 @@ def peak(part: str, network: str, contender: str) -> float:
 
 
 def alone(part: str, network: str, contender: str) -> float:
-    """What `peak` reports, in the process that it starts."""
+    """Print the result of `peak`, in the process that `peak` starts."""
     if part == "passes":
         gradients = Gradients(NETWORKS[network])
         forget_peak()
@@ -192,14 +192,14 @@ def highest() -> float:
 
 
 def forget_peak() -> None:
-    """Gives freed memory back to the system, and starts `highest` anew."""
+    """Return freed memory to the system, and reset `highest`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 SPEED_GOAL, SHARE_GOAL = "0.97", "2 %"
-"""Of whole runs with telemetry: speed over that without, and telemetry's share of the training thread."""
+"""Yield the speed of whole runs with telemetry over that without, and telemetry's share of the training thread."""
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "network": ("network", str),

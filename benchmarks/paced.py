@@ -1,4 +1,4 @@
-"""How fast a loop of one's own goes that logs 120 numbers per update into three backends, over one that logs nothing.
+"""Speed of a user's loop that logs 120 numbers per update to three backends, over one that logs nothing.
 
 python benchmarks/paced.py [--turns 100] [--updates 60] [--per-second 40] [--keys 120]
 
@@ -53,7 +53,7 @@ class Training:
         self.rows, self.targets = torch.randn(256, 4), torch.randn(256, 2)
 
     def update(self, steps: int) -> None:
-        """That many steps."""
+        """Make that many steps."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             nn.functional.mse_loss(self.network(self.rows), self.targets).backward()
@@ -61,21 +61,21 @@ class Training:
 
 
 def steps_per_update(per_second: float) -> int:
-    """How many steps fit into an update, where nothing disturbs them."""
+    """Return the number of steps that fill an update where nothing else runs."""
     training = Training()
     seconds = min(timed(training) for _ in range(CALIBRATION_BLOCKS))
     return max(1, round(CALIBRATION_STEPS / seconds / per_second))
 
 
 def timed(training: Training) -> float:
-    """Seconds of some steps."""
+    """Return the seconds of `CALIBRATION_STEPS` steps."""
     begun = time.perf_counter()
     training.update(CALIBRATION_STEPS)
     return time.perf_counter() - begun
 
 
 def serve_loop(contender: str, steps: int, options: argparse.Namespace) -> None:
-    """Warms up, then does some updates whenever it is asked to."""
+    """Warm up, then make some updates for each turn."""
     draw = random.Random(1)
     names = [f"my/group_{key % 12}/key_{key}" for key in range(options.keys)]
     training = Training()
@@ -93,7 +93,7 @@ def serve_loop(contender: str, steps: int, options: argparse.Namespace) -> None:
 
 @contextmanager
 def logging_into(contender: str) -> Iterator[Callable[[int, dict[str, float]], None]]:
-    """What is done with the numbers of an update."""
+    """Yield the function that logs the numbers of an update."""
     if contender == NOTHING:
         yield lambda update, numbers: None
         return

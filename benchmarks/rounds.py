@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Timed(NamedTuple):
-    """What one contender took.
+    """Measurement of one contender.
 
     Attributes:
         microseconds: of processor time per call, the median over the rounds.

@@ -28,7 +28,7 @@ class SignedCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
         self._observations = self._env.reset()
 
     def get_observations(self) -> TensorDict:
-        """What to act on."""
+        """Return the observations to act on."""
         return TensorDict({"policy": torch.from_numpy(self._observations)}, batch_size=[self.num_envs])
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How fast the bundled trainer is: against other trainers on the same work, and with telemetry against without.
+"""Speed of the bundled trainer: against other trainers on the same work, and with telemetry against without.
 
     python benchmarks/trainer.py                        # CartPole-v1, 8 x 128, 4 epochs x 4 minibatches, 64 x 64 tanh
     python benchmarks/trainer.py --num-envs 8 64 1024   # a table for each

@@ -39,7 +39,7 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Whether an update ends here."""
+        """True where an update ends with this step."""
         return self.steps % UPDATE == 0
 
     def clip(self) -> Tensor:

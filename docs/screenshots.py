@@ -101,7 +101,7 @@ def browser(width: int = 1280, height: int = 900, *flags: str) -> Iterator[Any]:
 
 
 def eventually(question: Callable[[], Answer], *, what: str, seconds: float = PATIENCE_SECONDS) -> Answer:
-    """The first answer that is true; raises TimeoutError without one."""
+    """Return the first answer that is true; raises TimeoutError without one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if answer := question():
@@ -111,7 +111,7 @@ def eventually(question: Callable[[], Answer], *, what: str, seconds: float = PA
 
 
 def answers(url: str) -> bool:
-    """Whether something serves the page."""
+    """Return whether a server answers at the address."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

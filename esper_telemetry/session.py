@@ -190,6 +190,11 @@ class TelemetrySession:
         return self._response.level
 
     @property
+    def samples_next(self) -> bool:
+        """True where the update that begins next is sampled, as far as is known by now: a source may record more of its rollout then."""
+        return self.sampling.due or self._response.remaining > 0
+
+    @property
     def escalated(self) -> bool:
         """True while an alarm has raised the level of the update under way."""
         return self._response.escalated

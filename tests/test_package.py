@@ -1,4 +1,4 @@
-"""What is released: the files of the wheel and the source archive, one version everywhere, the licence, extras that exist."""
+"""Contents of a release: the files of the wheel and the source archive, one version everywhere, the licence, extras that exist."""
 
 from __future__ import annotations
 

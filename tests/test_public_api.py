@@ -1,6 +1,6 @@
-"""What users build on stays: public names and their parameters, options of commands, and the journal's schema.
+"""Interfaces that users build on are kept: public names and their parameters, options of commands, and the journal's schema.
 
-`public_api.json` holds them as of the last release; `python tests/test_public_api.py` writes it anew. What is added needs no entry.
+`public_api.json` holds them as of the last release; `python tests/test_public_api.py` writes it again. What is added needs no entry.
 """
 
 from __future__ import annotations

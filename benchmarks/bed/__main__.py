@@ -1,4 +1,4 @@
-"""How telemetry judges programs that are wrong from their first line, their correct twins, harmless variants and published settings.
+"""Score of telemetry on programs that are wrong from their first line, their correct twins, harmless variants and published settings.
 
     python benchmarks/bed list
     python benchmarks/bed run --half tuning          # can be interrupted; runs that are there are kept

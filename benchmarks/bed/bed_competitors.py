@@ -1,4 +1,4 @@
-"""What diagnosers say of the same logs: `zen-rl`, `rlwatch`, this package from the logs alone, and with tensors.
+"""Verdicts of several diagnosers on the same logs: `zen-rl`, `rlwatch`, this package from the logs alone, and with tensors.
 
 The logs have the tags and scales of Stable-Baselines3, made from the journals. The other diagnosers are imported from a folder:
 `pip install --no-deps --target DIR zen-rl rlwatch`, then `python benchmarks/bed score --competitors DIR`.

@@ -30,7 +30,7 @@ EQUATION: Final = "integrity/equation"
 
 @dataclass(frozen=True)
 class Score:
-    """What was said about one run.
+    """Verdict on one run.
 
     Attributes:
         program, kind, seed, updates: of the run.

@@ -18,7 +18,7 @@ TIME_LIMIT = 17
 
 
 class Drift(gym.Env[Any, Any]):
-    """A point with inertia, between two walls that end the episode, is to be near a target that each episode draws anew."""
+    """A point with inertia, between two walls that end the episode, is to be near a target, drawn again in each episode."""
 
     observation_space: spaces.Space[Any] = spaces.Box(-4, 4, (4,), np.float32)
     action_space: spaces.Space[Any] = spaces.Discrete(3)

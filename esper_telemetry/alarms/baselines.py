@@ -21,7 +21,7 @@ OUTLIER = 8.0
 """Robust scores from which on a value does not enter: anomalies must not train their own baseline."""
 
 REBASELINE_AFTER = 50
-"""Values in a row that did not enter, after which the history begins anew."""
+"""Values in a row that did not enter, after which the history restarts."""
 
 MIN_MEDIAN_VALUES = 5
 """Values from which on a key has a median; robust scores wait for twenty."""
@@ -131,18 +131,18 @@ class Baselines:
         """Add the values of the latest update, without outliers."""
         finite, outlier = np.isfinite(self._x), self._outlier
         self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
-        anew = self._rejected >= REBASELINE_AFTER
-        self._values[anew] = np.nan
-        self._count[anew] = 0
-        self._rejected[anew] = 0
-        rows = np.flatnonzero(finite & (~outlier | anew))
+        restarted = self._rejected >= REBASELINE_AFTER
+        self._values[restarted] = np.nan
+        self._count[restarted] = 0
+        self._rejected[restarted] = 0
+        rows = np.flatnonzero(finite & (~outlier | restarted))
         self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
         self._trough[rows] = np.fmin(self._trough[rows], self._x[rows])
         self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
         self._count[rows] += 1
 
     def forget(self) -> None:
-        """Begin all histories anew."""
+        """Clear all histories."""
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0

@@ -147,7 +147,7 @@ class Detectors:
         return self._declared.get(kind)
 
     def intervention(self) -> None:
-        """Announce a change on purpose: histories begin anew, and for three updates only certain mistakes raise alarms."""
+        """Announce a change on purpose: histories restart, and for three updates only certain mistakes raise alarms."""
         self._intervened = True
         self._quiet = QUIET_UPDATES
 

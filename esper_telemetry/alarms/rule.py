@@ -300,12 +300,12 @@ class AlarmRule:
         applies: says by a run's facts whether the question makes sense.
         warmup: updates at the beginning that raise nothing.
         n_on, n_off: updates in a row that raise the alarm and end it; of updates of a few steps `patience_factor` times as many raise
-            one that is not `hard` or `certain`. A judge counts updates itself only where a miss must not start the count anew.
+            one that is not `hard` or `certain`. A judge counts updates itself only where a miss must not start the count again.
         debug_updates: updates at DEBUG that follow where it is critical.
         evidence: keys whose values are attached; `*` stands for a part of a segment.
         pieces: parts of the update that are attached.
         histograms: beginnings of the keys whose histograms are attached; the family of the type by default.
-        relative: judges by history: after an intervention it begins anew, with the judge's own state, and the alarm ends.
+        relative: judges by history: after an intervention it restarts, with the judge's own state, and the alarm ends.
         certain: is also raised right after an intervention, whose waves it cannot be.
         sampled: its inputs are measured in some updates only.
         optional: its inputs are there only where the run has what they measure, so that their absence says nothing.

@@ -170,7 +170,7 @@ class ProcessSupervisor:
         """Count a death, or a start that the system refused, and set when the next start is due.
 
         Args:
-            progressed: whether the helper got on since its last start, or the cause of its death is gone: the count begins anew.
+            progressed: whether the helper got on since its last start, or the cause of its death is gone: the count starts at 0 again.
         """
         self._deaths = 1 if progressed else self._deaths + 1
         self.given_up = self._deaths > self._max_restarts

@@ -42,7 +42,7 @@ class SinkState(StrEnum):
 SETTLED: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED})
 """States that nothing changes any more."""
 FRESH_PROCESS_STATES: Final = frozenset({SinkState.DEAD_CLIENT, SinkState.HUNG})
-"""States that a delivery does not leave in its process; a fresh process may begin anew."""
+"""States that a delivery does not leave in its process; a new process may start it again."""
 FINAL: Final = SETTLED | FRESH_PROCESS_STATES
 """States that a delivery does not leave."""
 

@@ -189,7 +189,7 @@ class Cusum:
         return Changes(keys, np.where(finite, self._sums.max(axis=0), np.nan))
 
     def reset(self, where: npt.NDArray[np.bool_]) -> None:
-        """Begin the series in `where`, [K], anew."""
+        """Clear the series in `where`, [K]."""
         self._sums[:, where] = 0.0
 
 

@@ -248,24 +248,24 @@ class NormBaseline:
             peak: [K] its largest norm; infinite where a gradient was not finite.
 
         Returns:
-            Severities and thresholds; and the groups, [K] bool, whose baseline starts anew with this update.
+            Severities and thresholds; and the groups, [K] bool, whose baseline restarts with this update.
         """
         thresholds = adaptive_thresholds(self._history.values, self.max_grad_norm)
         present = ~np.isnan(mean) | np.isinf(peak)
         explode = np.where(present, explode_severity(peak, thresholds.explode), np.nan)
         vanish = np.where(present, vanish_severity(mean, thresholds.vanish), np.nan)
-        anew = self._learn(mean, np.fmax(explode, vanish), present)
+        restarted = self._learn(mean, np.fmax(explode, vanish), present)
         limits = (np.where(present, limit, np.nan) for limit in (thresholds.explode, thresholds.vanish))
-        return GroupSeverity(self.groups, explode, vanish, *limits), anew
+        return GroupSeverity(self.groups, explode, vanish, *limits), restarted
 
     def _learn(self, mean: Array, severity: Array, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         healthy = present & (severity < HEALTHY_BELOW)
         self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
-        anew = self.rejected >= REBASELINE_AFTER
-        self._history.clear(anew)
-        self.rejected[anew] = 0
-        self._history.push(decades(mean), where=healthy | anew)
-        return anew
+        restarted = self.rejected >= REBASELINE_AFTER
+        self._history.clear(restarted)
+        self.rejected[restarted] = 0
+        self._history.push(decades(mean), where=healthy | restarted)
+        return restarted
 
 
 Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
@@ -370,7 +370,7 @@ class GradientHistory:
 
     Attributes:
         condition: health of the gradients in the last record, and what spoils it most.
-        rebaselined: groups whose thresholds start anew with the last record, because their norms had been out of range for long.
+        rebaselined: groups whose thresholds restart with the last record, because their norms had been out of range for long.
     """
 
     def __init__(self, groups: Sequence[str], max_grad_norm: float | None) -> None:
@@ -404,8 +404,8 @@ class GradientHistory:
             else values.get(f"grad/{group}/norm_preclip_max", np.nan)
             for group in self._groups
         ]
-        severity, anew = self._baseline.step(np.array(means), np.array(peaks))
-        self.rebaselined = tuple(group for group, new in zip(self._groups, anew.tolist(), strict=True) if new)
+        severity, restarted = self._baseline.step(np.array(means), np.array(peaks))
+        self.rebaselined = tuple(group for group, new in zip(self._groups, restarted.tolist(), strict=True) if new)
         return severity.values(level)
 
     def _health(self, values: Mapping[str, float], level: Level) -> dict[str, float]:

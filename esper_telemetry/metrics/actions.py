@@ -12,7 +12,7 @@ import numpy as np
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
-from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Min, Slot, Statistic, Sum
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Max, Mean, Min, Slot, Statistic, Sum
 from esper_telemetry.metrics.ratio import MOVED_TOO_FAR, RARE_ACTIONS
 from esper_telemetry.metrics.statistics import keep, rows_of, sample
 
@@ -274,7 +274,7 @@ def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, slots=True)
 class GaussianStats(MetricGroup):
-    """Standard deviations and saturation of one continuous head."""
+    """Standard deviations, saturation and size of one continuous head."""
 
     head: str = label()
     std: Mean | None = reports(
@@ -297,6 +297,11 @@ class GaussianStats(MetricGroup):
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
         .absent("the action space has no bounds")
     )
+    dimensions: Max | None = reports(
+        Metric.count("policy/head/{head}/dimensions", 184, "dimensions of a continuous head")
+        .asks("Over how many numbers does this head's KL divergence add up?")
+        .absent("no standard deviations are given")
+    )
 
 
 @inference_mode
@@ -309,7 +314,7 @@ def gaussian_stats(
     high: Tensor | float | None = None,
     valid: Tensor | None = None,
 ) -> GaussianStats:
-    """Return the mean and smallest σ over rows and dimensions, and the share of components at or beyond the bounds.
+    """Return the mean and smallest σ over rows and dimensions, their number, and the share of components at or beyond the bounds.
 
     Args:
         head: name of the head.
@@ -328,6 +333,7 @@ def gaussian_stats(
         std=None if std is None else std.mean(std.values),
         smallest=None if std is None else Min(std.where(math.inf).amin(-1)),
         bound=None if actions is None or (low is None and high is None) else _at_bounds(actions, low, high, valid),
+        dimensions=None if std is None or log_std is None else Max(std.values.new_tensor(log_std.shape[-1])),
     )
 
 

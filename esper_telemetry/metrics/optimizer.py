@@ -306,7 +306,7 @@ class StateReset(MetricGroup):
     reset: Sum | None = reports(
         Metric.count("opt/state_reset", 609, "parameters with lost optimizer state", cost="sampled")
         .asks("For how many parameters does the optimizer start from nothing in the middle of training?")
-        .bounds(healthy="0", warn="> 0: the optimizer was made anew, momentum is lost")
+        .bounds(healthy="0", warn="> 0: the optimizer was created again, momentum is lost")
         .absent("the optimizer is not Adam, or was never looked at before")
     )
 

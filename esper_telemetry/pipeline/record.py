@@ -248,7 +248,7 @@ class InProcessPipeline:
         self._axes = update.axes
         self._journal.write(*self._judged(record, update))
         groups = self._series.gradients.rebaselined
-        if groups:  # what was out of range has become the rule: the thresholds of gradients start anew
+        if groups:  # what was out of range has become the rule: the thresholds of gradients restart
             self._append_event("rebaseline", {"keys": [f"grad/{group}/norm_preclip" for group in groups]}, update)
         self._capture(update)
 

@@ -96,13 +96,18 @@ class Sampling:
         Args:
             raised: whether an alarm has raised its level, so that it is, whatever it costs.
         """
+        self._sampled, self._escalated = self.due, raised
         self._updates += 1
-        self._escalated = raised
-        due = not self._last_sample or self._updates >= self._last_sample + self.every
-        self._sampled = self.level >= Level.NORMAL and due
         if self._sampled:
             self._last_sample = self._updates
         return self._sampled or raised
+
+    @property
+    def due(self) -> bool:
+        """True where the update that begins next is sampled; its period may still change until then."""
+        return self.level >= Level.NORMAL and (
+            not self._last_sample or self._updates + 1 >= self._last_sample + self.every
+        )
 
     @property
     def period(self) -> int | None:
@@ -110,7 +115,7 @@ class Sampling:
         return self.every if self.level >= Level.NORMAL else None
 
     def state(self) -> list[int]:
-        """Return the state for a checkpoint; costs are measured anew."""
+        """Return the state for a checkpoint; costs are measured again."""
         return [self._updates, self._last_sample, self.every]
 
     def restore(self, state: list[int]) -> None:

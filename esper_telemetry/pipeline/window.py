@@ -21,7 +21,7 @@ from esper_telemetry.core.record import Level, check_key
 from esper_telemetry.core.reduction import Array
 
 MAX_EPOCH_RESTARTS: Final = 10
-"""Times that the epochs of one update may begin anew: once for each of several policies that are trained in turn."""
+"""Times that the epochs of one update may restart: once for each of several policies that are trained in turn."""
 
 MAX_ROWS: Final = 10_000
 """Rows of one kind in one update, beyond which the user has probably forgotten to call `flush`."""

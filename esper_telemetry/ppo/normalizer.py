@@ -124,7 +124,7 @@ class VectorNormalizer(ObservationNormalizer):
 class RewardNormalizer(nn.Module):
     """Rewards divided by the standard deviation of the discounted return, cut at ±10 (as in VecNormalize).
 
-    The return is summed forwards, R_t = r_t + γ R_{t-1}, and begins anew with every episode. Rewards are scaled with
+    The return is summed forwards, R_t = r_t + γ R_{t-1}, and restarts with every episode. Rewards are scaled with
     statistics that already hold them: nothing acts on a reward, so this makes no difference between acting and training.
     """
 

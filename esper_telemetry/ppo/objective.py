@@ -109,7 +109,7 @@ class UpdateSteps:
         action_masks: per restricted head [T, B, A] -> the masks to train under.
         relevance: per head that is not always relevant [T, B], bool -> where it matters in training.
         initial_state: per trunk [layers, parts, B, H], stored -> the state in which training begins each rollout.
-        resets: [B], bool: where an episode ended -> where memory begins anew, in acting and in training; arrays on the host,
+        resets: [B], bool: where an episode ended -> where memory is reset, in acting and in training; arrays on the host,
             tensors for tensor environments on a device.
         advantages: (rollout, gamma, gae_lambda) -> [T, B].
         returns: (advantages [T, B], values [T, B]) -> the critic's targets [T, B].

@@ -64,7 +64,7 @@ def state_gradients(
 def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
     """Features [T x b, F] of observations [T, b, ...], and h [T, b, H] after every step, which they are read off.
 
-    Memory begins anew where `fresh` [T, b]. The gradient at an h is that of its own step's features alone: after the last step that is all.
+    Memory is reset where `fresh` [T, b]. The gradient at an h is that of its own step's features alone: after the last step that is all.
     """
     inputs = trunk.encoder(observations.flatten(0, 1)).unflatten(0, observations.shape[:2])
     outputs = core_outputs(trunk.core, inputs, state, fresh)
@@ -72,7 +72,7 @@ def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Fl
 
 
 def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
-    """Outputs of the core [T, b, H], in one call from each step in which memory begins anew anywhere to the next."""
+    """Outputs of the core [T, b, H], in one call from each step in which any memory is reset to the next."""
     begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
     outputs = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
@@ -190,7 +190,7 @@ class TrainerReplay:
             return features.float()
 
     def _unrolled(self, recurrence: RolloutRecurrence, fresh: Flags, *, empty: bool) -> tuple[Tensor, Tensor]:
-        """The actor's and the critic's features [N, F] with memory that begins anew where `fresh` [T, B], and `empty` at first."""
+        """The actor's and the critic's features [N, F] with memory that is reset where `fresh` [T, B], and `empty` at first."""
         features = []
         with self._policy.autocast():
             for name, trunk in self._policy.named_trunks().items():
@@ -256,14 +256,14 @@ class TrainerReplay:
 
 
 class MemoryChange(NamedTuple):
-    """Steps [T, B] in which memory begins anew, and whether it begins the rollout empty, under a hypothesis."""
+    """Steps [T, B] in which memory is reset, and whether it begins the rollout empty, under a hypothesis."""
 
     fresh: Flags
     empty: bool = False
 
 
 def memory_changes(fresh: Flags) -> dict[str, MemoryChange]:
-    """Return the changes of each hypothesis about memory, of a rollout whose memory begins anew where `fresh` [T, B]."""
+    """Return the changes of each hypothesis about memory, of a rollout whose memory is reset where `fresh` [T, B]."""
     none = np.zeros_like(fresh[:1])
     return {
         "memory_zero": MemoryChange(fresh, empty=True),

@@ -149,7 +149,7 @@ class SupportsAudit(Protocol):
 class SupportsForwardOnly(Protocol):
     """A sink whose backend draws nothing behind a later point, where `only_forward` is True.
 
-    What it lacks is sent together with everything after it, and `write` begins anew there.
+    What it lacks is sent together with everything after it, and `write` restarts there.
     """
 
     only_forward: bool

@@ -145,7 +145,7 @@ def check_sink(factory: Factory, *, only: Collection[str] = (), leave_out: Colle
     A sink with `stored` and `shown` (`SupportsAudit`) is also asked what its backend holds after each of them.
 
     Args:
-        factory: makes the sink, each time anew; what it writes belongs into `run.run_dir`, or is identified by `run.run_id`.
+        factory: creates a new sink at each call; what it writes goes to `run.run_dir`, or is identified by `run.run_id`.
         only, leave_out: names of checks, as in `CHECKS`.
 
     Raises ValueError for a name that is no check.

@@ -109,7 +109,11 @@ class RolloutHistory:
                 for head, choices in self._choices.items()
                 if head in event.actions
             },
-            mean_actions={head: self._means.get(head) for head in event.means if head in event.actions},
+            mean_actions={
+                head: self._means.get(head)
+                for head in dict.fromkeys((*event.means, *event.log_std))
+                if head in event.actions
+            },
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sb3_collection import HEALTHY, PROGRAMS
+from sb3_models import MODELS, recorded_run
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
@@ -86,3 +87,22 @@ def test_passes_leave_no_trace_in_a_policy_that_has_modes_or_memory(program: str
 
     for name, tensor in alone.policy.state_dict().items():
         assert torch.equal(tensor, watched.policy.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ppo", 1024), ("pendulum", 1024), ("a2c", 6144)])
+def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(
+    name: str, steps: int, tmp_path: Path
+) -> None:
+    """At NORMAL the first update of these is sampled, and the others are recorded in part; at DEBUG all are recorded whole."""
+    whole = recorded_run(MODELS[name](), tmp_path / "whole", steps=steps, level="debug")
+    partly = recorded_run(MODELS[name](), tmp_path / "partly", steps=steps)
+
+    measured = ("perf/", "telemetry/", "sb3/time/", "train/env_steps_per_second")
+    compared = [
+        {key: value for key, value in record.values.items() if not key.startswith(measured)}
+        for record in partly.records[1:]
+    ]
+    assert EQUATION_KEY + "transitions" in partly.records[0].values
+    assert all(EQUATION_KEY + "transitions" not in values for values in compared[:2])
+    for values, record in zip(compared, whole.records[1:], strict=True):
+        assert values == pytest.approx({key: record.values[key] for key in values}, nan_ok=True, rel=1e-6, abs=1e-9)

@@ -1,6 +1,6 @@
 """Journals of real runs that were broken on purpose, kept small: what rules read, four digits, columns.
 
-`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them anew from what
+`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them again from what
 `python -m esper_telemetry.lab.faults score --keep JOURNALS` has left, NAME being a directory in it.
 """
 

@@ -43,7 +43,7 @@ def test_it_is_reported_again_when_it_is_a_quarter_worse() -> None:
     """0.35, 0.4 and 0.9 nats on a ramp from 0.1 to 1: severities 0.54, 0.6 and 0.95."""
 
     def worse(metrics: Values, ago: int) -> None:
-        metrics.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
+        metrics.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.6})
 
     reported = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
 
@@ -115,7 +115,7 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
     """KL jumps in update 30; two later it turns out that advantages are not what they should be."""
 
     def late(metrics: Values, ago: int) -> None:
-        metrics.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+        metrics.update({"policy/kl": 1.0, "policy/clip_frac": 0.3})
         if ago >= 2:
             metrics["integrity/gae_identity"] = 0.5
 
@@ -167,7 +167,7 @@ def test_what_comes_back_while_its_incident_lasts_belongs_to_it() -> None:
 
 def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
     def apart(metrics: Values, ago: int) -> None:
-        metrics.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+        metrics.update({"policy/kl": 1.0, "policy/clip_frac": 0.3})
         if ago >= 4:
             metrics["integrity/gae_identity"] = 0.5
 
@@ -424,7 +424,7 @@ def test_records_out_of_order_and_twice_make_it_raise_nothing() -> None:
 
 
 def test_an_alarm_that_is_off_is_not_raised() -> None:
-    records = run(40, set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3}))
+    records = run(40, set_to({"policy/kl": 1.0, "policy/clip_frac": 0.3}))
 
     assert alarms(judged(records, thresholds=Thresholds().with_changes({"policy/kl_spike": "off"}))) == []
 

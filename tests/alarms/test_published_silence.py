@@ -352,9 +352,9 @@ def test_a_survivor_is_paid_the_same_in_every_step(cut: float, paid: float, told
 
 
 def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
-    """KL of exactly 0, while whole distributions move by 0.0045 nats: old log-probabilities are computed anew."""
-    anew = set_to({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/kl_exact": 0.0045})
-    found = next(a for a in alarms(judged(run(40, anew))) if a.type == "policy/kl_stall")
+    """KL of exactly 0, while whole distributions move by 0.0045 nats: old log-probabilities are computed again."""
+    recomputed = set_to({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/kl_exact": 0.0045})
+    found = next(a for a in alarms(judged(run(40, recomputed))) if a.type == "policy/kl_stall")
 
     assert "though the policy moves by 0.0045 nats" in found.text and "has not moved" not in found.text
 

@@ -153,7 +153,7 @@ def shorter_traces(trainer: PPO) -> None:
 
 
 def new_optimizer(trainer: PPO) -> None:
-    """The optimizer's moments are lost, as when it is built anew."""
+    """The optimizer's moments are lost, as when it is created again."""
     for state in trainer.optimizer.state.values():
         for moment in ("step", "exp_avg", "exp_avg_sq"):
             state[moment].zero_()
@@ -232,6 +232,7 @@ SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {
     "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 25, 45),
     "grad/noise_dominated": (lambda: cartpole(num_epochs=4), "lr", 1e4, 45, 85),
     "opt/rms_spike": (lambda: cartpole(num_epochs=4, num_minibatches=4), "adam_beta2", 8, 25, 40),
+    "grad/oscillation": (cartpole, "lr_period6", 10, 20, 45),
 }
 """By type: a trainer, what breaks it, the dose, the first broken update, and after how many updates it should have been told.
 

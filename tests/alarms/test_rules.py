@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
     "lstm/cell_drift": Case(multiplied({"lstm/c/rms": 10})),
     "lstm/stale_state": Case(set_to({"lstm/staleness_first": 1.0})),
     "lstm/reset_missing": Case(set_to({"lstm/reset_rate": 0.0})),
-    "policy/kl_spike": Case(set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3})),
+    "policy/kl_spike": Case(set_to({"policy/kl": 1.0, "policy/clip_frac": 0.3})),
     "policy/ratio_explosion": Case(set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0})),
     "policy/ratio_collapse": Case(set_to({"policy/ratio/p01": 0.01}), 2),
     "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6, "policy/kl": 0.04}), 1),

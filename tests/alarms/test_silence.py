@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -242,7 +243,7 @@ def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -
 
 @pytest.mark.parametrize(("steps", "told"), [(1, False), (2, True)])
 def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
-    """An episode ends in update 30, 31 is the step in which its environment begins anew, and in 32 its memory does."""
+    """An episode ends in update 30, 31 is the step in which its environment is reset, and in 32 its memory does."""
 
     def one(metrics: Values, ago: int) -> None:
         metrics.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
@@ -255,3 +256,61 @@ def test_updates_that_hardly_move_the_policy_have_no_direction() -> None:
     still = set_to({"policy/surrogate_gain": -0.0015, "policy/ratio/std": 0.005})
 
     assert "policy/wrong_direction" not in raised(judged(run(40, still)))
+
+
+def steps_of_gaussians(**values: float) -> Callable[[Values, int], None]:
+    """Steps of a policy whose actions are continuous."""
+    return set_to({f"policy/{key}": value for key, value in values.items()})
+
+
+@pytest.mark.parametrize(("dimensions", "told"), [(17.0, False), (1.0, True)])
+def test_the_kl_of_a_gaussian_action_adds_up_over_its_dimensions(dimensions: float, told: bool) -> None:
+    """0.32 nats in 17 dimensions are 0.019 in each, as published settings of HumanoidStandup have them."""
+    far = both(steps_of_gaussians(kl=0.32, clip_frac=0.7), set_to({"policy/head/op/dimensions": dimensions}))
+
+    assert ("policy/kl_spike" in raised(judged(run(40, far)))) is told
+
+
+@pytest.mark.parametrize(("dimensions", "told"), [(6.0, False), (1.0, True)])
+def test_ratios_of_a_gaussian_action_multiply_over_its_dimensions(dimensions: float, told: bool) -> None:
+    """Independent logarithms add up by their squares: a first percentile of 0.005 is 0.005^(1/√6) = 0.11 in each of six dimensions."""
+    far = set_to({"policy/ratio/p01": 0.005, "policy/head/op/dimensions": dimensions})
+
+    assert ("policy/ratio_collapse" in raised(judged(run(40, far)))) is told
+
+
+@pytest.mark.parametrize(("dimensions", "told"), [(7.0, False), (1.0, True)])
+def test_a_trust_region_that_many_dimensions_leave_together_is_not_saturated(dimensions: float, told: bool) -> None:
+    far = set_to({"policy/clip_frac": 0.42, "policy/kl": 0.045, "policy/head/op/dimensions": dimensions})
+
+    assert ("policy/clip_saturation" in raised(judged(run(60, far)))) is told
+
+
+@pytest.mark.parametrize(("outside", "told"), [(0.25, False), (0.4, True)])
+def test_a_single_large_kl_counts_in_full_where_typical_samples_account_for_it(outside: float, told: bool) -> None:
+    """0.36 nats once. A quarter of the samples outside of 1 ± 0.2 is a KL of (0.2 / 1.15)² / 2 = 0.015, of which twelve times are 0.18;
+    40 % of them are one of 0.028, of which they are 0.34."""
+
+    def once(metrics: Values, ago: int) -> None:
+        if ago == 0:
+            metrics.update({"policy/kl": 0.36, "policy/clip_frac": outside})
+
+    assert ("policy/kl_spike" in raised(judged(run(40, once)))) is told
+
+
+@pytest.mark.parametrize(("scatter", "told"), [(0.1, True), (0.6, False)])
+def test_gradients_whose_cosines_scatter_do_not_oppose_each_other(scatter: float, told: bool) -> None:
+    """A mean of -0.4 over ten: 12 standard errors, and 2."""
+
+    def opposed(metrics: Values, ago: int) -> None:
+        metrics["grad/align/successive_cos"] = -0.4 + scatter * (-1) ** ago
+
+    assert ("grad/oscillation" in raised(judged(run(60, opposed)))) is told
+
+
+@pytest.mark.parametrize(("length", "told"), [(10.0, True), (500.0, False)])
+def test_what_swings_within_an_episode_is_the_rhythm_of_the_task(length: float, told: bool) -> None:
+    """A period of five updates of 32 steps, in episodes of 10 and of 500 steps."""
+    swing = set_to({"policy/kl/period/p": 1e-12, "policy/kl/period/length": 5.0, "episode/length_mean": length})
+
+    assert ("grad/oscillation" in raised(judged(run(60, swing), {**FACTS, "horizon": 1000}))) is told

@@ -87,7 +87,7 @@ def test_output_is_appended_to_the_log(start: Start, tmp_path: Path) -> None:
 
 
 def test_restarts_wait_longer_each_time_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second after one death, one second after two; progress begins anew; the third of three in a row is too many."""
+    """Half a second after one death, one second after two; progress restarts; the third of three in a row is too many."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     supervisor = ProcessSupervisor("", tmp_path / "log", max_restarts=2)

@@ -56,7 +56,7 @@ def run(run_dir: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def first(run: Run) -> Alarm:
-    """That the policy has moved too far, which is among the first."""
+    """The alarm of a policy that has moved too far, which is among the first."""
     return next(alarm for alarm in run.alarms if alarm.type == "policy/kl_spike")
 
 

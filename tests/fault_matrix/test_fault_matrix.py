@@ -46,7 +46,7 @@ pytestmark = pytest.mark.fault_matrix
 BACKENDS = ("tensorboard", "wandb:matrix?mode=offline", "mlflow")
 KILLS = int(os.environ.get("ESPER_FAULT_KILLS", "20"))
 TRAINERS = 4
-"""That are killed at a time."""
+"""Processes that are killed at a time."""
 NEED_ROOT = ("full disk, cleared again", "read-only directories")
 LEAST_SPEED = 0.5
 """Asserted of the cost, as a ratio: other work on the machine changes it by a fifth. The page says what it was."""

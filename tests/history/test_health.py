@@ -112,7 +112,7 @@ def test_baseline_learns_from_healthy_updates_only_and_starts_anew_after_fifty_o
     assert first["grad/actor/severity_explode"] == last["grad/actor/severity_explode"] == 1.0
     assert last["grad/actor/threshold_explode"] == before.values()["grad/actor/threshold_explode"]
     assert first["grad/critic/severity_explode"] == 0.0
-    assert [anew.tolist() for _, anew in shares[-2:]] == [[False, False], [True, False]]
+    assert [restarted.tolist() for _, restarted in shares[-2:]] == [[False, False], [True, False]]
 
 
 def test_group_without_gradients_has_no_severity_and_one_that_is_not_finite_explodes() -> None:

@@ -171,6 +171,7 @@ def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
     assert values["policy/head/move/bound_frac"] == 0.5
     assert values["policy/head/move/std/mean"] == pytest.approx(2.0)
     assert values["policy/head/move/std/min"] == pytest.approx(1.0)
+    assert values["policy/head/move/dimensions"] == 2
 
 
 def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:

@@ -57,7 +57,7 @@ def test_every_equation_holds(env: str, settings: Mapping[str, Any], tmp_path: P
 
 
 def late(rollout: Rollout) -> Rollout:
-    """The same with memory that begins anew one step late in training."""
+    """The same with memory that is reset one step late in training."""
     assert rollout.recurrence is not None
     fresh = rollout.recurrence.fresh
     shifted = np.concatenate([np.zeros_like(fresh[:1]), fresh[:-1]])

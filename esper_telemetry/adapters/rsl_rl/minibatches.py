@@ -1,14 +1,14 @@
 """Minibatches of an RSL-RL update: references between the trainer's steps, joined columns when it is over.
 
-RSL-RL clips the gradients of the actor and then those of the critic, each by a norm of its own. So all norms are taken before the first
-clip, and emitted with what both clips leave of them.
+RSL-RL clips the gradients of the actor and then those of the critic, each by a norm of its own. The norms that both clips take are emitted
+with what the clips leave of them when the update is over. Where somebody reads the gradients, as in a sampled update, all norms are taken
+before the first clip.
 
 Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environments, D action dimensions; K parameters with a gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from esper_telemetry.adapters.columns import LossColumns, policy_loss
 from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, parameters_of, raw_model
 from esper_telemetry.adapters.taps import ErrorHandler, Tap
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.events import BackwardEnd, BeforeUpdate, Hooks, MinibatchesEnd, OptimizerStep
+from esper_telemetry.events import BackwardEnd, BackwardsEnd, BeforeUpdate, Hooks, MinibatchesEnd, OptimizerStep
 
 
 class StorageMinibatch(NamedTuple):
@@ -83,8 +83,24 @@ class MinibatchRow(NamedTuple):
     values: Tensor
 
 
+class ClippedNorms(NamedTuple):
+    """Gradient norms of a minibatch before the clips.
+
+    Attributes:
+        epoch: pass over the rollout, from 0.
+        names: of the K parameters with a gradient.
+        norms: [K].
+        max_norm: limit of the norm of each part; None where nothing was clipped.
+    """
+
+    epoch: int
+    names: tuple[str, ...]
+    norms: Tensor
+    max_norm: float | None
+
+
 class StorageMinibatchListener:
-    """Emits gradients and steps at once, and all minibatches when the update is over.
+    """Emits steps at once, and all minibatches and norms when the update is over.
 
     Attributes:
         step: optimizer steps so far in this update.
@@ -103,6 +119,12 @@ class StorageMinibatchListener:
         self.divergences: list[Tensor] = []
         self.learning_rates: list[float] = []
         self._parameters = {name: p for name, p in parameters_of(self._alg).items() if p.requires_grad}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._part_names = [tuple([names[one] for one in part if one in names]) for part in self._part_ids]
+        # all of their parameters are trained, and none of them twice
+        self._parts_are_apart = sum(map(len, self._part_ids)) == len(set().union(*self._part_names)) == len(names)
+        self._part_norms: list[ClippedNorms] = []
+        self._norms: list[ClippedNorms] = []
         self._gaussian = is_gaussian(self._alg)
         self._batch: StorageMinibatch | None = None
         self._evaluated: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
@@ -110,11 +132,14 @@ class StorageMinibatchListener:
         self._emitted = False
         self._rows: list[MinibatchRow] = []
         self._sampled = self._hooks.wants(BeforeUpdate)
-        self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
+        self._wants_gradients, self._wants_norms = self._hooks.wants(BackwardEnd), self._hooks.wants(BackwardsEnd)
+        self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def after_batch(self, batch: StorageMinibatch) -> None:
         """The storage has given out a minibatch."""
         self._batch, self._evaluated, self._values, self._emitted = batch, None, None, False
+        self._part_norms = []
+        self._wants_gradients = self._hooks.wants(BackwardEnd)  # a sample's first epoch alone has them
 
     def after_log_probs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         """The actor gave the log-probabilities of a minibatch's actions; its advantages are normalised by now."""
@@ -138,7 +163,15 @@ class StorageMinibatchListener:
 
     def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
         """The actor's gradients are about to be clipped, and then those of the critic, which are known by then."""
-        self._emit_gradients(float(max_norm))
+        if self._emitted or not (self._wants_norms or self._wants_gradients):
+            return
+        if self._wants_gradients or not self._parts_are_apart:
+            self._take_norms(float(max_norm))
+            return
+        own = self._norms_of_part(self._part_names[len(self._part_norms)], norms, float(max_norm))
+        self._part_norms.append(own)
+        if len(self._part_norms) == 2:
+            self._keep_part_norms()
 
     def after_optimizer_step(self, optimizer: Any) -> None:
         """The optimizer took a step."""
@@ -146,7 +179,9 @@ class StorageMinibatchListener:
         if batch is None:
             return
         epoch = batch.epoch
-        self._emit_gradients(None)
+        if self._part_norms and not self._emitted:  # the critic's gradients were not clipped
+            self._keep_part_norms()
+        self._take_norms(None)
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(epoch, self.step, optimizer, self._parameters))
         if evaluated is not None and values is not None:
@@ -156,44 +191,69 @@ class StorageMinibatchListener:
         self._batch = None
 
     def emit(self) -> None:
-        """Emit all minibatches that are done."""
+        """Emit all minibatches that are done, and the norms of their gradients."""
         rows, self._rows = self._rows, []
+        self.emit_norms()
         if rows and self._hooks.wants(MinibatchesEnd):
             self._hooks.emit(joined_minibatches(self._alg, rows, means=self._sampled))
 
+    def emit_norms(self) -> None:
+        """Emit the norms of the gradients so far, also where the update breaks off."""
+        passes, self._norms = self._norms, []
+        if passes and self._hooks.wants(BackwardsEnd):
+            epochs, names, norms, limits = zip(*passes, strict=True)
+            applied: tuple[Tensor | None, ...]
+            if len(set(zip(names, limits, strict=True))) == 1 and limits[0] is not None:
+                applied = tuple(self._clipped(passes[0]._replace(norms=torch.stack(norms))).unbind())
+            else:
+                each = [None if own.max_norm is None else self._clipped(own) for own in passes]
+                applied = tuple(each)
+            self._hooks.emit(BackwardsEnd(epochs, names, norms, self._parameters, None, applied=applied))
+
     @torch.no_grad()
-    def _emit_gradients(self, max_norm: float | None) -> None:
-        """Emit the norms once per minibatch; where nothing was clipped, `max_norm` is None."""
+    def _take_norms(self, max_norm: float | None) -> None:
+        """Take the norms of all gradients, once per minibatch; where nothing was clipped, `max_norm` is None."""
         batch = self._batch
         if batch is None or self._emitted:
             return
         self._emitted = True
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not (self._wants_norms and gradients):
+        if not ((self._wants_norms or self._wants_gradients) and gradients):
             return
-        norms = ops.gradient_norms(list(gradients.values()))
-        applied = None if max_norm is None else self._clipped(norms, tuple(gradients), max_norm)
-        self._hooks.emit(
-            BackwardEnd(batch.epoch, self.step, self._parameters, tuple(gradients), norms, None, applied=applied)
-        )
+        own = ClippedNorms(batch.epoch, tuple(gradients), ops.gradient_norms(list(gradients.values())), max_norm)
+        self._norms.append(own)
+        if self._wants_gradients:
+            applied = None if max_norm is None else self._clipped(own)
+            self._hooks.emit(
+                BackwardEnd(own.epoch, self.step, self._parameters, own.names, own.norms, None, applied=applied)
+            )
 
-    def _clipped(self, norms: Tensor, names: Sequence[str], max_norm: float) -> Tensor:
-        """Norms [K] after both clips; a parameter of both parts is scaled by both.
+    def _norms_of_part(self, names: tuple[str, ...], norms: Tensor | None, max_norm: float) -> ClippedNorms:
+        """Norms of the actor's or the critic's gradients, from those that its clip has taken where these are good for all."""
+        epoch = 0 if self._batch is None else self._batch.epoch
+        if norms is not None and len(norms) == len(names) and not ops.doubtful_norms(norms):
+            return ClippedNorms(epoch, names, norms, max_norm)
+        gradients = {name: p.grad for name in names if (p := self._parameters[name]).grad is not None}
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        own = ops.gradient_norms(present) if present else torch.empty(0)
+        return ClippedNorms(epoch, tuple(gradients), own, max_norm)
 
-        On the host with Python's numbers: a dozen of small tensor operations in every minibatch took 2 % of a trainer's time.
-        """
-        ids = [id(self._parameters[name]) for name in names]
-        if not norms.is_cpu:
-            members = norms.new_tensor([[own in part for own in ids] for part in map(set, self._part_ids)])
-            for part in members:
-                norms = norms * torch.where(part > 0, ops.clip_coefficient(ops.total_norm(norms * part), max_norm), 1.0)
-            return norms
-        applied = norms.tolist()
+    def _keep_part_norms(self) -> None:
+        """Join the norms of the parts that were clipped."""
+        parts, self._part_norms, self._emitted = self._part_norms, [], True
+        names = tuple([name for part in parts for name in part.names])
+        self._norms.append(parts[0]._replace(names=names, norms=torch.cat([part.norms for part in parts])))
+
+    @torch.no_grad()
+    def _clipped(self, own: ClippedNorms) -> Tensor:
+        """Norms [..., K] after both clips; a parameter of both parts is scaled by both."""
+        norms = own.norms
+        assert own.max_norm is not None
         for part in map(set, self._part_ids):
-            total = math.sqrt(sum(norm * norm for norm, own in zip(applied, ids, strict=True) if own in part))
-            factor = min(1.0, max_norm / (total + ops.CLIP_EPSILON))
-            applied = [norm * factor if own in part else norm for norm, own in zip(applied, ids, strict=True)]
-        return norms.new_tensor(applied)
+            members = torch.tensor([id(self._parameters[name]) in part for name in own.names], device=norms.device)
+            total = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=-1, keepdim=True)
+            norms = norms * torch.where(members, ops.clip_coefficient(total, own.max_norm), 1.0)
+        return norms
 
 
 @torch.no_grad()
@@ -205,12 +265,18 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
     batches = [row.batch.columns for row in rows]
     counts = tuple([len(row.batch.rows) if row.batch.rows is not None else row.log_probs.numel() for row in rows])
 
+    appended = any(row.log_probs.numel() != count for row, count in zip(rows, counts, strict=True))
+
+    def counted(columns: Sequence[Tensor]) -> Tensor:
+        """Columns [n, ...], one after the other; not cut where nothing is appended: to cut twenty takes as long as to join them."""
+        cut = zip(columns, counts, strict=True)
+        return torch.cat([column[:count] for column, count in cut] if appended else tuple(columns))
+
     def joined(columns: Sequence[Tensor]) -> Tensor:
-        return torch.cat([column.flatten()[:count] for column, count in zip(columns, counts, strict=True)])
+        return counted([column.flatten() for column in columns])
 
     def joined_heads(columns: Sequence[Tensor]) -> dict[str, Tensor]:
-        parts = [column.flatten(0, -2)[:count] for column, count in zip(columns, counts, strict=True)]
-        return {HEAD: torch.cat(parts)}
+        return {HEAD: counted([column.flatten(0, -2) for column in columns])}
 
     log_probs, old_values = joined([row.log_probs for row in rows]), joined([batch.values for batch in batches])
     columns = LossColumns(
@@ -232,7 +298,7 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         log_ratio=columns.log_ratio,
         advantages=columns.advantages,
         valid=None,
-        losses={name: torch.stack([part.mean() for part in loss.split(counts)]) for name, loss in losses.items()},
+        losses={name: _means(loss, counts) for name, loss in losses.items()},
         log_std=joined_heads([std.log() for _, std in shown]) if gaussian else {},
         means=joined_heads([mean for mean, _ in shown]) if gaussian and means else {},
         rows=torch.cat([own for own in numbers if own is not None]) if None not in numbers else None,
@@ -240,6 +306,13 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         old_values=columns.old_values,
         returns=columns.returns,
     )
+
+
+def _means(column: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Mean [M] of each minibatch's rows [R]."""
+    if len(set(counts)) == 1:
+        return column.view(len(counts), -1).mean(-1)
+    return torch.stack([part.mean() for part in column.split(counts)])
 
 
 def value_loss(alg: Any, columns: LossColumns) -> Tensor:

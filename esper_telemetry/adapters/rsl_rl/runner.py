@@ -17,6 +17,7 @@ from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, rec
 from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipping
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
+    BackwardsEnd,
     Hooks,
     MinibatchesEnd,
     RecurrentForward,
@@ -48,7 +49,7 @@ class RunnerListener:
         joins: event types that are emitted once per update, in place of one `MinibatchEnd` per minibatch.
     """
 
-    joins = (MinibatchesEnd,)
+    joins = (MinibatchesEnd, BackwardsEnd)
 
     def __init__(self, telemetry: Telemetry, runner: Any) -> None:
         self.hooks = Hooks()
@@ -111,6 +112,7 @@ class RunnerListener:
         """Listen to nothing any more; emit what is open first."""
         _remove_all(self._update_taps)
         _remove_all(self._taps)
+        self._session.attempt(lambda minibatches: minibatches.emit_norms(), self._minibatches)
         if self._learned:
             self._session.attempt(lambda listener: listener._end_update(), self)
         self._rollout, self._learned = None, False

@@ -70,9 +70,11 @@ class ModelListener:
     Args:
         before: progress before, as axes are to count it.
         updates_per_record: number of updates that share a record.
+        needs_steps: as `RolloutRecorder.needs_steps` by now.
 
     Attributes:
         progress: progress by now.
+        recorder: of the steps in the environments; its `after_step` is called after each.
     """
 
     def __init__(
@@ -84,12 +86,15 @@ class ModelListener:
         *,
         before: ModelProgress,
         updates_per_record: int,
+        needs_steps: bool,
     ) -> None:
         self.progress = before
         self._offset = before.env_step - model.num_timesteps
         self._session, self._model, self._heads, self._hooks = session, model, heads, hooks
         recorder = DistributionRecorder(heads, model.policy)
-        self._recorder = RolloutRecorder(model, recorder)
+        listen_to_policy = partial(self._listen, model.policy, "forward")
+        self.recorder = RolloutRecorder(model, recorder, listen_to_policy)
+        self.recorder.needs_steps = needs_steps
         self._minibatches = MinibatchListener(model, heads, recorder, hooks)
         self._last_values: Tensor | None = None
         self._updates_per_record, self._updates = updates_per_record, 0
@@ -107,16 +112,12 @@ class ModelListener:
     def rollout_begins(self) -> None:
         """The update before it, if there is one, is over."""
         self.update_ends()
-        self._recorder.begin()
+        self.recorder.begin(whole=self._session.samples_next)
         self._started = time.perf_counter(), time.process_time()
-
-    def after_step(self, variables: Mapping[str, Any]) -> None:
-        """The environments answered; `variables` are the local ones of the collecting loop."""
-        self._recorder.after_step(variables)
 
     def rollout_ends(self) -> None:
         """Prepare for the update that the rollout feeds; emit the rollouts of a record before the last of its updates."""
-        model, recorder, before = self._model, self._recorder, self.progress
+        model, recorder, before = self._model, self.recorder, self.progress
         seconds, cpu = self._elapsed()
         self._seconds["environment"] += recorder.environment_seconds
         self._seconds["inference"] += max(0.0, seconds - recorder.environment_seconds)
@@ -155,6 +156,7 @@ class ModelListener:
 
     def stop(self) -> None:
         """Listen to nothing any more; emit what is open first."""
+        self.recorder.stop()
         _remove_all(self._for_update)
         _remove_all(self._always)
         self._emit_rest()
@@ -196,7 +198,7 @@ class ModelListener:
 
     def _emit_rollouts(self) -> None:
         """Emit what was collected for a record."""
-        hooks, model, recorder, progress = self._hooks, self._model, self._recorder, self.progress
+        hooks, model, recorder, progress = self._hooks, self._model, self.recorder, self.progress
         axes = {"update": progress.update, "env_step": progress.env_step}
         self._rollout_event = rollout_event(model, self._rollouts, self._heads, recorder.states(), **axes)
         hooks.emit(self._rollout_event)
@@ -210,7 +212,7 @@ class ModelListener:
 
     def _emit_before_update(self) -> None:
         """Emit the last rollout's replay before the first step of its update."""
-        hooks, model, last, recorder = self._hooks, self._model, self._rollout_event, self._recorder
+        hooks, model, last, recorder = self._hooks, self._model, self._rollout_event, self.recorder
         if not (hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate)) or last is None:
             return
         if len(self._rollouts) > 1:
@@ -232,9 +234,8 @@ class ModelListener:
 
     def _collecting_taps(self) -> list[Remover]:
         """Taps on what is called while a rollout is collected."""
-        model, recorder = self._model, self._recorder
+        model, recorder = self._model, self.recorder
         taps = [
-            self._listen(model.policy, "forward", recorder.after_action),
             self._listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
         ]
         if hasattr(model.policy, "lstm_actor"):
@@ -260,7 +261,8 @@ class ModelListener:
             if groups_of(policy).get("shared"):
                 taps.append(self._listen(policy.features_extractor, "forward", trunk.after_features))
         if not minibatches.sees_clipping:
-            taps.append(self._listen(policy, "parameters", minibatches.after_parameters))
+            minibatches.when_clipping_is_seen = self._listen(policy, "parameters", minibatches.after_parameters)
+            taps.append(minibatches.when_clipping_is_seen)
         return taps
 
     def _keep_last_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
@@ -330,6 +332,7 @@ class TelemetryCallback(BaseCallback):
         self._listener: ModelListener | None = None
         self._log_copy: LogCopy | None = None
         self._progress: ModelProgress | None = None
+        self._needs_steps = True
         self._attached = False
 
     @property
@@ -347,7 +350,7 @@ class TelemetryCallback(BaseCallback):
         """Listen to nothing any more; harmless before and after training, twice, and after an exception."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            self._progress = listener.progress
+            self._progress, self._needs_steps = listener.progress, listener.recorder.needs_steps
             if self._log_copy is not None:
                 self._log_copy.remove()
             listener.stop()
@@ -379,9 +382,9 @@ class TelemetryCallback(BaseCallback):
         listener = self._listener
         if listener is not None:
             try:
-                listener.after_step(self.locals)
+                listener.recorder.after_step(self.locals)
             except Exception as error:  # a bug of ours must not reach the trainer
-                self._session.failed(listener.after_step, error)
+                self._session.failed(listener.recorder.after_step, error)
         return True
 
     def _on_rollout_end(self) -> None:
@@ -409,7 +412,13 @@ class TelemetryCallback(BaseCallback):
         self.hooks.emit(RunStart(config_of(model), facts_of(model, heads, shared), *before))
         self._log_copy = LogCopy(model.logger)
         self._listener = ModelListener(
-            self._session, model, heads, self.hooks, before=before, updates_per_record=shared
+            self._session,
+            model,
+            heads,
+            self.hooks,
+            before=before,
+            updates_per_record=shared,
+            needs_steps=self._needs_steps,
         )
 
     def _log_numbers(self, _: UpdateEnd) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from stable_baselines3.common.distributions import DiagGaussianDistribution
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import (
@@ -116,6 +117,18 @@ class DistributionRecorder:
             self.capture = _means_and_stds
         elif heads.single_choice:
             self.capture = _logits_and_masks if hasattr(policy.action_dist, "apply_masking") else _logits
+
+    def summary(self, policy: Any, shape: tuple[int, int]) -> HeadColumns | None:
+        """Columns of a rollout [T, B] that updates need which are not sampled, from the policy that has collected it.
+
+        None where only captures of its steps give them: several heads, masks, and a spread that depends on the state.
+        """
+        if self.capture is _logits:
+            return HeadColumns()
+        log_std = getattr(policy, "log_std", None)
+        if type(policy.action_dist) is not DiagGaussianDistribution or not isinstance(log_std, Tensor):
+            return None
+        return HeadColumns(log_std={self._head: log_std.detach().clone().expand(*shape, -1)})
 
     def join(self, captures: Sequence[Any], join: Join) -> HeadColumns:
         """Return the columns of several captures."""

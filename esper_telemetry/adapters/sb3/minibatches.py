@@ -169,6 +169,7 @@ class MinibatchListener:
         epoch: pass over the rollout, from 0; -1 before the first.
         step: optimizer steps so far in this update.
         sees_clipping: the trainer has clipped where `before_clip` is called.
+        when_clipping_is_seen: is called then.
     """
 
     def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder, hooks: Hooks) -> None:
@@ -177,6 +178,7 @@ class MinibatchListener:
         self._capture = recorder.capture
         self._padded = hasattr(model.policy, "lstm_actor")
         self.sees_clipping = False
+        self.when_clipping_is_seen: Callable[[], object] = lambda: None
         self._clear()
         self.begin(0, {})
 
@@ -248,7 +250,9 @@ class MinibatchListener:
 
     def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
         """The policy's gradients are about to be clipped; `norms` [K] of all there are, None where they were not computed."""
-        self.sees_clipping = True
+        if not self.sees_clipping:
+            self.sees_clipping = True
+            self.when_clipping_is_seen()
         if not self._emitted:
             self._emit_gradients(max_norm, norms)
 

@@ -1,13 +1,15 @@
 """Rollouts of Stable-Baselines3: their steps as they are taken, and the events of a record's rollouts.
 
-What the buffer holds when the rollout is complete, rewards among it, is read there; between two steps only the rest is recorded.
+What the buffer holds when the rollout is complete, rewards among it, is read there; between two steps only the rest is recorded. To
+record distributions, observations and actions on their way took 4 % of the trainer's time: a rollout whose update is not sampled goes
+without them, and the policy is listened to in every sixteenth step, for the time that environments take.
 
 Shapes: T steps, B environments, D action dimensions, I inputs and H width of an LSTM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,14 +28,17 @@ from esper_telemetry.adapters.columns import (
 )
 from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.taps import without_trace
-from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale, Transitions
+from esper_telemetry.adapters.taps import Listener, without_trace
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd, Scale, Transitions
 
 NORMALIZER_EPS = 1e-8
 """Added to the variances of a VecNormalize, whatever its own setting is."""
 
 MAX_JOINED_ENTRIES = 1 << 20
 """Entries of the observations of several rollouts up to which they are joined."""
+
+TIMED_STEPS = 16
+"""Steps of a rollout that is not sampled from one whose environments are timed to the next."""
 
 ZERO_BYTE = b"\0"
 
@@ -93,14 +98,22 @@ class CollectedRollout(NamedTuple):
 class RolloutRecorder:
     """Records the T steps of B environments of one rollout after another.
 
+    Args:
+        listen_to_policy: calls a listener after each of the policy's passes from now on; returns the function that ends this.
+
     Attributes:
         recurrent_steps: of this rollout; empty for a feed-forward policy.
-        environment_seconds: wall time between actions and their outcomes in this rollout.
+        needs_steps: every rollout has to be recorded whole, as far as those that were have shown.
     """
 
-    def __init__(self, model: Any, recorder: DistributionRecorder) -> None:
+    def __init__(
+        self, model: Any, recorder: DistributionRecorder, listen_to_policy: Callable[[Listener], Remover]
+    ) -> None:
         self._model, self._policy = model, model.policy
-        self._capture, self._join = recorder.capture, recorder.join
+        self._capture, self._join, self._summary = recorder.capture, recorder.join, recorder.summary
+        self._listen_to_policy = listen_to_policy
+        self._stop_listening: Remover | None = None
+        self.needs_steps = True
         scaled = model.get_vec_normalize_env()
         self._scaled = scaled if scaled is not None and scaled.norm_reward else None
         self._recurrent = hasattr(model.policy, "lstm_actor")
@@ -111,18 +124,32 @@ class RolloutRecorder:
         self._acted_at = 0.0
         self._steps = StepRecorder(model.get_env())
         self._answer: tuple[Array, Array, Any] | None = None
-        self.begin()
+        self.begin(whole=True)
 
-    def begin(self) -> None:
-        """Forget all steps: a rollout begins."""
+    def begin(self, *, whole: bool) -> None:
+        """Forget all steps: a rollout begins; `whole`: all of its steps are recorded, and not only where episodes end."""
+        self._whole = whole or self.needs_steps
         self._raw_rewards: list[Array] = []
         self._ends: list[End] = []
-        self._step_count = self._shown_steps = 0
+        self._step_count = self._shown_steps = self._timed_steps = 0
         self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
         self.recurrent_steps: list[RecurrentStep] = []
-        self.environment_seconds = 0.0
+        self._timed_seconds = 0.0
+        if self._stop_listening is None:
+            self._stop_listening = self._listen_to_policy(self.after_action)
+
+    def stop(self) -> None:
+        """Listen to the policy no more."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
+
+    @property
+    def environment_seconds(self) -> float:
+        """Wall time between actions and their outcomes in this rollout, by that of the steps that were timed."""
+        return self._timed_seconds * self._step_count / max(1, self._timed_steps)
 
     def after_lstm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The actor's LSTM was called."""
@@ -131,6 +158,9 @@ class RolloutRecorder:
 
     def after_action(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy chose actions."""
+        if not self._whole:
+            self._acted_at = perf_counter()
+            return
         captures = self._captures
         captures.append(self._capture(self._policy))
         if len(captures) == MAX_CAPTURES:
@@ -142,21 +172,27 @@ class RolloutRecorder:
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
-        self.environment_seconds += perf_counter() - self._acted_at
         step = self._step_count
-        self._step_count += 1
+        self._step_count = step + 1
+        if self._stop_listening is not None:
+            self._timed_seconds += perf_counter() - self._acted_at
+            self._timed_steps += 1
+            if not self._whole:
+                self.stop()
+        elif step % TIMED_STEPS == TIMED_STEPS - 1:
+            self._stop_listening = self._listen_to_policy(self.after_action)
         dones, rewards = variables.get("dones"), variables.get("rewards")
         if not (isinstance(dones, np.ndarray) and isinstance(rewards, np.ndarray) and "infos" in variables):
             return  # a loop of the user's own, with names of its own
-        answer = (rewards, dones, variables["infos"])
-        if self._answer is not None and all(one is other for one, other in zip(answer, self._answer, strict=True)):
+        before, self._answer = self._answer, (rewards, dones, variables["infos"])
+        if before is not None and rewards is before[0] and dones is before[1] and variables["infos"] is before[2]:
             return  # of an earlier step: the loop does not show its variables in each
-        self._answer = answer
         if dones.tobytes().strip(ZERO_BYTE):  # takes a sixth of the time of `dones.any()`
             self._ends.append((step, dones.copy(), rewards.copy(), variables["infos"]))  # bootstraps are added in place
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
-        self._steps.after_step(variables)
+        if self._whole:
+            self._steps.after_step(variables)
         self._shown_steps += 1
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
@@ -167,7 +203,8 @@ class RolloutRecorder:
         rewards = paid = buffer.rewards.copy()
         ends_known = self._shown_steps == self._step_count == len(rewards)
         if ends_known:
-            ended, paid = np.zeros(rewards.shape, bool), self._steps.rewards().astype(rewards.dtype)
+            ended = np.zeros(rewards.shape, bool)
+            paid = self._paid_rewards(rewards)
         else:  # what the buffer has, which does not tell time limits
             self._raw_rewards, self._ends = [], []
             ended = np.concatenate([buffer.episode_starts[1:], self._model._last_episode_starts[None]]).astype(bool)
@@ -175,7 +212,14 @@ class RolloutRecorder:
             ended[step] = dones
         time_limits = np.zeros_like(ended)
         episodes = self._episodes(paid, time_limits)
-        if np.array_equal(paid[~ended], rewards[~ended], equal_nan=True):
+        stores_paid = np.array_equal(paid[~ended], rewards[~ended], equal_nan=True)
+        heads, summary = self._heads, self._summary(self._policy, ended.shape)
+        if self._whole:
+            sufficient = summary is not None and _agrees(summary, heads)
+            self.needs_steps = self._recurrent or not (stores_paid and ends_known and sufficient)
+        else:
+            heads = [] if summary is None else [summary]
+        if stores_paid:
             rewards[ended] = paid[ended]
         elif self._recurrent:
             ends_known = False
@@ -196,9 +240,9 @@ class RolloutRecorder:
             time_limits=time_limits,
             final_values=self._final_values(rewards, time_limits, last_values),
             last_values=last_values,
-            heads=self._heads,
+            heads=heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
-            steps=self._steps.finish(buffer.observations, self._ends),
+            steps=self._steps.finish(buffer.observations, self._ends) if self._whole else CollectedSteps(None, None),
             ends_known=ends_known,
         )
 
@@ -209,6 +253,15 @@ class RolloutRecorder:
         pairs = [step.after if after else step.before for step in self.recurrent_steps]
         hidden, cell = (torch.stack([pair[part] for pair in pairs]).detach() for part in (0, 1))
         return torch.stack([hidden, cell], 2)
+
+    def _paid_rewards(self, stored: Array) -> Array:
+        """Return the rewards [T, B] as the collecting loop received them, from those in the buffer where not all steps were recorded."""
+        if self._whole:
+            return self._steps.rewards().astype(stored.dtype)
+        paid = stored.copy()
+        for step, dones, rewards, _ in self._ends:
+            paid[step] = np.where(dones, rewards, paid[step])
+        return paid
 
     def _final_values(self, rewards: Array, time_limits: Array, last_values: Tensor) -> Array | None:
         """Return the critic's estimates after time limits, [T, B], where rewards [T, B] had nothing added, or the value of another state.
@@ -266,6 +319,15 @@ class RolloutRecorder:
         self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
         self._lengths += len(raw) - since
         return episodes
+
+
+def _agrees(summary: HeadColumns, heads: Sequence[HeadColumns]) -> bool:
+    """Return whether captured heads have the spread of the summary in every row."""
+    captured = join_columns(heads, torch.cat).log_std
+    return captured.keys() == summary.log_std.keys() and all(
+        captured[name].shape == column.shape and torch.allclose(captured[name], column, atol=1e-5)
+        for name, column in summary.log_std.items()
+    )
 
 
 def rollout_event(

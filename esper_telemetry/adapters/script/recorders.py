@@ -220,7 +220,7 @@ class _Running:
         return finished
 
     def reset(self) -> None:
-        """All begin anew."""
+        """Reset all of them."""
         self.returns[:], self.lengths[:], self.over[:] = 0.0, 0, False
 
 
@@ -377,7 +377,7 @@ class EpisodeLog:
         self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
 
     def reset(self, env: Any) -> None:
-        """All episodes of an environment begin anew."""
+        """Restart all episodes of an environment."""
         running = self._running.get(env)
         if running is not None:
             running.reset()
@@ -445,7 +445,7 @@ class ScalarLog:
             self._sums[tag] = (total + number, count + 1)
 
     def take(self) -> dict[str, float]:
-        """Return means by key, `script/losses/value_loss` for `losses/value_loss`, and begin anew."""
+        """Return means by key, `script/losses/value_loss` for `losses/value_loss`, and reset them."""
         sums, self._sums = self._sums, {}
         return {
             "/".join(["script", *(segment(part) for part in tag.split("/") if part)]): total / count

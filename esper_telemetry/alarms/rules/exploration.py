@@ -293,7 +293,7 @@ CHANCE_FACTOR = 4.0
 """Times that by which two correlations together must differ from 0."""
 
 RESTART_FACTOR = 2.0
-"""Learning rate over that of the update before, from which on a schedule has begun anew."""
+"""Learning rate over that of the update before, from which on a schedule has restarted."""
 
 MIN_DECISIONS = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
@@ -349,7 +349,7 @@ class WrongDirectionJudge:
         )
 
     def restarts(self, view: View) -> bool:
-        """True where a schedule has begun anew: the first steps at a raised rate go anywhere."""
+        """True where a schedule has restarted: the first steps at a raised rate go anywhere."""
         before, self.rate = self.rate, view.get("opt/lr")
         return before is not None and self.rate is not None and self.rate > RESTART_FACTOR * before
 

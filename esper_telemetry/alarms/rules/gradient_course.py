@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log10
+from statistics import stdev
 
 from esper_telemetry.alarms.baselines import power
 from esper_telemetry.alarms.judges import RATE_GROWN, RollingMean, Z
@@ -30,15 +31,20 @@ MIN_RISES = 5
 """Updates in a row in which a learning rate that creeps rises."""
 
 OSCILLATION = above("oscillation", 0.3, "negative average cosine of successive gradients")
+OPPOSED_ERRORS = above("opposed_errors", 6.0, "the same in standard errors: a chance of 1e-4 in each of many tests")
 RATE_SWING = above("rate_swing", 4.0, "factor between turning points of the learning rate")
 PERIOD_P = below("period_p", 1e-6, "chance of an oscillation of the KL as strong as the one seen")
 
 
 @dataclass(slots=True)
 class OscillationJudge:
-    """Successive gradients that point against each other, a KL that swings with a period, or a learning rate that swings."""
+    """Successive gradients that point against each other, a KL that swings with a period, or a learning rate that swings.
+
+    Updates that hold a part of an episode each see its course: what comes back within an episode is the rhythm of the task.
+    """
 
     cosines: RollingMean = field(default_factory=RollingMean)
+    episode_steps: float = 0.0
     opposed: float = 0.0
     mean: float = 0.0
     periodic: float = 0.0
@@ -46,12 +52,15 @@ class OscillationJudge:
     rates: list[float] = field(default_factory=list)
 
     def __call__(self, view: View) -> Iterator[Finding]:
+        self.episode_steps = view.values.get("episode/length_mean", self.episode_steps)
         mean = self.cosines.add(view.get("grad/align/successive_cos"))
         if mean is not None:
-            self.opposed, self.mean = hard(mean < -view.limits[OSCILLATION]), mean
+            error = stdev(self.cosines.values) / len(self.cosines.values) ** 0.5
+            against = mean < -view.limits[OSCILLATION] and mean < -view.limits[OPPOSED_ERRORS] * error
+            self.opposed, self.mean = hard(against and not self.within_episode(view, 2)), mean
         chance, length = view.get("policy/kl/period/p"), view.get("policy/kl/period/length")
         if chance is not None and length is not None:
-            clear = chance < view.limits[PERIOD_P] and length <= MAX_PERIOD
+            clear = chance < view.limits[PERIOD_P] and length <= MAX_PERIOD and not self.within_episode(view, length)
             again = clear and self.period is not None and abs(self.period - length) <= 0.1 * length
             self.periodic, self.period = hard(again), length if clear else None
         yield from self.swinging_rate(view)
@@ -69,6 +78,13 @@ class OscillationJudge:
                 else f"successive gradients point against each other: their cosine averages {number(averaged)}"
             )
         )
+
+    def within_episode(self, view: View, updates: float) -> bool:
+        """True where so many updates take fewer steps of an environment than an episode; False where either is not known."""
+        environments, steps = view.facts.get("num_envs"), view.rollout_steps
+        if not isinstance(environments, int | float) or environments <= 0 or steps <= 0:
+            return False
+        return bool(updates * steps / environments < (self.episode_steps or view.facts.get("horizon") or 0))
 
     def swinging_rate(self, view: View) -> Iterator[Finding]:
         """A learning rate that goes up and down."""
@@ -201,8 +217,9 @@ RULES = (
         meaning="Updates undo each other.",
         action="Lower the learning rate, use larger batches or fewer epochs.",
         judge=OscillationJudge(),
-        bounds=(OSCILLATION, RATE_SWING, PERIOD_P),
-        source="the same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series",
+        bounds=(OSCILLATION, OPPOSED_ERRORS, RATE_SWING, PERIOD_P),
+        source="The same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series. Cosines of "
+        "noise scatter by 0.5 where few steps make a gradient: of a hundred means of ten some are below -0.3.",
         warmup=20,
         n_on=2,
         n_off=2,

@@ -257,11 +257,11 @@ def stale_state(view: View) -> Iterator[Finding]:
 
 @dataclass(slots=True)
 class ResetMissingJudge:
-    """Episodes that ended while no memory began anew.
+    """Episodes that ended while no memory was reset.
 
     A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
     ended in the rollout before does, and so do more episodes than environments. Where a rollout is a single step, that may be the row in
-    which an environment begins anew, which no policy sees: then it takes one rollout more.
+    which an environment is reset, which no policy sees: then it takes one rollout more.
 
     Attributes:
         ended_before: episodes that ended in the last rollouts without a reset.

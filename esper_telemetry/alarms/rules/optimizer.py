@@ -298,9 +298,9 @@ RULES = (
     AlarmRule(
         type="opt/state_lost",
         inputs=("opt/state_reset",),
-        meaning="The optimizer was made anew in the middle of training, and its moments are gone.",
+        meaning="The optimizer was created again in the middle of training, and its moments are gone.",
         action="Save and load the optimizer with the policy; do not build it again when parameters are added.",
-        judge=AboveBound("opt/state_reset", 0.0, "the optimizer has lost its moments: it was made anew"),
+        judge=AboveBound("opt/state_reset", 0.0, "the optimizer has lost its moments: it was created again"),
         source="steps of a fresh Adam are large whatever the gradient",
         rank=120,
         warmup=2,

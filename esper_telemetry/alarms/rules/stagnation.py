@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import log10
+from math import hypot, log10
 from statistics import median
 from typing import Any
 
@@ -83,7 +83,7 @@ class SlowGrowthJudge:
     def __call__(self, view: View) -> Iterator[Finding]:
         mean, std = view.get("ret/mean"), view.get("ret/std")
         if mean is not None and std is not None and (mean or std):
-            self.errors.add(log10((mean * mean + std * std) ** 0.5), view.patience)
+            self.errors.add(log10(hypot(mean, std)), view.patience)
         excused, bound = max(0.0, self.errors.rise()), view.limits[SLOW_GROWTH]
         for group, key, severity in view.labelled("grad/", "/severity_explode"):
             norm = view.get(f"grad/{group}/norm_preclip")

@@ -1,8 +1,12 @@
 """Policy steps that are too far, and none at all.
 
 Policies that are sure of themselves, and policies with memory, lose much KL and most of a minibatch's effective samples on a handful of
-rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where a quarter of the
-samples has left the trust region, and an explosion of ratios needs their 99th percentile too.
+rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where the typical sample
+accounts for its share of it, and an explosion of ratios needs their 99th percentile too.
+
+The log-ratio of a Gaussian action is a sum over its D dimensions, and Adam moves each mean by about the same: KL grows with D, the
+spread of log-ratios with √D. Published settings with narrow Gaussians (σ of 0.14) move 1 to 17 dimensions by 0.006 to 0.026 nats each. So
+bounds are those of one dimension.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from statistics import median
+from statistics import NormalDist, median
 
-from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
+from esper_telemetry.alarms.judges import AnnealedRate
 from esper_telemetry.alarms.rule import (
     AlarmRule,
     Finding,
@@ -41,12 +45,34 @@ RATIO_EVIDENCE = (
 STEP_COUNT_UPDATES = 10
 """Updates after which their number of optimizer steps is typical."""
 
-KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats")
+KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats per dimension of a Gaussian action")
 KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update, the one before it being smaller")
-KL_MOVED = above(
-    "kl_moved", 0.25, "share of the samples outside of the trust region, from which on the KL counts in full"
+KL_TYPICAL = count(
+    "kl_typical", 1 / 12, "share of the KL that typical samples account for, from which on it counts in full"
 )
 KL_FEW = count("kl_few", 1 / 3, "what it counts below that, where a few samples make it up")
+USUAL_CLIP = 0.2
+"""Half width of the trust region where the run's facts have none."""
+
+
+def action_dimensions(view: View) -> float:
+    """Dimensions of the continuous actions; 1 where there are none, or a record does not say."""
+    return max(1.0, sum(value for _, _, value in view.labelled("policy/head/", "/dimensions")))
+
+
+def typical_kl(view: View, outside: float) -> float:
+    """KL of Gaussian log-ratios with that share outside of the trust region: what samples account for that are not rare.
+
+    Log-ratios of a small step are normal with a variance of twice the KL.
+    """
+    clip = view.facts.get("clip")
+    width = clip if isinstance(clip, int | float) and clip > 0 else USUAL_CLIP
+    tail = outside / 2
+    if not 0 < tail < 0.5:
+        return inf if tail >= 0.5 else 0.0
+    return float((width / NormalDist().inv_cdf(tail)) ** 2 / 2)
+
+
 PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any before")
 KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
 
@@ -55,7 +81,12 @@ KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates m
 class KlSpikeJudge:
     """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
 
-    A KL divergence that a few samples make up counts a third: the others have stayed where they were.
+    Of a KL divergence that a few samples make up counts a third, or twelve times what the typical ones account for.
+
+    Attributes:
+        before: KL per dimension that counted in the update before.
+        most_steps: of an update so far.
+        updates: that settled this number.
     """
 
     before: float = 0.0
@@ -68,7 +99,8 @@ class KlSpikeJudge:
         if value is None:
             return
         share = view.get("policy/clip_frac")
-        counts = value if share is None or share > limits[KL_MOVED] else value * limits[KL_FEW]
+        shared = value if share is None else min(value, typical_kl(view, share) / limits[KL_TYPICAL])
+        counts = max(shared, value * limits[KL_FEW]) / action_dimensions(view)
         sudden = limits.log_severity(KL_SUDDEN, counts)
         lasting = limits.log_severity(KL_SPIKE, min(counts, self.before))
         self.before = counts
@@ -127,7 +159,8 @@ RATIO_SPREAD = Ramp("ratio_spread", 1.5, 6.0, "99th percentile of the probabilit
 class RatioExplosionJudge:
     """A few samples that decide the update: nearly all effective samples lost at once, or many in two updates in a row.
 
-    One sample in a minibatch suffices for either, so one in a hundred of the whole update must have become far likelier, too.
+    One sample in a minibatch suffices for either, so one in a hundred of the whole update must have become far likelier, too; per
+    dimension of a Gaussian action, of which the minibatch adds up all.
     """
 
     before: tuple[float, float] = field(default=(0.0, 0.0))
@@ -138,7 +171,7 @@ class RatioExplosionJudge:
         if effective is None:
             return
         wide = view.get("policy/ratio/p99")
-        spread = 1.0 if wide is None else limits.log_severity(RATIO_SPREAD, wide)
+        spread = 1.0 if wide is None else limits.log_severity(RATIO_SPREAD, per_dimension(view, wide))
         lost, (lost_before, spread_before) = 1 - effective, self.before
         self.before = lost, spread
         lasting = min(limits.severity(ESS, min(lost, lost_before)), spread, spread_before)
@@ -153,6 +186,11 @@ class RatioExplosionJudge:
                 f"the largest probability ratio is {number(largest or 0.0)}{blamed_head(view)}"
             )
         )
+
+
+def per_dimension(view: View, ratio: float) -> float:
+    """The ratio that one dimension of a Gaussian action contributes to a quantile of the ratios of all."""
+    return float(max(ratio, 0.0) ** (1 / action_dimensions(view) ** 0.5))
 
 
 def blamed_head(view: View) -> str:
@@ -230,7 +268,7 @@ class KlStallJudge(AnnealedRate):
         yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
-                "log-probabilities are computed anew, so nothing is clipped"
+                "log-probabilities are computed again, so nothing is clipped"
                 if elsewhere
                 else f"the policy has hardly moved for {SLOW_UPDATES} updates: a KL divergence of {number(median(moves))} nats at most in "
                 f"each (usually 0.002 to 0.02){at_rate}"
@@ -254,15 +292,33 @@ def stall_advice(rate: float | None, *, slow: bool) -> str:
     if slow:
         return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     if rate is not None and rate > published.highest:
-        return "Begin anew with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
+        return "Start again with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
     size = "" if rate is None else " If so, raise the learning rate."
     return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
 
 
-RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
+RATIO_COLLAPSE = Ramp(
+    "ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios, per dimension of a Gaussian action"
+)
+
+
+def ratio_collapse(view: View) -> Iterator[Finding]:
+    """Actions that have become far less likely."""
+    key, limits = "policy/ratio/p01", view.limits
+    value = view.get(key)
+    if value is not None:
+        bound = limits.middle(RATIO_COLLAPSE) ** (action_dimensions(view) ** 0.5)
+        severity = limits.severity(RATIO_COLLAPSE, per_dimension(view, value))
+        yield Finding(severity, key, value, bound).with_text(
+            lambda: f"one action in a hundred has become {times(1 / max(value, 1e-30))} less likely in a single update"
+        )
+
+
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
-CLIP_KL = above("clip_kl", 0.02, "KL divergence up to which leaving a narrow trust region is no harm, nats")
+CLIP_KL = above(
+    "clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is no harm, nats"
+)
 CLIP_USUAL = above("clip_usual", 1.25, "share over its median that counts where the return has risen with that share")
 
 MIN_SAMPLES = 512
@@ -293,7 +349,7 @@ class ClipSaturationJudge:
         mean = sum(share * steps for share, steps in shares) / total
         usual = view.baselines.median(key)
         harmless = view.course.risen is True and usual is not None and mean <= limits[CLIP_USUAL] * usual
-        moved = view.values.get("policy/kl", inf) > limits[CLIP_KL]
+        moved = view.values.get("policy/kl", inf) > limits[CLIP_KL] * action_dimensions(view)
         yield Finding(
             limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless),
             key,
@@ -312,10 +368,11 @@ RULES = (
         meaning="One update moved the policy much further than usual.",
         action="Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
         judge=KlSpikeJudge(),
-        bounds=(KL_SPIKE, KL_SUDDEN, KL_MOVED, KL_FEW, PASSES, KL_PASSES),
+        bounds=(KL_SPIKE, KL_SUDDEN, KL_TYPICAL, KL_FEW, PASSES, KL_PASSES),
         source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
         "Less counts where there are suddenly more steps. Sure policies lose much KL on a few rare actions, and go on learning: the "
-        "threefold is asked for where no quarter of the samples has left the trust region.",
+        "threefold is asked for where the share of samples outside of the trust region accounts for no twelfth of it. Published settings "
+        "of narrow Gaussians move each dimension by 0.006 to 0.026 nats.",
         rank=290,
         histories=("policy/kl",),
         n_off=2,
@@ -350,13 +407,10 @@ RULES = (
         inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
-        judge=OnRamp(
-            "policy/ratio/p01",
-            RATIO_COLLAPSE,
-            "one action in a hundred has become {inverse} less likely in a single update",
-        ),
+        judge=ratio_collapse,
         bounds=(RATIO_COLLAPSE,),
-        source="first percentile in place of the share of rows, which a record does not have",
+        source="First percentile in place of the share of rows, which a record does not have. Published settings reach 0.001 in six "
+        "dimensions and go on learning.",
         required=("policy/ratio/p01",),
         n_on=3,
         evidence=RATIO_EVIDENCE,

@@ -51,7 +51,7 @@ class RateSchedule:
             straight line.
         defect: name of the hypothesis that the curve itself is: `negative`, `ending_early` or `restarting`; empty for a sound one. The
             reference is then its sound part, from the beginning to `sound_share`, over the whole run.
-        sound_share: share of the run after which the curve falls below 0, ends, or begins anew.
+        sound_share: share of the run after which the curve falls below 0, ends, or restarts.
     """
 
     initial: float
@@ -160,13 +160,13 @@ MIN_IDLE_SHARE: Final = 0.1
 """Share of a run with a rate of 0 at its end, from which on a curve ends too soon."""
 
 MIN_RESTART: Final = 0.1
-"""Fall and jump of a straight curve, as a share of its largest rate, from which on it begins anew."""
+"""Fall and jump of a straight curve, as a share of its largest rate, from which on it restarts."""
 
 MIN_RESTART_POINTS: Final = 8
 """Points of a table between two jumps from which on the form of a curve between them is known."""
 
 MAX_RESTART_ERROR: Final = 0.05
-"""Share of the largest rate by which lines that begin anew may differ, and share of the points that may differ by more."""
+"""Share of the largest rate by which lines that restart may differ, and share of the points that may differ by more."""
 
 
 class RateExplanation(NamedTuple):

@@ -83,7 +83,7 @@ def diagnose(
         history: of the epochs before.
         ratio: [N, S], intensity ratio.
         seed, host, upstream: [N, S], gradient per root of the parameter count of seed and host, and the norm at the seed's effect.
-        counted: [N, S], bool: seeds that train; the history of others begins anew.
+        counted: [N, S], bool: seeds that train; the history of others restarts.
         alpha: [N, S], weight of the effect.
     """
     now = torch.stack([seed, host, upstream, seed / upstream.clamp(min=1e-30)]).clamp(1e-30, 1e30).nan_to_num().log10()

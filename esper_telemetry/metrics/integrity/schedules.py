@@ -70,7 +70,7 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run after which a line begins anew, and its rates; the first line gives both, and the others decide."""
+    """Return the share of the run after which a line restarts, and its rates; the first line gives both, and the others decide."""
     if inputs.schedule.defect:
         return inputs.defective("restarting", rates)
     way = inputs.schedule.final - inputs.schedule.initial or -inputs.schedule.initial
@@ -140,7 +140,7 @@ def _fit_warm_up(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 MIN_JUMP = 1e-3
-"""Step back, as a share of the way of a schedule, from which on it begins anew."""
+"""Step back, as a share of the way of a schedule, from which on it restarts."""
 
 MIN_FITTED = 6
 """Updates from which on the form of a curve is recognised."""
@@ -228,7 +228,7 @@ SCHEDULES = Equation(
         ),
         Hypothesis(
             name="restarting",
-            says="a schedule that begins anew again and again, each time after a share of the run of",
+            says="a schedule that restarts again and again, each time after a share of the run of",
             equation="lr = lr_0 + c (n mod p N) / N",
             fit=_fit_restarts,
             parameter="p",

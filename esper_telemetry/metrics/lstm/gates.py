@@ -117,7 +117,7 @@ class CellStats(MetricGroup):
             "and 89 in 128. Healthy: -8 in the 32 steps of measured runs; critical: a timescale of 1.2 steps, ln(1 - "
             "1/1.2)",
         )
-        .absent("memory begins anew at every step")
+        .absent("memory is reset at every step")
         .advises(
             "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
         )
@@ -172,7 +172,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
     Args:
         weights: from `lstm_weights`.
         inputs: [T, B, I] what the cell was given.
-        hidden, memory: [T, B, H] its states h and c before each step, zero where memory began anew.
+        hidden, memory: [T, B, H] its states h and c before each step, zero where memory was reset.
     """
     i, f, g, o = _activations(weights, inputs, hidden)
     c = f * memory + i * g
@@ -190,7 +190,7 @@ def lstm_gates(
         inputs: [T, B, I] what the cell was given.
         outputs: [T, B, H] what it gave.
         state: h and c, [B, H] each, before the first step.
-        resets: [T, B] bool: memory begins anew at this step.
+        resets: [T, B] bool: memory is reset at this step.
     """
     goes_on = (~resets.bool()).to(outputs.dtype).unsqueeze(-1)
     hidden = torch.cat([state[0].unsqueeze(0), outputs[:-1]]) * goes_on
@@ -224,7 +224,7 @@ def gate_stats(
 
     Args:
         gates: of T steps, from `lstm_gates` or `gates_between`.
-        resets: [T, B] bool: memory begins anew at this step.
+        resets: [T, B] bool: memory is reset at this step.
         bptt_length: steps through which gradients flow; None where it is unknown.
         valid: [T, B] bool; None where every step is.
 

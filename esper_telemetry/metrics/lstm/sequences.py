@@ -27,7 +27,7 @@ class BpttStats(MetricGroup):
         Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "gradient at the first state of a sequence", cost="sampled")
         .asks("How much of the loss's gradient reaches the state in which sequences begin?")
         .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
-        .absent("no recurrent policy, or every environment began anew")
+        .absent("no recurrent policy, or every environment was reset")
         .advises(
             "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
         )
@@ -45,7 +45,7 @@ class BpttStats(MetricGroup):
             "explodes on the way, near 0: it vanishes."
         )
         .bounds(source=PASCANU)
-        .absent("no recurrent policy, or every environment began anew, or the last step has no gradient")
+        .absent("no recurrent policy, or every environment was reset, or the last step has no gradient")
     )
 
 
@@ -131,7 +131,7 @@ def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | 
 
     Args:
         sizes: mean |c| of each state, [T, B] or [N].
-        ages: steps since memory began anew, same shape.
+        ages: steps since memory was reset, same shape.
         width: how many neighbouring ages count as one.
         valid: bool, same shape; None where every state counts.
     """

@@ -23,7 +23,7 @@ MEMORY_FAMILY = MetricFamily(
     "lstm",
     "Memory",
     "Memory of a recurrent policy: sizes of its hidden state h and cell state c, openness of its gates i (write), f "
-    "(keep) and o (read), how long it remembers, and whether memory begins anew where episodes do.",
+    "(keep) and o (read), how long it remembers, and whether memory is reset where episodes do.",
     place=110,
     question="Does memory work?",
     first=("lstm/reset_rate", "lstm/timescale/median", "lstm/{part}/rms"),
@@ -212,7 +212,7 @@ def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
 
     Args:
         stored: states at the beginnings of sequences, as the collector left them; any shape.
-        recomputed: the same states, unrolled with the current weights from where memory last began anew.
+        recomputed: the same states, unrolled with the current weights from where memory was last reset.
     """
     return Staleness(_distance(stored, recomputed))
 
@@ -236,13 +236,13 @@ class ResetStats(MetricGroup):
 
     rate: Mean = reports(
         Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
-        .asks("In which share of the steps does memory begin anew? 0 although episodes end: it leaks across episodes.")
+        .asks("In which share of the steps is memory reset? 0 although episodes end: it leaks across episodes.")
         .bounds(healthy="1 over the mean length of episodes", critical="0 while episodes end", source="identity")
         .absent("no valid step, or a policy without memory")
     )
     unbroken: Mean = reports(
         Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset")
-        .asks("In which share of the environments did memory never begin anew in this rollout?")
+        .asks("In which share of the environments was memory never reset in this rollout?")
         .absent("no valid step, or a policy without memory")
     )
     age: Mean = reports(
@@ -259,7 +259,7 @@ class ResetStats(MetricGroup):
 
 @no_grad
 def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
-    """Return the steps since memory last began anew, [T, B], 0 where it does.
+    """Return the steps since memory was last reset, [T, B], 0 where it does.
 
     Args:
         resets: [T, B] bool: the step begins without memory.

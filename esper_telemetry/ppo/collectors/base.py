@@ -31,7 +31,7 @@ MAX_SEED: Final = 2**31
 
 
 def at_ends(ended: Any) -> Any:
-    """Return the flags [B] as they are: memory begins anew after every end of an episode."""
+    """Return the flags [B] as they are: memory is reset after every end of an episode."""
     return ended
 
 
@@ -164,7 +164,7 @@ class RolloutCollector(ABC):
         """Return the next rollout; it holds until the next call.
 
         Args:
-            resets: where memory begins anew, from where episodes ended, [B] bool both.
+            resets: where memory is reset, from where episodes ended, [B] bool both.
         """
         clock = RolloutClock()
         self._begin()

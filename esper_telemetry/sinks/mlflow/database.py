@@ -94,7 +94,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Return the lock of a folder that exists: its last owner has removed the folder, lock and all, and others may have made it anew."""
+    """Return the lock of a folder that exists: its last owner may have removed it with its lock, and others created it again."""
     while True:
         folder.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # the folder was removed meanwhile

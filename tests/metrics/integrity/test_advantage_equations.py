@@ -72,7 +72,7 @@ def test_a_right_loop_matches(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
-    """Where a mistake changes a number at all, its hypothesis and no other explains the numbers."""
+    """The hypothesis of a mistake, and no other, explains the numbers that the mistake changes."""
     if shape[1] == 1 and name in SEVERAL_ENVIRONMENTS:
         pytest.skip("it needs several environments")
     for program in PROGRAMS[name]:

@@ -202,7 +202,7 @@ def test_random_rates_are_explained_by_nothing(seed: int) -> None:
 
 
 def test_updates_beyond_the_planned_end_are_left_out() -> None:
-    """A model that learns again begins its schedule anew."""
+    """A model that learns again restarts its schedule."""
     history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()})
     for update in range(100):
         history.add(update + 1, 1 - update % 40 / 40)

@@ -132,7 +132,7 @@ INPUT_HYPOTHESES = (
     Hypothesis(
         name="random_passes",
         says="those of a policy whose passes differ from one another, because dropout is active",
-        equation="f(o, ε), ε drawn anew in every pass",
+        equation="f(o, ε), ε drawn again in every pass",
         compute=_random_passes,
         source="https://github.com/huggingface/trl/issues/4",
         advice="Switch dropout off: the ratio is to compare two policies, not two draws.",

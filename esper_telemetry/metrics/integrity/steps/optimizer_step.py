@@ -250,7 +250,7 @@ OPTIMIZER_STEP = Equation(
         ),
         Hypothesis(
             name="state_lost",
-            says="those of an optimizer whose state began anew in the middle of training",
+            says="those of an optimizer whose state was reset in the middle of training",
             equation="t less than the number of steps",
             compute=lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
             advice="Make the optimizer once, not in every update",
