@@ -397,7 +397,7 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
     known = explained or not rule.type.startswith(SYMPTOMS)
-    course = view.course.sentence() if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""
+    course = view.course.sentence(update) if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""
     sentences = [f"{worse} update {since}, {clause}{others}.", course, *unusual_settings(rule, view)]
     sentences.append(f"Try: {advice}" if known else f"{GRADIENTS_ALONE}.")
     return " ".join(filter(None, sentences))

@@ -287,6 +287,20 @@ def test_an_actor_without_a_gradient_is_not_told_to_scale_returns() -> None:
     assert "Normalise returns" not in alarm.text
 
 
+def test_a_limit_of_the_gradient_below_all_published_ones_is_to_be_raised() -> None:
+    """Clipping to 1e-5 leaves a hundred-thousandth of the actor's gradient of 1e-3."""
+    clipped = {
+        "grad/interference/actor_effective": 1e-8,
+        "grad/interference/critic_share": 0.9999,
+        "grad/clip/coef": 1e-5,
+    }
+    facts = {**FACTS, "max_grad_norm": 1e-5}
+    (alarm, *_) = alarms(judged(run(5, set_to(clipped), since=1), facts))
+
+    assert alarm.type == "grad/actor_starved" and "Try: Raise max_grad_norm" in alarm.text
+    assert "max_grad_norm is 1.0e-5; published settings lie between" in alarm.text
+
+
 def test_a_memory_that_fades_away() -> None:
     def fades(metrics: Values, ago: int) -> None:
         metrics["lstm/h/rms"] = 0.2 if ago < 30 else 0.0015

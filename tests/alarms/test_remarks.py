@@ -183,8 +183,8 @@ def test_an_alarm_says_what_the_return_does() -> None:
     (risen,) = alarms(judged(run(31, rising, since=1)))
     flat = alarms(judged(run(31, set_to({"policy/kl": 5.0}))))[0]
 
-    assert "The return has risen: 47, and 6.5 at first." in risen.text
-    assert "The return has not risen" in flat.text
+    assert " the return has risen: 47, and 6.5 at first." in risen.text
+    assert " the return has not risen" in flat.text
 
 
 def test_a_consequence_joins_the_incident_of_its_cause() -> None:

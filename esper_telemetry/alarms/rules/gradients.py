@@ -22,6 +22,7 @@ from esper_telemetry.alarms.rule import (
     segment_of,
     times,
 )
+from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 LAYER, HEAD, NORM = "grad/layer/", "grad/head/", "/norm"
 PEAK = "grad/global/norm_preclip_max"
@@ -144,15 +145,22 @@ def actor_starved(view: View) -> Iterator[Finding]:
     def text() -> str:
         ends = view.baselines.usual(RATIO)
         usual = f" (usually {number(power(ends[0]))}-{number(power(ends[1]))}x)" if ends else ""
-        rest = f", {number(effective)}{view.usual(EFFECTIVE)}" if effective is not None else ""
+        rest = (
+            f"; the actor's clipped gradient is {number(effective)}{view.usual(EFFECTIVE)}"
+            if effective is not None
+            else ""
+        )
         return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
 
     wrong = (dominated and share > limits[STARVED_SHARE]) or starved
     own = effective / coef if effective is not None and coef else None
     nothing = own is not None and own < limits[STARVED_FLOOR]
+    limit = view.facts.get("max_grad_norm")
+    tight = isinstance(limit, int | float) and 0 < limit < PUBLISHED["max_grad_norm"].lowest
+    advice = NO_ACTOR_GRADIENT if nothing else TIGHT_CLIP if tight else None
     yield (
         Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z)
-        .with_advice((lambda: NO_ACTOR_GRADIENT) if nothing else None)
+        .with_advice((lambda: advice) if advice else None)
         .with_text(text)
     )
 
@@ -162,6 +170,9 @@ NO_ACTOR_GRADIENT = (
     "shape of the ratios ([N] beside [N, 1] is a table of all pairs), and that the log-probabilities carry gradients."
 )
 """What to try where clipping is not what starves the actor."""
+
+TIGHT_CLIP = "Raise max_grad_norm: gradients below Adam's epsilon move nothing."
+"""What to try where the limit is below all that are published."""
 
 
 INTERFERENCE = Ramp("interference", 0.2, 0.7, "negative average cosine of the two losses' gradients")

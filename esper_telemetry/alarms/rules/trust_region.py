@@ -415,6 +415,7 @@ RULES = (
         meaning="A few samples' probabilities have changed so much that they decide the update alone.",
         action="Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
         judge=RatioExplosionJudge(),
+        settings=("learning_rate", "num_epochs"),
         bounds=(ESS, ESS_SUDDEN, RATIO_SPREAD),
         source="Kong's effective sample size; Moalla 2024, coach#87. A single sample of a rare action takes 90 % of it from a minibatch "
         "in healthy runs, which clipping bears: the 99th percentile of the ratios is 1.2 to 2.7 there.",
@@ -426,9 +427,10 @@ RULES = (
         type="policy/ratio_collapse",
         effect=True,
         inputs=("policy/ratio/p01", "policy/ratio/min"),
-        meaning="Actions that turned out well have become ten times less likely.",
-        action="Check the sign and the order of advantages; lower the learning rate.",
+        meaning="One action in a hundred has become more than ten times less likely in a single update.",
+        action="Lower the learning rate; check the sign and the order of advantages.",
         judge=ratio_collapse,
+        settings=("learning_rate", "num_epochs"),
         bounds=(RATIO_COLLAPSE,),
         source="First percentile in place of the share of rows, which a record does not have. Published settings reach 0.001 in six "
         "dimensions and go on learning.",

@@ -91,10 +91,12 @@ class ReturnCourse:
         (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
         return bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
 
-    def sentence(self) -> str:
-        """What the return has done: `The return has not risen: 21.3 after 20.9.`; empty before there are enough episodes."""
+    def sentence(self, update: int) -> str:
+        """Return the course up to this update in words, `By update 7 the return has not risen: 21.3, and 20.9 at first.`; empty before
+        there are enough episodes.
+        """
         risen = self.risen
         if risen is None:
             return ""
         before, now = self.first.moments()[0], self.latest.moments()[0]
-        return f"The return has {'' if risen else 'not '}risen: {number(now)}, and {number(before)} at first."
+        return f"By update {update} the return has {'' if risen else 'not '}risen: {number(now)}, and {number(before)} at first."

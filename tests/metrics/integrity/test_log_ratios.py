@@ -41,6 +41,13 @@ def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> N
     assert check((new - old[rows]).exp().log()).matches
 
 
+def test_log_probabilities_of_certain_actions_are_rounded_at_one() -> None:
+    """A policy that is certain: in single precision log(1 - 1e-12) is 0, so all log-ratios are; in double they are 1e-12."""
+    now, stored = torch.full((8,), -1e-12), torch.full((8,), -2e-12)
+    assert check_log_ratios(torch.zeros(8), now, stored).matches
+    assert not check_log_ratios(torch.zeros(8), torch.full((8,), -0.001), torch.full((8,), -0.002)).matches
+
+
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="shapes must agree"):
         check_log_ratios(torch.zeros(4), torch.zeros(4, 1), torch.zeros(4))
