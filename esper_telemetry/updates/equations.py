@@ -69,10 +69,15 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
         yield partial(_drawn, rollout, facts)
     transitions, valid = rollout.transitions, rollout.valid
     if transitions is not None:
-        columns = (transitions.inputs, transitions.outcomes)
-        flag = transitions.informative
         yield _explained(
-            compare_transitions, *columns, ended=rollout.ended, finals=transitions.finals, valid=valid, informative=flag
+            compare_transitions,
+            transitions.inputs,
+            transitions.outcomes,
+            ended=rollout.ended,
+            finals=transitions.finals,
+            valid=valid,
+            informative=transitions.informative,
+            resets=transitions.resets,
         )
         if rollout.rewards is not None:
             yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)

@@ -116,6 +116,14 @@ TRANSITIONS = Equation(
             advice="After an end act on what `reset` returns; keep the last observation for the bootstrap only.",
         ),
         Hypothesis(
+            name="reset_elsewhere",
+            says="those of before a reset that was not the rollout's: something else uses its environments;",
+            equation="o_{t+1} = outcome of a_t, while the environment has begun another episode",
+            parameter="resets",
+            source="https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
+            advice="Evaluate in environments of their own, made by a second call of the function that makes the first.",
+        ),
+        Hypothesis(
             name="other_environment",
             says="those of another environment",
             equation="o_{t+1,b} = outcome of a_{t,σ(b)}",
@@ -263,6 +271,7 @@ def compare_transitions(
     finals: Tensor | None,
     valid: Tensor | None,
     informative: bool,
+    resets: int = 0,
 ) -> EquationCheck:
     """Return the comparison of checksums; see `check_transitions`.
 
@@ -272,7 +281,11 @@ def compare_transitions(
         finals: [T, B], of the last observations of episodes, NaN where none ended.
         valid: [T, B], bool.
         informative: observations that do not change in any step are a mistake, and no property of the environment.
+        resets: see `events.Transitions`.
     """
+    if resets:
+        behind = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
+        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(behind, 0.0, resets),))
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:
