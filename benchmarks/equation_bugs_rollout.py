@@ -275,6 +275,18 @@ SCRIPT_COLLECTING = (
         listed=False,
     ),
     script(
+        "actions_late",
+        (ACT,),
+        "late",
+        ("envs.step(action.numpy())", "envs.step(actions[max(0, step - 6)].long().numpy())"),
+    ),
+    force(
+        "actions_late",
+        (ACT,),
+        "late",
+        ("envs.step(action.numpy())", "envs.step(actions[max(0, step - 3)].numpy())"),
+    ),
+    script(
         "action_permuted_stored",
         (ACT, LOGP),
         "permut",
