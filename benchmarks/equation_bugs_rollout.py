@@ -280,6 +280,31 @@ SCRIPT_COLLECTING = (
         "late",
         ("envs.step(action.numpy())", "envs.step(actions[max(0, step - 6)].long().numpy())"),
     ),
+    script(
+        "effects_late",
+        (ACT,),
+        "late",
+        ('--env-id", default="tasks:Drift-v0', '--env-id", default="Acrobot-v1'),
+        (
+            "[lambda: gym.make(args.env_id) for _ in range(args.num_envs)]",
+            "[lambda: Late(gym.make(args.env_id)) for _ in range(args.num_envs)]",
+        ),
+        (
+            "envs = gym.vector.SyncVectorEnv(\n",
+            """class Late(gym.Wrapper):
+    def reset(self, **settings: Any) -> Any:
+        self.waiting = [1] * 4
+        return self.env.reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        self.waiting.append(action)
+        return self.env.step(self.waiting.pop(0))
+
+
+envs = gym.vector.SyncVectorEnv(
+""",
+        ),
+    ),
     force(
         "actions_late",
         (ACT,),
