@@ -6,6 +6,7 @@ from equation_bugs import ACT, ADV, GRAD, ISSUES, LOGP, NORM, PG, RET, TRANS, VA
 
 ALIVE_LAST, ALIVE = "nextnonterminal = 1.0 - next_done", "nextnonterminal = 1.0 - dones[t + 1]"
 RETURNS = "        returns = advantages + values\n"
+DONE = "        next_done = torch.tensor(np.logical_or(terminations, truncations), dtype=torch.float32)\n"
 STATE = "        next_obs = torch.tensor(state, dtype=torch.float32)\n"
 REWARD = "        rewards[step] = torch.tensor(reward, dtype=torch.float32)\n"
 NORMALISE = "mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)"
@@ -57,6 +58,45 @@ SCRIPT_TARGETS = (
         (ALIVE, "nextnonterminal = torch.ones(args.num_envs)"),
     ),
     script("ends_late", (ADV,), "late", (ALIVE, "nextnonterminal = 1.0 - dones[t]")),
+    script("ends_neighbour", (ADV,), "other environments", (DONE, DONE.replace("\n", ".roll(1)\n"))),
+    script("ends_reversed", (ADV,), "other environments", (DONE, DONE.replace("\n", ".flip(0)\n"))),
+    script(
+        "ends_shuffled",
+        (ADV,),
+        "other steps|other environments",
+        (DONE, DONE.replace("\n", "[torch.randperm(args.num_envs)]\n")),
+    ),
+    script(
+        "ends_of_rollout_before",
+        (ADV,),
+        "other steps|late",
+        (
+            "    with torch.no_grad():\n        next_value",
+            "    held = dones.clone() if iteration == 1 else held\n    dones, held = held, dones.clone()\n"
+            "    with torch.no_grad():\n        next_value",
+        ),
+    ),
+    script("abs", (ADV,), "positive", (RETURNS, RETURNS + "        advantages = advantages.abs()\n"), follows=(RET,)),
+    script("abs_both", (ADV,), "positive", (RETURNS, "        advantages = advantages.abs()\n" + RETURNS)),
+    script(
+        "abs_minibatch",
+        (NORM, PG, GRAD),
+        "positive",
+        (NORMALISE, NORMALISE + "\n                mb_advantages = mb_advantages.abs()"),
+    ),
+    script(
+        "abs_before_norm",
+        (NORM, PG, GRAD),
+        "positive",
+        (NORMALISE, "mb_advantages = mb_advantages.abs()\n                " + NORMALISE),
+    ),
+    script("returns_noise", (RET,), "unrelated", (RETURNS, "        returns = torch.randn_like(advantages)\n")),
+    script(
+        "returns_noise_minibatch",
+        (RET, VF),
+        "unrelated",
+        ("b_returns = returns.reshape(-1)", "b_returns = 3 * torch.rand(batch_size)"),
+    ),
     script(
         "dones_after_step",
         (ADV, TRANS),
@@ -233,6 +273,43 @@ SCRIPT_COLLECTING = (
         "permut",
         ("envs.step(action.numpy())", "envs.step((num_outputs - 1 - action).numpy())"),
         listed=False,
+    ),
+    script(
+        "actions_late",
+        (ACT,),
+        "late",
+        ("envs.step(action.numpy())", "envs.step(actions[max(0, step - 6)].long().numpy())"),
+    ),
+    script(
+        "effects_late",
+        (ACT,),
+        "late",
+        ('--env-id", default="tasks:Drift-v0', '--env-id", default="Acrobot-v1'),
+        (
+            "[lambda: gym.make(args.env_id) for _ in range(args.num_envs)]",
+            "[lambda: Late(gym.make(args.env_id)) for _ in range(args.num_envs)]",
+        ),
+        (
+            "envs = gym.vector.SyncVectorEnv(\n",
+            """class Late(gym.Wrapper):
+    def reset(self, **settings: Any) -> Any:
+        self.waiting = [1] * 4
+        return self.env.reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        self.waiting.append(action)
+        return self.env.step(self.waiting.pop(0))
+
+
+envs = gym.vector.SyncVectorEnv(
+""",
+        ),
+    ),
+    force(
+        "actions_late",
+        (ACT,),
+        "late",
+        ("envs.step(action.numpy())", "envs.step(actions[max(0, step - 3)].numpy())"),
     ),
     script(
         "action_permuted_stored",

@@ -71,6 +71,22 @@ SB3_TARGETS = (
         (ALIVE, ALIVE.replace("episode_starts[step + 1]", "episode_starts[step]")),
     ),
     sb3(
+        "ends_neighbour",
+        (ADV,),
+        "other environments",
+        ("self._last_episode_starts = dones\n", "self._last_episode_starts = np.roll(dones, 1)\n"),
+    ),
+    sb3(
+        "abs",
+        (ADV,),
+        "positive",
+        (RETURNS, RETURNS + "        self.advantages = np.abs(self.advantages)\n"),
+        follows=(RET,),
+    ),
+    sb3(
+        "returns_noise", (RET,), "unrelated", (RETURNS, "        self.returns = np.random.randn(*self.values.shape)\n")
+    ),
+    sb3(
         "current_dones_stored",
         (ADV, TRANS),
         "early",
@@ -500,7 +516,7 @@ SB3_STEPS = (
 
 BUNDLED = (
     bundled("adv_sign", "cartpole", (ADV,), "sign|negat|minus", follows=(RET,)),
-    bundled("returns_shuffled", "cartpole", (RET,), "permut|shuffl|rows", listed=False),
+    bundled("returns_shuffled", "cartpole", (RET,), "permut|shuffl|rows|unrelated", listed=False),
     bundled("stale_adv", "cartpole", (ADV,), "stale|previous|last rollout", follows=(RET, NORM)),
     bundled("loss_sign", "cartpole", (PG, GRAD), "sign|negat|minus|ascent", follows=(GRAD,)),
     bundled("repeated_minibatches", "cartpole", (MB,), "same|repeat|left out|overlap"),

@@ -194,6 +194,8 @@ class Transitions(NamedTuple):
         informative: the observations are vectors of real numbers, which change in every step of a usual environment.
         sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None where the
             source does not see both.
+        resets: how often something else has reset an environment since the rollout before whose transitions were recorded, and the trainer
+            acted on the observation of before.
     """
 
     inputs: Tensor
@@ -203,6 +205,7 @@ class Transitions(NamedTuple):
     informative: bool
     sent: Tensor | None = None
     received: Tensor | None = None
+    resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)

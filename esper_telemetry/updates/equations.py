@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd
+from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd, Transitions
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
@@ -29,12 +29,14 @@ from esper_telemetry.metrics.integrity.rollouts.actions import (
     action_totals,
     judge_actions,
 )
+from esper_telemetry.metrics.integrity.rollouts.calibration import ActionInputs
 from esper_telemetry.metrics.integrity.rollouts.collection import (
     REPLAYED_LOG_PROBS,
     VALUES,
     check_replayed_log_probs,
     check_values,
 )
+from esper_telemetry.metrics.integrity.rollouts.effects import judge_effects
 from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs, shifted
 from esper_telemetry.metrics.integrity.rollouts.transitions import (
     check_executed,
@@ -64,15 +66,22 @@ def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Me
 
 def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     """Yield the checks of what was stored when the rollout was collected."""
+    transitions, valid = rollout.transitions, rollout.valid
     distributions = rollout.logits or rollout.means
     if distributions and all(head in rollout.actions for head in (*rollout.logits, *rollout.means)):
         yield partial(_drawn, rollout, facts)
-    transitions, valid = rollout.transitions, rollout.valid
+        if transitions is not None and transitions.informative:
+            yield partial(_late_effects, rollout, transitions, facts)
     if transitions is not None:
-        columns = (transitions.inputs, transitions.outcomes)
-        flag = transitions.informative
         yield _explained(
-            compare_transitions, *columns, ended=rollout.ended, finals=transitions.finals, valid=valid, informative=flag
+            compare_transitions,
+            transitions.inputs,
+            transitions.outcomes,
+            ended=rollout.ended,
+            finals=transitions.finals,
+            valid=valid,
+            informative=transitions.informative,
+            resets=transitions.resets,
         )
         if rollout.rewards is not None:
             yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)
@@ -149,12 +158,34 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> It
 
 
 def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
-    """Test that the actions were drawn from their distributions; noise that is correlated on purpose is not tested."""
+    """Test that the actions were drawn from their distributions."""
+    inputs = _inputs_of(rollout, facts)
+    if inputs is None:
+        return
+    check = judge_actions(inputs)
+    yield from check
+    if check.error is not None:
+        yield from action_totals(inputs)
+
+
+def _late_effects(
+    rollout: RolloutEnd | RolloutActions, transitions: Transitions, facts: Mapping[str, Any]
+) -> Iterable[MetricGroup]:
+    """Test that no action takes effect several steps late, where the actions were drawn from the distributions that are there."""
+    inputs = _inputs_of(rollout, facts)
+    if inputs is None or not judge_actions(inputs).matches:
+        return ()
+    check = judge_effects(inputs, transitions.outcomes - transitions.inputs, rollout.ended)
+    return check if check.explanations else ()
+
+
+def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> ActionInputs | None:
+    """Return actions and distributions; None of noise that is correlated on purpose, or that a squash has lost."""
     squashed = bool(facts.get("squashed"))
     lost = squashed and any(bool((rollout.actions[head].abs() > MAX_SQUASHED).any()) for head in rollout.means)
     if facts.get("correlated_noise") or lost:
-        return
-    inputs = action_inputs(
+        return None
+    return action_inputs(
         rollout.actions,
         {"logits": rollout.logits, "means": rollout.means, "log_std": rollout.log_std},
         action_masks=None,
@@ -162,10 +193,6 @@ def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> 
         bounds={} if squashed else rollout.bounds,
         valid=rollout.valid,
     )
-    check = judge_actions(inputs)
-    yield from check
-    if check.error is not None:
-        yield from action_totals(inputs)
 
 
 def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: Any) -> Measurement:

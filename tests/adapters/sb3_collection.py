@@ -43,6 +43,18 @@ class FirstObservation(gym.ObservationWrapper[Any, Any, Any]):
         return self._first
 
 
+class Late(gym.Wrapper[Any, Any, Any, Any]):
+    """Sends each action to the environment five steps after it was chosen, beneath all that Stable-Baselines3 sees."""
+
+    def reset(self, **settings: Any) -> Any:
+        self._waiting = [self.action_space.sample() for _ in range(5)]
+        return self.env.reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        self._waiting.append(action)
+        return self.env.step(self._waiting.pop(0))
+
+
 class OtherOrder(VecEnvWrapper):
     """Sends the actions to other environments than they were chosen for."""
 
@@ -291,6 +303,10 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "masks that training leaves out": (
         lambda seed: MaskablePPO(UnmaskedInTraining, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_mask_missing"}),
+    ),
+    "actions that take effect late": (
+        lambda seed: ppo(vec_env("Acrobot-v1", seed=seed, wrapper_class=Late), seed=seed, n_steps=384, batch_size=256),
+        frozenset({"executed_actions_late"}),
     ),
     "a memory that is never reset in acting": (
         lambda seed: recurrent(NeverReset, seed=seed),

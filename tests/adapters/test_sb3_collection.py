@@ -55,7 +55,8 @@ def differences(records: Iterable[Record]) -> set[str]:
 def test_the_mistake_is_named_and_no_other(program: str, seed: int, tmp_path: Path) -> None:
     build, expected = PROGRAMS[program]
 
-    run = trained(build(seed), tmp_path)
+    model = build(seed)
+    run = trained(model, tmp_path, 3 * model.n_steps * model.n_envs)
 
     found = explanations(run.records)
     assert expected <= found

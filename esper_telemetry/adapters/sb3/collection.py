@@ -9,6 +9,7 @@ F width of latents.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,6 +26,9 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_
 
 MAX_KEPT_ENTRIES = 1 << 12
 """Entries of a step's observations up to which they are copied as the policy received them."""
+
+STEP_FUNCTIONS = ("step_wait", "step")
+"""Methods of environments that step together, which also reset those whose episodes have ended."""
 
 MAX_KEPT_ROLLOUT_ENTRIES = 1 << 22
 """The same of a rollout: 16 megabytes."""
@@ -50,13 +54,16 @@ class StepRecorder:
 
     Args:
         env: of the model.
+
+    Attributes:
+        innermost: the environments beneath its wrappers.
     """
 
     def __init__(self, env: Any) -> None:
         innermost = env
         while hasattr(innermost, "venv"):
             innermost = innermost.venv
-        self._innermost = innermost
+        self.innermost = innermost
         self.begin()
 
     def begin(self) -> None:
@@ -79,7 +86,7 @@ class StepRecorder:
         if isinstance(returned, np.ndarray):
             self._returned.append(_entries(returned).copy())
         self._rewards.append(variables["rewards"].copy())
-        received = getattr(self._innermost, "actions", None)
+        received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:
             self._sent.append(sent)
             self._received.append(received if received is sent else received.copy())
@@ -88,7 +95,7 @@ class StepRecorder:
         """Rewards [T, B] as the collecting loop received them."""
         return np.stack(self._rewards)
 
-    def finish(self, stored: Any, ends: Sequence[End]) -> CollectedSteps:
+    def finish(self, stored: Any, ends: Sequence[End], resets: ResetCounter) -> CollectedSteps:
         """Return the rollout, of which the buffer has stored these observations; `ends` are its ends of episodes."""
         acted = self._acted
         is_complete_copy = (
@@ -96,11 +103,11 @@ class StepRecorder:
         )
         complete = len(self._returned) == len(self._rewards) > 0 and isinstance(stored, np.ndarray)
         return CollectedSteps(
-            self._transitions(stored, ends) if complete else None,
+            self._transitions(stored, ends, resets) if complete else None,
             torch.stack(acted) if is_complete_copy and acted else None,
         )
 
-    def _transitions(self, stored: Array, ends: Sequence[End]) -> Transitions | None:
+    def _transitions(self, stored: Array, ends: Sequence[End], resets: ResetCounter) -> Transitions | None:
         observations = torch.from_numpy(stored)
         returned = np.stack(self._returned)
         own = _entries(stored.reshape(-1, *stored.shape[2:])).reshape(*stored.shape[:2], -1)
@@ -128,7 +135,54 @@ class StepRecorder:
             informative=informative(observations),
             sent=sent,
             received=received,
+            resets=resets.take(),
         )
+
+
+class ResetCounter:
+    """Counts resets of the training environments that are not part of their steps, where the trainer acts on what it saw before.
+
+    An evaluation in these environments is such a reset. A program that resets them on purpose replaces the model's last observation.
+
+    Args:
+        innermost: environments of the model, beneath wrappers of all of them.
+    """
+
+    def __init__(self, model: Any, innermost: Any) -> None:
+        self._model, self._innermost = model, innermost
+        self._returned: Any = None
+        self._before: list[Any] = []
+        self._pending = self._count = 0
+
+    @property
+    def owners(self) -> list[object]:
+        """Objects whose `reset` begins an episode: single environments where they are in this process, shared with others or not."""
+        envs = getattr(self._innermost, "envs", None)
+        present = [getattr(env, "unwrapped", env) for env in envs] if isinstance(envs, list) else [self._innermost]
+        return [owner for owner in {id(one): one for one in present}.values() if hasattr(owner, "__dict__")]
+
+    def after_reset(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An environment was reset: in a step of the model's environments, or by anything else."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            if frame.f_code.co_name in STEP_FUNCTIONS and frame.f_locals.get("self") is self._innermost:
+                return
+            frame = frame.f_back
+        self._pending += 1
+        self._before += [self._model._last_obs, self._returned]
+
+    def after_step(self, variables: Mapping[str, Any]) -> None:
+        """The environments answered an action, which was chosen for the model's last observation."""
+        if self._pending:
+            if any(self._model._last_obs is one for one in self._before):
+                self._count += self._pending
+            self._pending, self._before = 0, []
+        self._returned = variables.get("new_obs")
+
+    def take(self) -> int:
+        """Return the number since the last call."""
+        count, self._count = self._count, 0
+        return count
 
 
 def _entries(observations: Array) -> Array:

@@ -26,7 +26,7 @@ from esper_telemetry.adapters.columns import (
     join_columns,
     next_values,
 )
-from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, StepRecorder
+from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, ResetCounter, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd, Scale, Transitions
@@ -123,6 +123,7 @@ class RolloutRecorder:
         self._lstm_step: RecurrentStep | None = None
         self._acted_at = 0.0
         self._steps = StepRecorder(model.get_env())
+        self._resets = ResetCounter(model, self._steps.innermost)
         self._answer: tuple[Array, Array, Any] | None = None
         self.begin(whole=True)
 
@@ -139,6 +140,10 @@ class RolloutRecorder:
         self._timed_seconds = 0.0
         if self._stop_listening is None:
             self._stop_listening = self._listen_to_policy(self.after_action)
+
+    def reset_taps(self, listen: Callable[[object, str, Listener], Remover]) -> list[Remover]:
+        """Return taps on the resets of the environments."""
+        return [listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
 
     def stop(self) -> None:
         """Listen to the policy no more."""
@@ -193,6 +198,7 @@ class RolloutRecorder:
             self._raw_rewards.append(self._scaled.get_original_reward())
         if self._whole:
             self._steps.after_step(variables)
+        self._resets.after_step(variables)
         self._shown_steps += 1
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
@@ -242,7 +248,9 @@ class RolloutRecorder:
             last_values=last_values,
             heads=heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
-            steps=self._steps.finish(buffer.observations, self._ends) if self._whole else CollectedSteps(None, None),
+            steps=self._steps.finish(buffer.observations, self._ends, self._resets)
+            if self._whole
+            else CollectedSteps(None, None),
             ends_known=ends_known,
         )
 
@@ -429,9 +437,9 @@ def _transitions(parts: Sequence[Transitions | None]) -> Transitions | None:
     columns: dict[str, Any] = {
         name: None if any(x is None for x in column) else torch.cat(column)
         for name, column in joined._asdict().items()
-        if name != "informative"
+        if name not in ("informative", "resets")
     }
-    return Transitions(informative=all(joined.informative), **columns)
+    return Transitions(informative=all(joined.informative), resets=sum(joined.resets), **columns)
 
 
 def _observations(arrays: Sequence[Array | None]) -> Tensor | None:

@@ -162,7 +162,7 @@ DATA = (
         shuffled_returns,
         (GAE_IDENTITY, "value/fit_collapse"),
         bound=0,
-        hypotheses=("returns_other_rows",),
+        hypotheses=("returns_other_rows", "returns_unrelated"),
     ),
     Fault(
         "obs_mismatch",

@@ -128,6 +128,12 @@ def ends_of_first(c: Columns) -> Array:
     return cleanrl_style(c, np.broadcast_to(c.done[:, :1], c.done.shape))
 
 
+def ends_in_other_steps(c: Columns) -> Array:
+    """The flags of a step in an order by chance."""
+    order = np.random.default_rng(11).permutation(len(c.done))
+    return cleanrl_style(c, c.done[order])
+
+
 def last_end_ignored(c: Columns) -> Array:
     done = c.done.copy()
     done[-1] = False
@@ -294,6 +300,13 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "ends_early": [ends_early],
     "ends_inverted": [ends_inverted],
     "ends_shared": [ends_of_any, ends_of_first],
+    "ends_of_others": [
+        lambda c: cleanrl_style(c, np.roll(c.done, 1, 1)),
+        lambda c: cleanrl_style(c, np.roll(c.done, -1, 1)),
+        lambda c: backward(c, c.rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam * ~c.done[:, ::-1]),
+    ],
+    "other_ends": [ends_in_other_steps],
+    "absolute": [lambda c: np.abs(right(c)), lambda c: right(c) ** 2, lambda c: right(c).clip(0)],
     "last_end_ignored": [last_end_ignored],
     "next_episode_bootstrap": [next_episode_bootstrap],
     "time_limit_as_termination": [time_limit_as_termination],

@@ -18,6 +18,7 @@ SHAPES = ((40, 4), (96, 1))
 SEVERAL_ENVIRONMENTS = {
     *(
         "ends_shared",
+        "ends_of_others",
         "axes_swapped",
         "rewards_swapped",
         "along_environments",
@@ -101,6 +102,23 @@ def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
         assert not result.matches
         assert not result.holds
         assert result.explanations == ()
+
+
+def test_episodes_that_are_cut_more_often_than_the_environments_end_them_have_no_name() -> None:
+    """As for games of several points, whose trace is cut at each point on purpose."""
+    c = random_rollout(1, 96, ends=0.05)
+    points = c.done | (np.random.default_rng(5).random(c.done.shape) < 0.2)
+
+    assert names(check(c, cleanrl_style(c, points))) == set()
+
+
+def test_the_number_of_steps_with_another_flag_is_fitted() -> None:
+    c = random_rollout(3, 96)
+    order = np.random.default_rng(2).permutation(len(c.done))
+    (explanation,) = check(c, cleanrl_style(c, c.done[order])).explanations
+
+    assert explanation.hypothesis.name == "other_ends"
+    assert explanation.fitted == (c.done[order] ^ c.done).sum()
 
 
 @pytest.mark.parametrize("place", [(0, 0), (17, 2), (39, 3)])

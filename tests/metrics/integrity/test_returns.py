@@ -96,7 +96,27 @@ def test_advantages_that_were_normalised_over_the_batch_after_the_returns_are_a_
 
 
 def test_every_hypothesis_of_returns_is_tested() -> None:
-    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after"}
+    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after", "unrelated"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_in_place_of_many_targets_is_named(seed: int) -> None:
+    c = random_rollout(seed, 128)
+    noise = 3 * np.random.default_rng(seed).normal(size=c.values.shape).astype(np.float32)
+
+    assert names(check(c, noise)) == {"unrelated"}
+    assert names(check(c, shuffled(right(c) + c.values))) == {"other_rows"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_many_targets_with_some_noise_or_all_the_same_are_unexplained(seed: int) -> None:
+    c = random_rollout(seed, 128)
+    noise = np.random.default_rng(seed).normal(size=c.values.shape).astype(np.float32)
+
+    for returns in (right(c) + c.values + 3 * noise, np.full_like(c.values, 2.0), np.exp(right(c) / 4)):
+        result = check(c, returns)
+        assert not result.holds
+        assert result.explanations == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -164,6 +184,13 @@ USE_PROGRAMS: dict[str, list[Callable[[Array, Array], Array]]] = {
     "variance": [within(lambda a: (a - a.mean()) / a.var())],
     "precedence": [within(lambda a: a - a.mean() / a.std(ddof=1))],
     "sign": [within(lambda a: -normalize(a, ddof=1))],
+    "absolute": [
+        within(lambda a: np.abs(normalize(a, ddof=1))),
+        within(lambda a: normalize(np.abs(a), ddof=1)),
+        before(lambda a: normalize(np.abs(a))),
+        before(lambda a: normalize(a).clip(0)),
+        before(lambda a: a**2),
+    ],
     "other_rows": [within(lambda a: normalize(a, ddof=1)[::-1])],
     "in_order": [lambda advantages, rows: of_minibatches(advantages.reshape(rows.shape))],
     "other_std": [within(lambda a: normalize(a))],

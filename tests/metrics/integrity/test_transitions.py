@@ -141,6 +141,25 @@ def test_actions_that_arrive_elsewhere_are_named(seed: int, mistake: str) -> Non
     assert names(result) == ([mistake] if mistake else [])
 
 
+@pytest.mark.parametrize("delay", [2, 6])
+def test_actions_that_arrive_some_steps_late_are_named_with_their_delay(delay: int) -> None:
+    sent = torch.randn(STEPS, ENVS)
+    received = torch.cat([torch.zeros(delay, ENVS), sent[:-delay]])
+
+    (explanation,) = check_executed(sent, received).explanations
+
+    assert (explanation.hypothesis.name, explanation.fitted) == ("late", delay)
+
+
+def test_actions_in_other_units_are_a_variant() -> None:
+    sent = torch.randn(STEPS, ENVS)
+    result = check_executed(sent, 0.05 * sent)
+
+    assert names(result) == ["scaled"]
+    assert result.holds
+    assert result.explanations[0].fitted == pytest.approx(0.05)
+
+
 def test_actions_that_a_wrapper_maps_to_others_are_unexplained() -> None:
     sent = torch.randint(0, 3, (STEPS, ENVS))
 

@@ -21,6 +21,9 @@ from esper_telemetry.metrics.statistics import same_shape
 MAX_CHECKSUM_ENTRIES = 256
 """Entries of an observation that its checksum is taken of, evenly spread."""
 
+MAX_DELAY_STEPS = 32
+"""Steps after which an action may arrive."""
+
 MIN_FROZEN_STEPS = 64
 """Steps within episodes without any change from which on observations count as never updated."""
 
@@ -116,6 +119,14 @@ TRANSITIONS = Equation(
             advice="After an end act on what `reset` returns; keep the last observation for the bootstrap only.",
         ),
         Hypothesis(
+            name="reset_elsewhere",
+            says="those of before a reset that was not the rollout's: something else uses its environments;",
+            equation="o_{t+1} = outcome of a_t, while the environment has begun another episode",
+            parameter="resets",
+            source="https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
+            advice="Evaluate in environments of their own, made by a second call of the function that makes the first.",
+        ),
+        Hypothesis(
             name="other_environment",
             says="those of another environment",
             equation="o_{t+1,b} = outcome of a_{t,σ(b)}",
@@ -184,6 +195,21 @@ STORED_REWARDS = Equation(
 )
 
 
+def _steps_late(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
+    """Return the delay, from two steps on, after which the actions arrive; the first ones to arrive are older than the rollout."""
+    for delay in range(2, min(MAX_DELAY_STEPS, len(arrived) // 2) + 1):
+        if torch.allclose(arrived[delay:], columns[1][:-delay], atol=1e-6):
+            return float(delay), torch.cat([arrived[:delay], columns[1][:-delay]])
+    return None
+
+
+def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
+    sent = columns[1]
+    size = float(sent[::2].square().sum())
+    factor = float((sent * arrived)[::2].sum()) / size if size else 0.0
+    return (factor, factor * sent) if factor > 0 else None
+
+
 EXECUTED = Equation(
     name="executed_actions",
     rank=13,
@@ -208,6 +234,23 @@ EXECUTED = Equation(
             equation="executed a_t = a_{t-1}",
             compute=_other_step(-1),
             advice="Step the environments with the actions that were chosen for this step.",
+        ),
+        Hypothesis(
+            name="late",
+            says="those of earlier steps,",
+            equation="executed a_t = a_{t-k}",
+            fit=_steps_late,
+            parameter="delay",
+            advice="Step the environments with the actions of this step; to an agent that is to act late, show those on their way.",
+        ),
+        Hypothesis(
+            name="scaled",
+            says="those that the policy chose, scaled,",
+            equation="executed a_t = c a_t",
+            fit=_scaled,
+            parameter="factor",
+            variant=True,
+            source="policies that act in [-1, 1], in environments with other bounds",
         ),
     ),
 )
@@ -263,6 +306,7 @@ def compare_transitions(
     finals: Tensor | None,
     valid: Tensor | None,
     informative: bool,
+    resets: int = 0,
 ) -> EquationCheck:
     """Return the comparison of checksums; see `check_transitions`.
 
@@ -272,7 +316,11 @@ def compare_transitions(
         finals: [T, B], of the last observations of episodes, NaN where none ended.
         valid: [T, B], bool.
         informative: observations that do not change in any step are a mistake, and no property of the environment.
+        resets: see `events.Transitions`.
     """
+    if resets:
+        behind = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
+        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(behind, 0.0, resets),))
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:

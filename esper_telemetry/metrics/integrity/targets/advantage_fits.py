@@ -19,6 +19,9 @@ ADVANTAGE_TOLERANCE = 1.0
 MIN_TERMINATIONS = 3
 """Terminations from which on what was added to their rewards is compared with a constant."""
 
+MIN_ENDS = 4
+"""Ends of episodes from which on they are compared with those that the claimed advantages have."""
+
 MIN_BOOTSTRAPPED = 0.8
 """Fraction of terminations with a value added from which on all of them are said to have one."""
 
@@ -208,6 +211,30 @@ def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor
     return float(implied[open_ends].mean()), gae(inputs, next_values=next_values)
 
 
+def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the number of steps whose flag differs, and what the recursion gives with the flags that the claimed numbers have.
+
+    Each step ends its episode, or goes on with the claimed advantage of the next one: no third number is possible. About as many ends as
+    the environments have tell flags in wrong places from episodes that a program cuts on purpose.
+    """
+    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    if inputs.rollouts > 1 or int(inputs.ended.sum()) < MIN_ENDS or not inputs.gamma:
+        return None
+    ahead = torch.cat([claimed[1:], torch.zeros_like(claimed[:1])])
+    ends = [one - inputs.values for one in (inputs.rewards, inputs.bootstrapped_rewards)]
+    further = inputs.gamma * (inputs.following + inputs.gae_lambda * ahead)
+    cut, goes_on = (
+        torch.where((one - claimed).abs() < (other - claimed).abs(), one, other)
+        for one, other in (ends, [delta + further for delta in ends])
+    )
+    flags = (cut - claimed).abs() < (goes_on - claimed).abs()
+    differs = int((flags ^ inputs.ended)[counted].sum())
+    surplus = abs(int(flags[counted].sum()) - int(inputs.ended[counted].sum()))
+    if differs < MIN_ENDS or surplus > max(inputs.ended.shape[1], differs // 3):
+        return None
+    return float(differs), torch.where(flags, cut, goes_on)
+
+
 FITTED = (
     Hypothesis(
         "other_gamma",
@@ -273,6 +300,14 @@ FITTED = (
         fit=fitted_last_value,
         parameter="their mean",
         advice="Ask the critic for the observation after the last step, with the weights and states of the rollout.",
+    ),
+    Hypothesis(
+        "other_ends",
+        "GAE with the ends of episodes in other steps than the environments returned them;",
+        "A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends",
+        fit=fitted_ends,
+        parameter="differing steps",
+        advice="Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
     ),
     Hypothesis(
         "reward_clip",

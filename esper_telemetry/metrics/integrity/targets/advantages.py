@@ -55,6 +55,13 @@ MISTAKES = (
         advice="Use each environment's own flag: look for `any()` and for shapes that broadcast.",
     ),
     Hypothesis(
+        "ends_of_others",
+        "GAE with the ends of episodes of other environments",
+        "A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}",
+        estimates.ends_of_others,
+        advice="Keep the order of environments in the flags: look for `roll`, for reshapes and for results of workers in another order.",
+    ),
+    Hypothesis(
         "last_end_ignored",
         "GAE that bootstraps after the last step though that ended its episode",
         "A_T = r_T + γ V(s_{T+1}) - V_T",
@@ -170,6 +177,13 @@ MISTAKES = (
         "A_t = -GAE_t",
         lambda inputs: -gae(inputs),
         advice="Advantages are returns less values.",
+    ),
+    Hypothesis(
+        "absolute",
+        "GAE whose negative numbers have become positive, or 0",
+        "A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)",
+        estimates.without_signs,
+        advice="Keep the signs: an action that is worse than expected is to become less likely.",
     ),
     Hypothesis(
         "rewards_late",

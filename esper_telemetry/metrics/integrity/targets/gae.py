@@ -15,6 +15,9 @@ from itertools import product
 
 from esper_telemetry.core.lazy import Tensor, torch
 
+MAX_ENV_SHIFTS = 8
+"""Other environments whose ends are compared with the claimed advantages, of many: the nearest on both sides."""
+
 STD_EPS = 1e-8
 """Added to a standard deviation that is divided by, as in Stable-Baselines3 and CleanRL."""
 
@@ -187,6 +190,16 @@ def ends_shared(inputs: GaeInputs) -> Tensor | None:
         return None
     anywhere = inputs.ended.any(1, keepdim=True).expand_as(inputs.ended)
     return with_ends(inputs, anywhere, inputs.ended[:, :1].expand_as(inputs.ended))
+
+
+def ends_of_others(inputs: GaeInputs) -> Tensor | None:
+    """GAE in which each environment has the ends of another one of the same rollout; those of the last step are often right."""
+    envs = inputs.ended.shape[1] // inputs.rollouts
+    ended = inputs.ended.unflatten(1, (inputs.rollouts, envs))
+    shifts = {shift % envs for shift in range(-(MAX_ENV_SHIFTS // 2), MAX_ENV_SHIFTS // 2 + 1)} - {0}
+    moved = [ended.roll(shift, 2).flatten(1) for shift in sorted(shifts)]
+    flags = [one for own in moved for one in _with_rows(own, (-1, (own[-1], inputs.ended[-1])))]
+    return with_ends(inputs, *flags) if flags else None
 
 
 def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> list[Tensor]:
@@ -425,6 +438,12 @@ def normalized(inputs: GaeInputs) -> Tensor:
     right = gae(inputs)
     rows = [right] if inputs.valid is None else [right[inputs.valid], right]
     return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
+
+
+def without_signs(inputs: GaeInputs) -> Tensor:
+    """GAE whose negative numbers have become positive, or 0."""
+    right = gae(inputs)
+    return closest_whole(inputs, right.abs(), right.square(), right.clamp(min=0.0))
 
 
 def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:

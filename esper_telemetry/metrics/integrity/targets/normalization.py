@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
@@ -132,6 +133,19 @@ def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
     return inputs.nearest(*(centred / ((variance * factor).sqrt() + STD_EPS) for factor in (1.0, unbiased)))
 
 
+def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
+    """Negative advantages made positive or 0; None where there are none."""
+    candidates: list[Tensor | None] = []
+    for change in (torch.abs, torch.square, torch.relu):
+        rollout = None if inputs.rollout is None else change(inputs.rollout)
+        changed = replace(inputs, advantages=change(inputs.advantages), rollout=rollout)
+        candidates.append(changed.advantages)
+        for scope, correction in product(SCOPES, (0, 1)):
+            normal = inputs.standard(scope, correction=correction)
+            candidates += [changed.standard(scope, correction=correction), None if normal is None else change(normal)]
+    return inputs.nearest(*candidates) if bool((inputs.advantages < 0)[inputs.valid].any()) else None
+
+
 def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
     """Mean and standard deviation with the rows that do not count, as they are stored, or as zeros."""
     if bool(inputs.valid.all()):
@@ -253,6 +267,13 @@ NORMALIZED_ADVANTAGES = Equation(
             "-(A - mean) / std",
             lambda inputs: -normalized_advantages(inputs),
             advice="The sign of advantages decides which actions become likelier.",
+        ),
+        Hypothesis(
+            "absolute",
+            "advantages whose negative numbers have become positive, or 0, before or after they were normalised",
+            "|A|, A² or max(A, 0)",
+            _without_signs,
+            advice="Keep the signs: an action that is worse than expected is to become less likely.",
         ),
         Hypothesis(
             "other_rows",

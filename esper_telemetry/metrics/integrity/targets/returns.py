@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
-from esper_telemetry.core.equations.equation import Equation, Hypothesis
+from esper_telemetry.core.equations.equation import TOLERANCES, Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated, standard
@@ -21,6 +21,15 @@ MIN_ROWS = 8
 
 MIN_MOVED = 1e-3
 """Difference of a target, as a share of the largest one, from which on it has moved."""
+
+MIN_UNRELATED_ROWS = 256
+"""Rows from which on a correlation within chance means that targets are unrelated to what they are made of."""
+
+CHANCE = 4.0
+"""Correlations up to this many times 1 / √N are chance: those of targets that are made of advantages and values are near to 1."""
+
+TINY_SPREAD = 1e-6
+"""Standard deviation, as a share of the largest number, of numbers that are all the same."""
 
 MIN_CORRELATION = 0.9
 """Correlation from which on targets moved with the values of the minibatches: those of unrelated differences have 0."""
@@ -83,6 +92,23 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
         std, mean = torch.std_mean(rows, correction=correction)
         candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
     return _nearest(inputs, *candidates)
+
+
+def _unrelated(inputs: ReturnInputs) -> Tensor | None:
+    """The claimed returns, where they correlate with none of the columns that targets are made of, and are not these in another order."""
+    claimed, total = inputs.counted(inputs.claimed), inputs.counted(inputs.advantages + inputs.values)
+    size = float(claimed.abs().amax())
+    if len(claimed) < MIN_UNRELATED_ROWS or float(claimed.std()) <= TINY_SPREAD * size:
+        return None
+    if float((ranked(claimed, total) - claimed).abs().amax()) <= TOLERANCES["fp32"] * size:
+        return None
+    sums = (_discounted(bootstrap=False)(inputs), inputs.next_values, inputs.rewards, inputs.new_values)
+    others = [inputs.counted(one) for one in (inputs.advantages, inputs.values, *sums) if one is not None]
+    columns = torch.stack([claimed, *(one for one in (total, *others) if float(one.std()) > 0)])
+    ranks = torch.stack([one.argsort().argsort().double() for one in columns])
+    bound = CHANCE * len(claimed) ** -0.5
+    related = [torch.corrcoef(one)[0, 1:].abs().amax() for one in (columns, ranks) if len(one) > 1]
+    return inputs.claimed if related and all(bool(one < bound) for one in related) else None
 
 
 def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
@@ -255,6 +281,13 @@ RETURNS = Equation(
             "R_i = A_j + V_j",
             _other_rows,
             advice="Index advantages, values and returns with the same rows.",
+        ),
+        Hypothesis(
+            "unrelated",
+            "numbers that are unrelated to advantages, values and rewards",
+            "R_i independent of A, V and r",
+            _unrelated,
+            advice="Look at what the targets are assigned from: the critic cannot learn them.",
         ),
         Hypothesis(
             "normalized_after",
