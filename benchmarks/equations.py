@@ -400,7 +400,7 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-    from esper_telemetry.adapters import replayed, sampled, step_checks
+    from esper_telemetry.adapters import sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
     from esper_telemetry.updates import groups
 
@@ -420,11 +420,16 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
     for owner, names in (
         (step_checks, ("begun_step",)),
         (step_checks.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
-        (replayed.CollectionProbe, ("_values", "_log_probs")),
         (sampled.ReplayProbe, ("_first_minibatch", "_used_advantages", "_after_minibatches")),
     ):
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
+    for name in ("_before_update", "_after_update"):
+        setattr(
+            sampled.ReplayProbe,
+            name,
+            timed("training thread, passes over the rollout", getattr(sampled.ReplayProbe, name)),
+        )
 
     def timed_checks(checks: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (timed("what a worker takes over", lambda check=one: [*check()]) for one in checks(*args))
