@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import json
 import os
 import re
@@ -402,9 +403,11 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
     from esper_telemetry.adapters import sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
+    from esper_telemetry.pipeline import channel
     from esper_telemetry.updates import groups
 
     torch.set_num_threads(1)
+    gc.disable()  # a full collection takes a fifth of a second, and would fall on any of the functions
     seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,11 +428,10 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
     for name in ("_before_update", "_after_update"):
-        setattr(
-            sampled.ReplayProbe,
-            name,
-            timed("training thread, passes over the rollout", getattr(sampled.ReplayProbe, name)),
-        )
+        function = getattr(sampled.ReplayProbe, name)
+        setattr(sampled.ReplayProbe, name, timed("training thread, rollout replayed or copied", function))
+    packer = channel.MessagePacker
+    setattr(packer, "pack", timed("training thread, updates packed for the worker", packer.pack))  # noqa: B010  # mypy
 
     def timed_checks(checks: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (timed("what a worker takes over", lambda check=one: [*check()]) for one in checks(*args))
