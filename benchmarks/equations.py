@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import json
 import os
 import re
@@ -400,11 +401,13 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-    from esper_telemetry.adapters import replayed, sampled, step_checks
+    from esper_telemetry.adapters import sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
+    from esper_telemetry.pipeline import channel
     from esper_telemetry.updates import groups
 
     torch.set_num_threads(1)
+    gc.disable()  # a full collection takes a fifth of a second, and would fall on any of the functions
     seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,11 +423,15 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
     for owner, names in (
         (step_checks, ("begun_step",)),
         (step_checks.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
-        (replayed.CollectionProbe, ("_values", "_log_probs")),
         (sampled.ReplayProbe, ("_first_minibatch", "_used_advantages", "_after_minibatches")),
     ):
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
+    for name in ("_before_update", "_after_update"):
+        function = getattr(sampled.ReplayProbe, name)
+        setattr(sampled.ReplayProbe, name, timed("training thread, rollout replayed or copied", function))
+    packer = channel.MessagePacker
+    setattr(packer, "pack", timed("training thread, updates packed for the worker", packer.pack))  # noqa: B010  # mypy
 
     def timed_checks(checks: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (timed("what a worker takes over", lambda check=one: [*check()]) for one in checks(*args))

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.nn import LSTM
     from torch.optim import Optimizer
 
@@ -399,20 +399,23 @@ class UsedAdvantages(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
     """The moment before the first minibatch; the weights are those that collected the rollout. `collection` shows the policy what it
-    acted on, and is valid during the event only; None from a source that cannot.
+    acted on, and is valid during the event only; None from a source that cannot. `network` is what both ask, where they can be pickled
+    with it.
     """
 
     update: int
     policy: PolicyReplay
     collection: CollectionReplay | None = None
+    network: nn.Module | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AfterUpdate:
-    """The moment after the last optimizer step of an update."""
+    """The moment after the last optimizer step of an update; `network` as of `BeforeUpdate`."""
 
     update: int
     policy: PolicyReplay
+    network: nn.Module | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,7 @@ class UpdateCollector:
             collected=collected,
             gradients=stacked_backwards(self._backwards[-1], self._trunk) if self._backwards else (),
             sample=self._take_sample(),
+            replay=self._replay_probe.take(),
             step=self._step_probe.take(),
             progress=progress,
             extensions=self._take_extensions(),

@@ -7,19 +7,15 @@ tensors are there anyway: to copy and correct Adam's moments in float64 takes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.replayed import CollectionProbe, used_advantages
 from esper_telemetry.core.clock import Clock
-from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
-    Activations,
     AfterUpdate,
     BackwardEnd,
     BeforeUpdate,
@@ -28,28 +24,16 @@ from esper_telemetry.events import (
     MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
-    Outputs,
-    PolicyReplay,
     Remover,
     TrunkBackward,
     UsedAdvantages,
 )
-from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.gradients.health import gradients_of
-from esper_telemetry.metrics.kl import kl_after_update, kl_rows
-from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
-from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
-from esper_telemetry.metrics.representation import (
-    capacity_loss,
-    feature_drift,
-    feature_norm,
-    layer_responses,
-    unit_activity,
-)
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import GradientSample
+from esper_telemetry.updates.pickles import pickled_policy
+from esper_telemetry.updates.replays import CollectionProbe, FirstPasses, UpdateReplay, update_replay, used_advantages
 
 Event = TypeVar("Event")
 
@@ -69,9 +53,6 @@ VECTORS_BESIDES_STATES = 8
 
 CAPACITY_PERIOD = 10
 """Samples from one in which a copy of the network is trained to the next."""
-
-MAX_COMPARED_TRANSITIONS = 512
-"""Transitions whose features before and after an update are compared."""
 
 
 class TimedListener:
@@ -256,9 +237,9 @@ class GradientProbe:
 
 
 class ReplayProbe:
-    """Measures the policy on its rollout before and after sampled updates, while the policy is there to be asked.
+    """Shows the policy its rollout before and after sampled updates, or copies it, for the worker to do so.
 
-    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: as columns of an
+    Exact divergences after the last step, churn, staleness of states and gradients through time need the policy itself: as columns of an
     event they would cost every update a pass.
 
     Attributes:
@@ -270,8 +251,9 @@ class ReplayProbe:
         self._listener = listener
         self.samples = 0
         self._collection = CollectionProbe()
-        self._stored: Outputs | None = None
-        self._before: Outputs | None = None
+        self._passes: FirstPasses | None = None
+        self._replay: UpdateReplay | None = None
+        self._can_be_copied = True
 
     def begin(self) -> None:
         """Sample the update that begins now."""
@@ -282,27 +264,37 @@ class ReplayProbe:
         self._listener.on(MinibatchesEnd, self._after_minibatches)
         self._listener.on(AfterUpdate, self._after_update)
 
+    def take(self) -> UpdateReplay | None:
+        """Return what the worker is to measure; None where everything is measured already."""
+        replay, self._replay = self._replay, None
+        return replay
+
     def stop(self) -> None:
         """Sample nothing any more."""
         self._listener.stop()
-        self._stored = self._before = None
+        self._passes = self._replay = None
 
     def _before_update(self, event: BeforeUpdate) -> None:
-        level, policy, measure = self._telemetry.update_level, event.policy, self._telemetry.measure
-        collection = event.collection
-        now = None if collection is None else collection.outputs("")
-        stored, now = self._stored, self._before = policy.stored(), policy.outputs() if now is None else now
-        if collection is not None:
-            measure(self._collection.before_update(stored, now, collection, self._telemetry.precision))
-        if stored.memory is not None and now.memory is not None:
-            measure([partial(first_staleness, stored.memory, now.memory)])
-        measure(layer_metrics(policy.activations(), level))
-        measure(_memory_metrics(policy))
-        if level >= Level.DEBUG and self.samples % CAPACITY_PERIOD == 0:
-            copy = policy.copy()
-            if copy.parameters:
-                measure([partial(capacity_loss, copy.network, copy.parameters, copy.observations)])
+        level, precision = self._telemetry.update_level, self._telemetry.precision
+        with_capacity = level >= Level.DEBUG and self.samples % CAPACITY_PERIOD == 0
         self.samples += 1
+        self._replay = self._copied(event, with_capacity=with_capacity)
+        if self._replay is not None:
+            self._collection.leave(self._replay)
+            return
+        self._passes = FirstPasses.take(event.policy, event.collection)
+        self._telemetry.measure(
+            self._passes.measurements(self._collection, precision, level, with_capacity=with_capacity)
+        )
+
+    def _copied(self, event: BeforeUpdate, *, with_capacity: bool) -> UpdateReplay | None:
+        """Return the replay for the worker; None where there is none, the policy cannot be copied, or passes of training are needed."""
+        has_modes = self._collection.needs_modes or (event.collection is not None and event.collection.has_modes)
+        if has_modes or not (self._telemetry.has_worker and self._can_be_copied):
+            return None
+        replay = update_replay(event, with_capacity=with_capacity)
+        self._can_be_copied = replay is not None
+        return replay
 
     def _first_minibatch(self, event: FirstMinibatch) -> None:
         self._telemetry.measure(self._collection.first_minibatch(event, self._telemetry.precision))
@@ -314,43 +306,9 @@ class ReplayProbe:
         self._telemetry.measure(self._collection.after_minibatches(event, self._telemetry.precision))
 
     def _after_update(self, event: AfterUpdate) -> None:
-        if self._stored is not None and self._before is not None:
-            self._telemetry.measure(update_metrics(self._stored, self._before, event.policy.outputs()))
-        self.stop()
-
-
-def layer_metrics(activations: Activations, level: Level) -> Iterator[Measurement]:
-    """Units of single layers, and the size of the features before the last nonlinearity; at DEBUG how layers respond."""
-
-    def units() -> MetricGroup:
-        return unit_activity(activations.layers).layers
-
-    if activations.layers:
-        yield units
-        if level >= Level.DEBUG:
-            yield partial(layer_responses, activations.layers)
-    if activations.last is not None:
-        yield partial(feature_norm, activations.last)
-
-
-def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
-    """Measure gradients at the states of a recurrent policy, and its distance from its policy without memory."""
-    gradients = policy.state_gradients()
-    if gradients is not None:
-        yield partial(bptt_stats, gradients.first, gradients.last)
-    without = policy.without_memory()
-    if without is not None:
-        yield partial(memory_use, kl_rows(policy.stored_part(), without), relevant=without.relevance)
-
-
-def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[Measurement]:
-    """Distance of the policy after an update from what was acted on, and from its outputs before the update."""
-    if stored.logits or stored.means:  # else another object than the policy has acted
-        yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
-    if stored.logits and now.logits:
-        yield partial(greedy_agreement, stored.logits, now.logits, relevant=now.relevance)
-    if before.features is not None and now.features is not None:
-        some = slice(None, None, max(1, len(now.features) // MAX_COMPARED_TRANSITIONS))
-        yield partial(feature_drift, before.features[some], now.features[some])
-    if stored.memory is not None and now.memory is not None:
-        yield partial(state_staleness, stored.memory, now.memory)
+        if self._replay is not None and event.network is not None:
+            self._replay = self._replay._replace(after=pickled_policy(event.network))
+        elif self._passes is not None:
+            self._telemetry.measure(self._passes.compared(event.policy))
+        self._passes = None
+        self._listener.stop()

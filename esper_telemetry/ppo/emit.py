@@ -146,13 +146,13 @@ class TrainerEvents:
         event, self._collected = self._collected, None
         if self._replay is not None:
             collection = None if event is None else self._replay.collection(event)
-            self._hooks.emit(BeforeUpdate(self._trainer.updates, self._replay, collection))
+            self._hooks.emit(BeforeUpdate(self._trainer.updates, self._replay, collection, self._trainer.policy))
 
     def after_update(self) -> None:
         """Emit `AfterUpdate`."""
         replay, self._replay = self._replay, None
         if replay is not None:
-            self._hooks.emit(AfterUpdate(self._trainer.updates, replay))
+            self._hooks.emit(AfterUpdate(self._trainer.updates, replay, self._trainer.policy))
 
     def minibatch_start(
         self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch

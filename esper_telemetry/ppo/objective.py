@@ -218,6 +218,33 @@ def objective(
     return ObjectiveResult(log_ratio, values, scores, log_probs, losses)
 
 
+@dataclass(frozen=True, slots=True)
+class ActorLoss:
+    """The part of the loss that depends on the actor's trunk, as a function that can be pickled with the policy.
+
+    Attributes:
+        objective: `objective`, compiled or not.
+        policy, steps: its arguments.
+        weights: of the losses.
+        clip: range of the ratio.
+        bonus: there is an entropy bonus.
+    """
+
+    objective: Callable[..., ObjectiveResult]
+    policy: ActorCritic
+    steps: UpdateSteps
+    weights: Tensors
+    clip: float
+    bonus: bool
+
+    def __call__(self, batch: Batch, actor: Tensor) -> Tensor:
+        """Return it, 0-d, from the outputs [N, F] of the actor's trunk."""
+        outputs = TrunkOutputs(actor, actor)
+        losses = self.objective(self.policy, self.steps, batch, outputs, clip=self.clip, bonus=self.bonus).losses
+        names = [name for name in losses if name != "value" or self.policy.critic is None]
+        return add([self.weights[name] * losses[name] for name in names])
+
+
 @contextmanager
 def loss_rows(policy: ActorCritic, batch: Batch, raw_advantages: Tensor, config: PPOConfig) -> Iterator[LossRows]:
     """Pass a minibatch through the policy, untouched by the steps of the update.

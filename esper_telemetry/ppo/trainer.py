@@ -25,6 +25,7 @@ from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon
 from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.objective import (
     STOP_FACTOR,
+    ActorLoss,
     ObjectiveResult,
     TrunkOutputs,
     adapted_rate,
@@ -251,7 +252,7 @@ class PPO:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         self.events.before_update(
             lambda: TrainerReplay(
-                self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=self.minibatch_envs
+                self.policy, rollout, batch, returns, loss=self._loss_of_actor(), envs=self.minibatch_envs
             )
         )
         try:
@@ -278,11 +279,11 @@ class PPO:
         """Number of environments whose rows make up about one minibatch."""
         return max(1, self.env.num_envs // self.config.num_minibatches)
 
-    def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
-        """Part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
-        losses = self._losses(batch, TrunkOutputs(actor, actor)).losses
-        names = [name for name in losses if name != "value" or self.policy.critic is None]
-        return add([self._weights[name] * losses[name] for name in names])
+    def _loss_of_actor(self) -> ActorLoss:
+        """Return the part of the loss that depends on the actor's trunk, with the weights of now."""
+        return ActorLoss(
+            self._objective, self.policy, self.steps, self._weights, self.config.clip, self.coefficients["entropy"] > 0
+        )
 
     def _finish_pass(self, epoch: int, log_ratios: list[Tensor]) -> bool:
         """Adapt the learning rate after the last pass; return True where a pass moved the policy so far that it is the last.

@@ -22,6 +22,8 @@ from esper_telemetry.metrics.lstm.gates import LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
+from esper_telemetry.updates.pickles import PolicyPickle
+from esper_telemetry.updates.replays import UpdateReplay
 from esper_telemetry.updates.steps import CheckedStep, PolicyPass, TermGradients
 
 TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
@@ -237,6 +239,7 @@ class UpdateData(NamedTuple):
         collected: rollout columns of the minibatches' rows, in sampled updates.
         gradients: of the backward passes.
         sample: whole gradients and optimizer states, in sampled updates.
+        replay: the policy before and after the update; None where it was not sampled, or is measured already.
         step: of the optimizer, whose equations are to be checked; None where none is, or it is checked already.
         progress: None where the update did not end.
         extensions: records of plugins.
@@ -251,6 +254,7 @@ class UpdateData(NamedTuple):
     collected: CollectedRows | None = None
     gradients: tuple[BackwardGradients, ...] = ()
     sample: GradientSample | None = None
+    replay: UpdateReplay | None = None
     step: CheckedStep | None = None
     progress: TrainingProgress | None = None
     extensions: tuple[UpdateExtension, ...] = ()
@@ -283,10 +287,12 @@ KINDS: Final = (
         CheckedStep,
         LSTMWeights,
         PolicyPass,
+        PolicyPickle,
         StateSize,
         StepSettings,
         TermGradients,
         Transitions,
+        UpdateReplay,
     ),
 )
 """Types of the records and of their parts, which pickles for the worker need not describe."""

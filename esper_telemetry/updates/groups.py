@@ -112,6 +112,7 @@ from esper_telemetry.updates.data import (
 )
 from esper_telemetry.updates.equations import equation_checks
 from esper_telemetry.updates.joining import rows_that_count
+from esper_telemetry.updates.replays import replay_measurements
 from esper_telemetry.updates.steps import step_checks
 
 HEAD_GROUP = "head:"
@@ -160,6 +161,8 @@ def measure(update: UpdateData, facts: Mapping[str, Any], level: Level) -> Itera
         yield Measurements(_gradients(gradients, facts, counts), gradients.epochs)
     if update.sampled:
         yield Measurements(equation_checks(update, facts))
+    if update.replay is not None:
+        yield Measurements(replay_measurements(update.replay, facts.get("precision"), level))
     if update.step is not None:
         yield Measurements(step_checks(update.step, facts.get("precision")))
     if rollout is not None or minibatches is not None:

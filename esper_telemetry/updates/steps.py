@@ -8,14 +8,11 @@ Shapes: d entries of K parameters, one after the other.
 
 from __future__ import annotations
 
-import copyreg
-import io
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +30,7 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     compare_step,
 )
 from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler
 
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
@@ -79,7 +77,7 @@ class PolicyPass(NamedTuple):
         """Take the pass; return the gradients of the loss."""
         # Views into one vector are not aligned, and kernels round differently on them.
         parameters = [nn.Parameter(weights.clone()) for weights in step.parts(step.weights)]
-        content = _Unpickler(self.content, [*parameters, *self.tensors])
+        content = ContentUnpickler(self.content, [*parameters, *self.tensors])
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
         return MinibatchLoss(gradients, *gradients.total(step.coefficients))
@@ -90,55 +88,16 @@ def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimiz
 
     That is the policy of a class that only the script has, one with attributes that cannot be pickled, or on a device.
     """
-    stream, places, tensors = io.BytesIO(), {id(one): place for place, one in enumerate(parameters)}, list[Tensor]()
-    reached = set[int]()
-
-    def leave_out(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[int, bool, bool]]:
-        place = places.get(id(tensor))
-        if place is None:
-            place = len(places) + len(tensors)
-            tensors.append(tensor)
-        reached.add(place)
-        return _restored, (place, isinstance(tensor, nn.Parameter), tensor.requires_grad)
-
-    pickler = pickle.Pickler(stream, protocol=5)
-    without: dict[type, Any] = {Tensor: leave_out, nn.Parameter: leave_out, type(optimizer): lambda _: (type(None), ())}
-    pickler.dispatch_table = {**copyreg.dispatch_table, **without}
-    try:
-        pickler.dump(forward.policy)
-        count = len(tensors)
-        pickler.dump(forward.rows)
-    except Exception:  # pickling runs code of policies, which need not be made for it
+    pickler = TensorPickler({type(optimizer): lambda _: (type(None), ())}, parameters)
+    if not pickler.dump(forward.policy):
         return None
-    content = stream.getvalue()
-    on_host = all(tensor.is_cpu for tensor in (*parameters, *tensors))
-    if b"__main__" in content or not on_host or len(reached & set(range(len(places)))) < len(places):
+    count = len(pickler.tensors)
+    whole = pickler.reached >= set(range(len(parameters)))
+    if not (whole and pickler.dump(forward.rows) and pickler.is_portable):
         return None
-    kept = (*(tensor.detach().clone() for tensor in tensors[:count]), *(tensor.detach() for tensor in tensors[count:]))
-    return PolicyPass(content, kept, torch.get_rng_state())
-
-
-def _restored(place: int, parameter: bool, requires_grad: bool) -> Tensor:
-    """Stand in a pickle for a tensor."""
-    raise AssertionError("only the unpickler of a pass knows its tensors")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors where they were left out."""
-
-    def __init__(self, content: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._tensors = tensors
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names."""
-        return self._restore if (module, name) == (__name__, _restored.__name__) else super().find_class(module, name)
-
-    def _restore(self, place: int, parameter: bool, requires_grad: bool) -> Tensor:
-        tensor = self._tensors[place]
-        if parameter and not isinstance(tensor, nn.Parameter):
-            return nn.Parameter(tensor, requires_grad)
-        return tensor.requires_grad_(requires_grad)
+    changing, fixed = pickler.tensors[len(parameters) : count], pickler.tensors[count:]
+    kept = (*(tensor.detach().clone() for tensor in changing), *(tensor.detach() for tensor in fixed))
+    return PolicyPass(pickler.content, kept, torch.get_rng_state())
 
 
 class CheckedStep(NamedTuple):

@@ -60,6 +60,19 @@ class Pictures(gym.Env[Any, Any]):
         return self.np_random.integers(0, 256, (1, 36, 36), dtype=np.uint8)
 
 
+class Parts(gym.ObservationWrapper[Any, int, Any]):
+    """CartPole whose observation has two parts."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        part = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.observation_space = spaces.Dict({"cart": part, "pole": part})
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        """Return both parts."""
+        return {"cart": observation[:2], "pole": observation[2:]}
+
+
 def cartpole(num_envs: int = 4) -> Any:
     return make_vec_env("CartPole-v1", num_envs, seed=1)
 

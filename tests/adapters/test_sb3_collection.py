@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from sb3_collection import HEALTHY, PROGRAMS
-from sb3_models import MODELS, recorded_run
+from sb3_collection import HEALTHY, PROGRAMS, late_effects
+from sb3_models import MINIBATCHES, MODELS, Parts, fingerprint, recorded_run
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.core.record import Record
 from esper_telemetry.journal import Run, read_run
+from esper_telemetry.updates.replays import FirstPasses
 
 pytestmark = pytest.mark.sb3
 
@@ -25,8 +28,8 @@ OWN = ("log_probs", "replayed_log_probs", "values", "actions", "transitions", "s
 STEPS = 3 * 64 * 4
 
 
-def trained(model: Any, run_dir: Path, steps: int = STEPS) -> Run:
-    with Telemetry([], level="debug", run_dir=run_dir, offload=False) as telemetry:
+def trained(model: Any, run_dir: Path, steps: int = STEPS, *, offload: bool = False) -> Run:
+    with Telemetry([], level="debug", run_dir=run_dir, offload=offload) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))
     return read_run(run_dir)
 
@@ -50,13 +53,13 @@ def differences(records: Iterable[Record]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "offload"), [(1, False), (2, True)])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_mistake_is_named_and_no_other(program: str, seed: int, tmp_path: Path) -> None:
+def test_the_mistake_is_named_and_no_other(program: str, seed: int, offload: bool, tmp_path: Path) -> None:
     build, expected = PROGRAMS[program]
 
     model = build(seed)
-    run = trained(model, tmp_path, 3 * model.n_steps * model.n_envs)
+    run = trained(model, tmp_path, 3 * model.n_steps * model.n_envs, offload=offload)
 
     found = explanations(run.records)
     assert expected <= found
@@ -66,9 +69,17 @@ def test_the_mistake_is_named_and_no_other(program: str, seed: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+def test_actions_that_take_effect_late_are_named_without_an_alarm(seed: int, tmp_path: Path) -> None:
+    run = trained(late_effects(seed), tmp_path, 4608)
+
+    assert explanations(run.records) == {"executed_actions_late_effect"}
+    assert "integrity/equation" not in {alarm.type for alarm in run.alarms}
+
+
+@pytest.mark.parametrize(("seed", "offload"), [(1, False), (2, True)])
 @pytest.mark.parametrize("program", HEALTHY)
-def test_correct_programs_match_every_equation(program: str, seed: int, tmp_path: Path) -> None:
-    run = trained(HEALTHY[program](seed), tmp_path, 2100 if program == "A2C" else STEPS)
+def test_correct_programs_match_every_equation(program: str, seed: int, offload: bool, tmp_path: Path) -> None:
+    run = trained(HEALTHY[program](seed), tmp_path, 2100 if program == "A2C" else STEPS, offload=offload)
 
     checked = {name for name in OWN for record in run.records if EQUATION_KEY + name in record.values}
     assert differences(run.records) == set()
@@ -90,6 +101,57 @@ def test_passes_leave_no_trace_in_a_policy_that_has_modes_or_memory(program: str
         assert torch.equal(tensor, watched.policy.state_dict()[name]), name
 
 
+MEASURED = ("perf/", "telemetry/", "sb3/time/", "train/env_steps_per_second")
+"""Beginnings of the keys of times."""
+
+
+def no_pass(*arguments: object) -> None:
+    raise AssertionError("the policy itself passes the rollout")
+
+
+@pytest.mark.parametrize("name", ["pendulum", "pendulum_sde", "recurrent_shared", "maskable"])
+def test_a_worker_passes_the_rollout_through_a_copy_of_the_policy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread takes no pass; the numbers are the same, and so are weights and random numbers."""
+    here = recorded_run(MODELS[name](), tmp_path / "here", level="debug")
+    alone = MODELS[name]()
+    alone.learn(384)
+    expected = fingerprint(alone)
+    monkeypatch.setattr(FirstPasses, "take", no_pass)
+    watched = MODELS[name]()
+
+    there = recorded_run(watched, tmp_path / "there", level="debug", offload=True)
+
+    assert all(torch.equal(part, expected[key]) for key, part in fingerprint(watched).items())
+    assert EQUATION_KEY + "values" in there.records[0].values
+    for one, other in zip(here.records, there.records, strict=True):
+        values = {key: value for key, value in one.values.items() if not key.startswith(MEASURED)}
+        rest = {key: value for key, value in other.values.items() if not key.startswith(MEASURED)}
+        assert rest == pytest.approx(values, nan_ok=True, rel=1e-6, abs=1e-9)
+
+
+def test_a_policy_that_cannot_be_copied_passes_the_rollout_itself(tmp_path: Path) -> None:
+    model = MODELS["ppo"]()
+    model.policy.of_the_script = lambda: None
+
+    run = recorded_run(model, tmp_path, level="debug", offload=True)
+
+    assert all({EQUATION_KEY + "values", "repr/drift_cos"} <= record.values.keys() for record in run.records)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_capacity_of_a_network_is_measured_with_observations_of_several_parts(
+    offload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = PPO("MultiInputPolicy", make_vec_env(Parts, 4, seed=1), **MINIBATCHES)
+
+    run = recorded_run(model, tmp_path, level="debug", offload=offload)
+
+    assert 0 < run.records[0].values["repr/capacity_loss"] < 2
+    assert "failed" not in caplog.text
+
+
 @pytest.mark.parametrize(("name", "steps"), [("ppo", 1024), ("pendulum", 1024), ("a2c", 6144)])
 def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(
     name: str, steps: int, tmp_path: Path
@@ -98,9 +160,8 @@ def test_a_rollout_of_which_only_the_ends_are_recorded_gives_the_same_numbers(
     whole = recorded_run(MODELS[name](), tmp_path / "whole", steps=steps, level="debug")
     partly = recorded_run(MODELS[name](), tmp_path / "partly", steps=steps)
 
-    measured = ("perf/", "telemetry/", "sb3/time/", "train/env_steps_per_second")
     compared = [
-        {key: value for key, value in record.values.items() if not key.startswith(measured)}
+        {key: value for key, value in record.values.items() if not key.startswith(MEASURED)}
         for record in partly.records[1:]
     ]
     assert EQUATION_KEY + "transitions" in partly.records[0].values

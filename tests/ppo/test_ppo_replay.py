@@ -129,7 +129,7 @@ def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, s
         assert part.sequences is not None
         part.sequences.states["actor"] = stored  # type: ignore[index]  # a dict, in which the leaf takes the place of a copy
         outputs = source.policy.trunks(part.observations, part.grid())
-        (gradient,) = torch.autograd.grad(source._loss_of_actor(part, outputs[0]), [stored])
+        (gradient,) = torch.autograd.grad(source._loss_of_actor()(part, outputs[0]), [stored])
         part.sequences.states["actor"] = stored.detach()  # type: ignore[index]
         return gradients.first, gradient[:, 0, envs]
 

@@ -19,6 +19,7 @@ from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.ppo.objective import TrunkOutputs
 from esper_telemetry.updates import groups
 from esper_telemetry.updates.data import GradientSample
+from esper_telemetry.updates.replays import FirstPasses
 
 ALIGNMENT = {"grad/align/mean_pair_cos", "grad/align/direction_variance", "grad/sign/agreement"}
 ENTRIES = {"grad/zero_frac", "grad/sign/pos_frac", *(f"grad/concentration/{n}" for n in ("entropy", "participation"))}
@@ -45,7 +46,7 @@ def recall(**settings: Any) -> PPO:
 
 
 def values_of(run_dir: Path, source: PPO, *, updates: int, **options: Any) -> list[dict[str, float]]:
-    with Telemetry(run_dir=run_dir, offload=False, **options) as telemetry:
+    with Telemetry(run_dir=run_dir, **{"offload": False, **options}) as telemetry:
         attach(telemetry, source)
         while source.updates < updates:
             source.learn(source.env_steps + 1)
@@ -284,3 +285,30 @@ def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) 
     assert [(axes.update if axes else None, data) for axes, data in changes] == [
         (80, {"keys": ["grad/actor/norm_preclip"]})
     ]
+
+
+REPLAYED = {"policy/kl_post", "repr/drift_cos", "repr/capacity_loss"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [trainer, recall, lambda: trainer(shared_trunk=True), lambda: recall(policy="gru")],
+    ids=["mlp", "lstm", "shared", "gru"],
+)
+def test_a_worker_shows_the_rollout_to_a_copy_of_the_policy(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = values_of(tmp_path / "here", make(), updates=2, level="debug")
+    monkeypatch.setattr(FirstPasses, "take", no_pass)
+
+    there = values_of(tmp_path / "there", make(), updates=2, level="debug", offload=True)
+
+    assert set(here[0]) >= REPLAYED
+    for one, other in zip(here, there, strict=True):
+        timed = ("perf/", "telemetry/", "train/env_steps_per_second")
+        values, rest = ({k: v for k, v in both.items() if not k.startswith(timed)} for both in (one, other))
+        assert rest == pytest.approx(values, nan_ok=True, rel=1e-6, abs=1e-9)
+
+
+def no_pass(*arguments: object) -> None:
+    raise AssertionError("the policy itself passes the rollout")

@@ -166,7 +166,7 @@ class ModelListener:
         self._updates, model = 0, self._model
         replay, self._replay = self._replay, None
         if replay is not None and self._hooks.wants(AfterUpdate):
-            self._hooks.emit(AfterUpdate(self.progress.update, replay))
+            self._hooks.emit(AfterUpdate(self.progress.update, replay, model.policy))
         group = model.policy.optimizer.param_groups[0]
         betas = group.get("betas")
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
@@ -230,7 +230,7 @@ class ModelListener:
             older=self._older_weights,
         )
         self._older_weights = copied_weights(model.policy)
-        hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device)))
+        hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device), model.policy))
 
     def _collecting_taps(self) -> list[Remover]:
         """Taps on what is called while a rollout is collected."""

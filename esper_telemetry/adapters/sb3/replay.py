@@ -69,6 +69,20 @@ def stored_rollout(buffer: Any) -> StoredRollout:
     return StoredRollout(observations, buffer.actions, buffer.episode_starts, getattr(buffer, "action_masks", None))
 
 
+class LossSettings(NamedTuple):
+    """Settings of the actor's loss in an update.
+
+    Attributes:
+        advantages: [T, B] as they multiply the ratio.
+        clip: range of the ratio; None without one.
+        entropy_coef: weight of the entropy.
+    """
+
+    advantages: Tensor
+    clip: float | None
+    entropy_coef: float
+
+
 class CallbackReplay:
     """A `PolicyReplay` of a model of Stable-Baselines3, whose policy is asked as it is when a method is called.
 
@@ -81,7 +95,17 @@ class CallbackReplay:
     def __init__(
         self, model: Any, heads: ActionHeads, rollout: RolloutEnd, stored: StoredRollout, after: Tensor | None
     ) -> None:
-        self._model, self._heads, self._rollout, self._inputs, self._after = model, heads, rollout, stored, after
+        self._policy, self._heads, self._rollout, self._inputs, self._after = (
+            model.policy,
+            heads,
+            rollout,
+            stored,
+            after,
+        )
+        self._loss_settings: LossSettings | None = None
+        if after is not None:
+            used = advantages_as_used(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
+            self._loss_settings = LossSettings(used, clip_of(model), float(model.ent_coef))
 
     def stored(self) -> Outputs:
         """See `PolicyReplay`."""
@@ -134,20 +158,22 @@ class CallbackReplay:
             return self._through_time(states[0], envs)
 
     def copy(self) -> Copy:
-        """See `PolicyReplay`."""
-        if not isinstance(self._observations, Tensor):
-            raise TypeError("a copy of the network is trained on observations that are one array each")
+        """See `PolicyReplay`; of observations with several parts, the copy is given their numbers."""
         # copies of the networks between observations and the actor's latents, and of no others
         names = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
         parts = {name: getattr(self._policy, name) for name in names if hasattr(self._policy, name)}
         policy = copy.copy(self._policy)
         vars(policy)["_modules"] = copy.deepcopy(parts)
         parameters = {id(p): p for part in policy.children() for p in part.parameters() if p.requires_grad}
-        return Copy(lambda rows: _memoryless_latents(policy, rows), list(parameters.values()), self._observations)
+        observations = self._observations
+        inputs = observations if isinstance(observations, Tensor) else torch.arange(len(self._part))
 
-    @property
-    def _policy(self) -> Any:
-        return self._model.policy
+        def latents(rows: Tensor) -> Tensor:
+            several = isinstance(observations, dict)
+            given = {name: part[rows] for name, part in observations.items()} if several else rows
+            return _memoryless_latents(policy, given)
+
+        return Copy(latents, list(parameters.values()), inputs)
 
     @cached_property
     def _rows(self) -> Array:
@@ -220,17 +246,17 @@ class CallbackReplay:
 
     def _loss(self, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
-        model, rollout = self._model, self._rollout
-        distribution = distribution_of(model.policy, latents, inputs, np.arange(inputs.starts.size))
+        rollout, settings = self._rollout, self._loss_settings
+        assert settings is not None
+        distribution = distribution_of(self._policy, latents, inputs, np.arange(inputs.starts.size))
         actions = torch.as_tensor(inputs.actions, device=latents.device).flatten(0, 1)
         discrete = list(self._heads.kinds.values()) == ["categorical"]
         log_probs = distribution.log_prob(actions.long().flatten() if discrete else actions)
         entropy = distribution.entropy()
-        advantages = advantages_as_used(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
         old, empty = rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
-        used, bonus = advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
+        used, bonus = settings.advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
         columns = LossColumns(log_probs - old, log_probs, used, empty, empty, empty, bonus)
-        loss: Tensor = policy_loss(columns, clip_of(model)).mean() - model.ent_coef * bonus.mean()
+        loss: Tensor = policy_loss(columns, settings.clip).mean() - settings.entropy_coef * bonus.mean()
         return loss
 
 

@@ -67,7 +67,7 @@ def check(system: System, delay: int, seed: int, *, discrete: bool = False) -> E
 def test_a_delay_is_named_with_its_steps(delay: int, discrete: bool, seed: int) -> None:
     (explanation,) = check(velocity, delay, seed, discrete=discrete).explanations
 
-    assert (explanation.hypothesis.name, explanation.fitted) == ("late", delay)
+    assert (explanation.hypothesis.name, explanation.fitted) == ("late_effect", delay)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

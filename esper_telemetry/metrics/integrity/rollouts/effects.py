@@ -1,7 +1,8 @@
 """The delay after which actions change what the environment shows, by the noise of exploration.
 
 The part of an action that the policy drew by chance depends on nothing before it. If the change of the observation some steps later goes
-with it, the action caused it. So a delay shows that lies beneath all wrappers, where no tap sees the action.
+with it, the action caused it. So a delay shows that lies beneath all wrappers, where no tap sees the action. Whether it is a mistake or
+the environment's own does not show: it is named and raises no alarm.
 
 Shapes: T steps, B environments, D entries of the actions.
 """
@@ -50,7 +51,7 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
         if size > WEAK_Z:
             if delay < MIN_DELAY or size < STRONG_Z or earlier > MAX_EARLIER_SHARE * size:
                 return EquationCheck(EXECUTED, 0.0, EXECUTED.tolerance_at(None))
-            late = next(one for one in EXECUTED.hypotheses if one.name == "late")
+            late = next(one for one in EXECUTED.hypotheses if one.name == "late_effect")
             return EquationCheck(EXECUTED, 1.0, EXECUTED.tolerance_at(None), (Explanation(late, 0.0, float(delay)),))
         earlier = max(earlier, size)
     return unchecked(EXECUTED, "no effect of the actions on the observations shows")

@@ -243,6 +243,14 @@ EXECUTED = Equation(
             parameter="delay",
             advice="Step the environments with the actions of this step; to an agent that is to act late, show those on their way.",
         ),
+        Hypothesis(  # see `effects`; an environment may answer late by design, as actuators and networks do
+            name="late_effect",
+            says="those of earlier steps, as far as what they change shows,",
+            equation="o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does",
+            parameter="delay",
+            variant=True,
+            advice="If the environment is not to answer late, follow the actions through all wrappers; else show the agent those on their way.",
+        ),
         Hypothesis(
             name="scaled",
             says="those that the policy chose, scaled,",

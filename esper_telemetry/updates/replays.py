@@ -1,0 +1,392 @@
+"""The policy of a sampled update passes over its rollout once more, before the first step and after the last.
+
+With a worker the training thread only pickles the policy twice (`UpdateReplay`), and the passes are taken where the update is measured.
+Shapes: N transitions, which stand in a grid [T, B].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.equations.equation import Equation
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.record import Level
+from esper_telemetry.events import (
+    NONE,
+    Activations,
+    BeforeUpdate,
+    CollectionReplay,
+    FirstMinibatch,
+    MinibatchesEnd,
+    Outputs,
+    PolicyReplay,
+    RolloutEnd,
+    UsedAdvantages,
+)
+from esper_telemetry.metrics.actions import greedy_agreement
+from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.rollouts.collection import (
+    REPLAYED_LOG_PROBS,
+    check_replayed_log_probs,
+    check_values,
+)
+from esper_telemetry.metrics.integrity.rollouts.log_probs import LogProbInputs, log_prob
+from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
+from esper_telemetry.metrics.kl import kl_after_update, kl_rows
+from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
+from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
+from esper_telemetry.metrics.representation import (
+    capacity_loss,
+    feature_drift,
+    feature_norm,
+    layer_responses,
+    unit_activity,
+)
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
+
+MAX_COMPARED_TRANSITIONS = 512
+"""Transitions whose features before and after an update are compared."""
+
+MAX_REPLAYED_ENTRIES = 1 << 21
+"""Entries of the policy and of what it is shown up to which they travel to the worker: eight megabytes."""
+
+FIRST_RATIO = 1e-3
+"""Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
+
+
+LOSS_EXPLANATIONS = frozenset({"sign", "other_std", "variance"})
+"""Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
+
+
+class GridColumn(NamedTuple):
+    """A number for each transition of a rollout, [T, B], and the places that are transitions."""
+
+    numbers: Tensor
+    valid: Tensor
+
+
+class UpdateReplay(NamedTuple):
+    """The policy before and after an update, and the rollout that it is shown.
+
+    Attributes:
+        inputs: `PolicyReplay` and `CollectionReplay`.
+        before, after: the policy; `after` is None where the update did not end.
+        with_capacity: a copy of the policy is trained too.
+    """
+
+    inputs: PolicyPickle
+    before: PolicyPickle
+    after: PolicyPickle | None
+    with_capacity: bool
+
+    def load(self, policy: PolicyPickle) -> tuple[PolicyReplay, CollectionReplay | None]:
+        """Return what that policy is asked with."""
+        replay: tuple[PolicyReplay, CollectionReplay | None] = self.inputs.load(policy.load())
+        return replay
+
+
+def update_replay(event: BeforeUpdate, *, with_capacity: bool) -> UpdateReplay | None:
+    """Return the replay with a copy of the policy; None where it is too large, or cannot be copied."""
+    if event.network is None:
+        return None
+    if sum(parameter.numel() for parameter in event.network.parameters()) > MAX_REPLAYED_ENTRIES:
+        return None
+    before = pickled_policy(event.network)
+    if before is None:
+        return None
+    inputs = pickled_around(event.network, (event.policy, event.collection), {RolloutEnd: _shown_part})
+    if inputs is None or sum(tensor.numel() for tensor in inputs.tensors + before.tensors) > MAX_REPLAYED_ENTRIES:
+        return None
+    return UpdateReplay(inputs, before, None, with_capacity)
+
+
+def _shown_part(rollout: RolloutEnd) -> tuple[type[RolloutEnd], tuple[Any, ...]]:
+    """Pickle a rollout without the columns that no pass is compared with."""
+    left_out = {"observations": None, "transitions": None, "scales": NONE, "raw_rewards": None}
+    columns = (field.name for field in fields(rollout))
+    return RolloutEnd, tuple([left_out[name] if name in left_out else getattr(rollout, name) for name in columns])
+
+
+def replay_measurements(replay: UpdateReplay, precision: str | None, level: Level) -> Iterator[Measurement]:
+    """Yield everything that is measured of the policy before and after an update, with its copies."""
+    policy, collection = replay.load(replay.before)
+    passes = FirstPasses.take(policy, collection)
+    yield from passes.measurements(CollectionProbe(), precision, level, with_capacity=replay.with_capacity)
+    if replay.after is not None:
+        yield from passes.compared(replay.load(replay.after)[0])
+
+
+class FirstPasses(NamedTuple):
+    """Passes of the policy before the first step.
+
+    Attributes:
+        policy, collection: that gave them.
+        stored, now: outputs that were acted on, and those of the policy.
+    """
+
+    policy: PolicyReplay
+    collection: CollectionReplay | None
+    stored: Outputs
+    now: Outputs
+
+    @classmethod
+    def take(cls, policy: PolicyReplay, collection: CollectionReplay | None) -> FirstPasses:
+        """Take the passes; those of a collection have values too."""
+        now = None if collection is None else collection.outputs("")
+        return cls(policy, collection, policy.stored(), policy.outputs() if now is None else now)
+
+    def checks(self, probe: CollectionProbe, precision: str | None) -> Iterator[Measurement]:
+        """Yield the equations of collection."""
+        if self.collection is not None:
+            yield from probe.before_update(self.stored, self.now, self.collection, precision)
+
+    def measurements(
+        self, probe: CollectionProbe, precision: str | None, level: Level, *, with_capacity: bool
+    ) -> Iterator[Measurement]:
+        """Yield everything that is measured before the first step."""
+        yield from self.checks(probe, precision)
+        if self.stored.memory is not None and self.now.memory is not None:
+            yield partial(first_staleness, self.stored.memory, self.now.memory)
+        yield from layer_metrics(self.policy.activations(), level)
+        yield from _memory_metrics(self.policy)
+        if with_capacity:
+            copy = self.policy.copy()
+            if copy.parameters:
+                yield partial(capacity_loss, copy.network, copy.parameters, copy.observations)
+
+    def compared(self, after: PolicyReplay) -> Iterator[Measurement]:
+        """Yield the distance of the policy after the update from what was acted on, and from its outputs before the update."""
+        stored, before, now = self.stored, self.now, after.outputs()
+        if stored.logits or stored.means:  # else another object than the policy has acted
+            yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
+        if stored.logits and now.logits:
+            yield partial(greedy_agreement, stored.logits, now.logits, relevant=now.relevance)
+        if before.features is not None and now.features is not None:
+            some = slice(None, None, max(1, len(now.features) // MAX_COMPARED_TRANSITIONS))
+            yield partial(feature_drift, before.features[some], now.features[some])
+        if stored.memory is not None and now.memory is not None:
+            yield partial(state_staleness, stored.memory, now.memory)
+
+
+def layer_metrics(activations: Activations, level: Level) -> Iterator[Measurement]:
+    """Units of single layers, and the size of the features before the last nonlinearity; at DEBUG how layers respond."""
+
+    def units() -> MetricGroup:
+        return unit_activity(activations.layers).layers
+
+    if activations.layers:
+        yield units
+        if level >= Level.DEBUG:
+            yield partial(layer_responses, activations.layers)
+    if activations.last is not None:
+        yield partial(feature_norm, activations.last)
+
+
+def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
+    """Measure gradients at the states of a recurrent policy, and its distance from its policy without memory."""
+    gradients = policy.state_gradients()
+    if gradients is not None:
+        yield partial(bptt_stats, gradients.first, gradients.last)
+    without = policy.without_memory()
+    if without is not None:
+        yield partial(memory_use, kl_rows(policy.stored_part(), without), relevant=without.relevance)
+
+
+class CollectionProbe:
+    """Compares what was acted on in a sampled update with what the policy gives before the first step.
+
+    Attributes:
+        needs_modes: passes in the mode of training are compared with minibatches, in the samples to come.
+    """
+
+    def __init__(self) -> None:
+        self._stored: GridColumn | None = None
+        self._training: Tensor | None = None
+        self._elsewhere: UpdateReplay | None = None
+        self.needs_modes = False
+
+    def leave(self, replay: UpdateReplay) -> None:
+        """Leave the checks before the first step to the worker; they are repeated here where the first minibatch differs."""
+        self._stored = self._training = None
+        self._elsewhere = replay
+
+    def before_update(
+        self, stored: Outputs, now: Outputs, collection: CollectionReplay, precision: str | None
+    ) -> Iterator[Measurement]:
+        """Yield the checks; `stored` are the outputs that were acted on, `now` those of the policy."""
+        self._stored = self._training = self._elsewhere = None
+        grid = partial(_grid, collection)
+        if now.values is not None:
+            yield partial(self._values, grid, now.values, collection, precision)
+        if stored.logits or stored.means:
+            self._stored = grid(_log_probs(stored, collection))
+            yield partial(self._log_probs, grid, now, collection, precision)
+            if self._stored is not None and (collection.has_modes or self.needs_modes):
+                training = collection.outputs("training")
+                self._training = None if training is None else grid(_log_probs(training, collection)).numbers
+
+    def first_minibatch(self, event: FirstMinibatch, precision: str | None) -> Iterator[Measurement]:
+        """Yield the check of a minibatch in which a known mistake of training alone explains a ratio that is not 1.
+
+        What acting and training have in common cancels out, and where the rollout differs from its own replay, that says why.
+        """
+        stored, trained = event.stored.detach().double(), event.trained.detach().double()
+        if not FIRST_RATIO < float((trained - stored).abs().max()) < torch.inf:
+            return
+        self._repeat(precision)
+        if self._stored is None:
+            return
+        alternatives = {one.name: partial(event.passes, one.name) for one in REPLAYED_LOG_PROBS.hypotheses}
+        check = check_replayed_log_probs(trained, stored, alternatives=alternatives, precision=precision)
+        if check.explanations:
+            self._training = None
+            yield lambda: check
+
+    def after_minibatches(self, minibatches: MinibatchesEnd, precision: str | None) -> Iterator[Measurement]:
+        """Yield the check of the first minibatch, whose log-probabilities training has computed in its own mode."""
+        rows, ratio = minibatches.rows, minibatches.log_ratio
+        if rows is not None and minibatches.counts:
+            rows, ratio = rows[: minibatches.counts[0]], ratio[: minibatches.counts[0]].detach().double()
+        size = float(ratio.abs().max()) if rows is not None and len(ratio) else 0.0
+        differs = FIRST_RATIO < size < torch.inf
+        if differs:
+            self._repeat(precision)
+        stored, training = self._stored, self._training
+        self._stored = self._training = self._elsewhere = None
+        if not differs or stored is None or rows is None or int(rows.max()) >= stored.numbers.numel():
+            return
+        self.needs_modes = True  # in the samples to come: what differs may depend on the mode in code of its own
+        if training is not None:
+            acted = stored.numbers.flatten()[rows]
+            trained = training.flatten()[rows]
+            # dropout and batch norm give other numbers in each pass: so the difference is known by its size alone
+            similar = 1 / 4 < float((trained - acted).square().mean().sqrt() / ratio.square().mean().sqrt()) < 4
+            if similar:
+                other = {"other_mode": lambda: acted + ratio}
+                yield partial(check_replayed_log_probs, acted + ratio, acted, alternatives=other, precision=precision)
+
+    def _repeat(self, precision: str | None) -> None:
+        """Repeat the checks that were left to the worker."""
+        replay, self._elsewhere = self._elsewhere, None
+        if replay is not None:
+            for check in FirstPasses.take(*replay.load(replay.before)).checks(self, precision):
+                check()
+
+    def _values(
+        self,
+        grid: Callable[[Tensor], GridColumn],
+        now: Tensor,
+        collection: CollectionReplay,
+        precision: str | None,
+    ) -> EquationCheck:
+        replayed = grid(now)
+
+        def numbers(outputs: Outputs) -> Tensor | None:
+            return None if outputs.values is None else grid(outputs.values).numbers
+
+        return check_values(
+            collection.rollout.values,
+            replayed.numbers,
+            alternatives=_alternatives(collection, numbers),
+            valid=replayed.valid,
+            precision=precision,
+        )
+
+    def _log_probs(
+        self,
+        grid: Callable[[Tensor], GridColumn],
+        replayed: Outputs,
+        collection: CollectionReplay,
+        precision: str | None,
+    ) -> EquationCheck:
+        assert self._stored is not None
+        acted = self._stored.numbers
+
+        def of_step(steps: int) -> Tensor:
+            """Log-probabilities of the actions under the distributions of the step `steps` later; the stored ones where it is missing."""
+            envs, rows = acted.shape[1], collection.rows
+            place = torch.full((acted.numel(),), -1, dtype=torch.long, device=rows.device)
+            place[rows] = torch.arange(len(rows), device=rows.device)
+            wanted = rows + steps * envs
+            inside = (wanted >= 0) & (wanted < acted.numel())
+            source = torch.where(inside, place[wanted.clamp(0, acted.numel() - 1)], -1)
+            numbers = _log_probs(_rows_of(replayed, source.clamp(min=0)), collection)
+            return grid(torch.where(source >= 0, numbers, acted.flatten()[rows])).numbers
+
+        passes = _alternatives(collection, lambda outputs: grid(_log_probs(outputs, collection)).numbers)
+        shifts = {"observation_before": partial(of_step, -1), "observation_after": partial(of_step, 1)}
+        check = check_replayed_log_probs(
+            acted,
+            grid(_log_probs(replayed, collection)).numbers,
+            alternatives={**passes, **shifts},
+            valid=self._stored.valid,
+            precision=precision,
+        )
+        if not check.matches:  # then the first minibatch differs for the same reason
+            self._stored = None
+        return check
+
+
+def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Measurement]:
+    """Yield the check of the advantages in use, unless the loss explains a difference, or nothing does."""
+    if event.used.shape != event.raw.shape:
+        return
+    over: Scope = "minibatch" if event.normalized else "nothing"
+    check = check_normalized_advantages(event.raw[None], event.used[None], over=over, precision=precision)
+    names = {one.hypothesis.name for one in check.explanations}
+    if check.matches or (names and not names & LOSS_EXPLANATIONS):
+        yield lambda: check
+
+
+def _alternatives(
+    collection: CollectionReplay, numbers: Callable[[Outputs], Tensor | None]
+) -> dict[str, Callable[[], Tensor | None]]:
+    """Return the numbers of every hypothesis, computed when they are asked for."""
+
+    def run(name: str) -> Tensor | None:
+        outputs = collection.outputs(name)
+        return None if outputs is None else numbers(outputs)
+
+    equation: Equation = REPLAYED_LOG_PROBS
+    return {one.name: partial(run, one.name) for one in equation.hypotheses}
+
+
+def _rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
+    """The distributions of these rows."""
+
+    def take(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {head: column if column.dim() == 1 else column[rows] for head, column in columns.items()}
+
+    return outputs._replace(logits=take(outputs.logits), means=take(outputs.means), log_std=take(outputs.log_std))
+
+
+def _grid(collection: CollectionReplay, column: Tensor) -> GridColumn:
+    shape, rows = collection.rollout.rewards.shape, collection.rows
+    numbers = torch.zeros(shape.numel(), dtype=torch.float64, device=column.device)
+    numbers.index_copy_(0, rows, column.detach().double())
+    valid = torch.zeros(shape.numel(), dtype=torch.bool, device=column.device).index_fill(0, rows, True)
+    return GridColumn(numbers.view(shape), valid.view(shape))
+
+
+def _log_probs(outputs: Outputs, collection: CollectionReplay) -> Tensor:
+    """Log-probabilities [N] of the stored actions under the distributions of `outputs`, before a squash."""
+    rows = collection.rows
+    actions = {head: column.flatten(0, 1)[rows].double() for head, column in collection.rollout.actions.items()}
+    means = {head: part.double() for head, part in outputs.means.items()}
+    return log_prob(
+        LogProbInputs(
+            stored=torch.zeros(len(rows), dtype=torch.float64, device=rows.device),
+            actions=actions,
+            logits={head: part.double() for head, part in outputs.logits.items()},
+            means=means,
+            std={head: outputs.log_std[head].double().exp().expand_as(part) for head, part in means.items()},
+            relevant=outputs.relevance,
+        )
+    )
