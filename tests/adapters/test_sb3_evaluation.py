@@ -13,7 +13,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import SubprocVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
@@ -79,7 +79,9 @@ def shared_gym_env(seed: int) -> tuple[Any, BaseCallback]:
 
 def shared_vec_env(env: Any, seed: int) -> tuple[Any, BaseCallback]:
     model = ppo(env, seed=seed)
-    return model, EvalCallback(model.get_env(), eval_freq=50, n_eval_episodes=2, verbose=0, warn=False)
+    environments = model.get_env()
+    assert environments is not None
+    return model, EvalCallback(environments, eval_freq=50, n_eval_episodes=2, verbose=0, warn=False)
 
 
 SHARED: dict[str, Callable[[int], tuple[Any, BaseCallback]]] = {
@@ -144,4 +146,6 @@ def test_environments_are_left_without_taps(tmp_path: Path) -> None:
     model = ppo(vec_env(), seed=1)
     trained(model, tmp_path, None)
 
-    assert all("reset" not in vars(env.unwrapped) for env in model.get_env().envs)
+    environments = model.get_env()
+    assert isinstance(environments, DummyVecEnv)
+    assert all("reset" not in vars(env.unwrapped) for env in environments.envs)

@@ -249,7 +249,7 @@ EXECUTED = Equation(
             equation="o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does",
             parameter="delay",
             variant=True,
-            advice="If the environment is not to answer late, follow the actions through all wrappers; else show the agent those on their way.",
+            advice="Follow the actions through all wrappers; where the delay is the environment's own, show the agent those under way.",
         ),
         Hypothesis(
             name="scaled",
