@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 # their number of tests, files with few but long tests would come last.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
 export WANDB_SILENT ?= true
+# Tests start hundreds of processes: where an image forbids bytecode, each of them would compile the package and its tests again.
+export PYTHONDONTWRITEBYTECODE :=
 ACTIVATE := echo "so that this shell finds these commands: source $(BIN)/activate"
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
