@@ -40,7 +40,7 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large in it
 	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
 	@$(ACTIVATE)
 
-test: install  ## lint, check types and run the tests in parallel (7 to 10 minutes on 2 cores)
+test: install  ## lint, check types and run the tests in parallel (8 to 10 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: install
