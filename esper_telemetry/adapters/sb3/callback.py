@@ -93,7 +93,7 @@ class ModelListener:
         self._session, self._model, self._heads, self._hooks = session, model, heads, hooks
         recorder = DistributionRecorder(heads, model.policy)
         listen_to_policy = partial(self._listen, model.policy, "forward")
-        self.recorder = RolloutRecorder(model, recorder, listen_to_policy)
+        self.recorder = RolloutRecorder(model, recorder, listen_to_policy, session.clock)
         self.recorder.needs_steps = needs_steps
         self._minibatches = MinibatchListener(model, heads, recorder, hooks)
         self._last_values: Tensor | None = None

@@ -29,6 +29,7 @@ from esper_telemetry.adapters.columns import (
 from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, ResetCounter, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.taps import Listener, without_trace
+from esper_telemetry.core.clock import Clock
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd, Scale, Transitions
 
 NORMALIZER_EPS = 1e-8
@@ -38,7 +39,7 @@ MAX_JOINED_ENTRIES = 1 << 20
 """Entries of the observations of several rollouts up to which they are joined."""
 
 TIMED_STEPS = 16
-"""Steps of a rollout that is not sampled from one whose environments are timed to the next."""
+"""Steps from one that is timed to the next: its environments where the rollout is not sampled, its recording where it is."""
 
 ZERO_BYTE = b"\0"
 
@@ -100,6 +101,7 @@ class RolloutRecorder:
 
     Args:
         listen_to_policy: calls a listener after each of the policy's passes from now on; returns the function that ends this.
+        clock: of telemetry, which times one step in `TIMED_STEPS` that is recorded in full, for all of them.
 
     Attributes:
         recurrent_steps: of this rollout; empty for a feed-forward policy.
@@ -107,11 +109,11 @@ class RolloutRecorder:
     """
 
     def __init__(
-        self, model: Any, recorder: DistributionRecorder, listen_to_policy: Callable[[Listener], Remover]
+        self, model: Any, recorder: DistributionRecorder, listen_to_policy: Callable[[Listener], Remover], clock: Clock
     ) -> None:
         self._model, self._policy = model, model.policy
         self._capture, self._join, self._summary = recorder.capture, recorder.join, recorder.summary
-        self._listen_to_policy = listen_to_policy
+        self._listen_to_policy, self._clock = listen_to_policy, clock
         self._stop_listening: Remover | None = None
         self.needs_steps = True
         scaled = model.get_vec_normalize_env()
@@ -163,9 +165,15 @@ class RolloutRecorder:
 
     def after_action(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy chose actions."""
-        if not self._whole:
-            self._acted_at = perf_counter()
-            return
+        if self._whole and self._step_count % TIMED_STEPS:
+            self._record_action(args)
+        elif self._whole:
+            with self._clock.weighing(TIMED_STEPS):
+                self._record_action(args)
+        self._acted_at = perf_counter()
+
+    def _record_action(self, args: tuple[Any, ...]) -> None:
+        """Keep what a step in full has of the policy's pass."""
         captures = self._captures
         captures.append(self._capture(self._policy))
         if len(captures) == MAX_CAPTURES:
@@ -173,7 +181,6 @@ class RolloutRecorder:
         if self._recurrent and self._lstm_step is not None:
             self.recurrent_steps.append(self._lstm_step)
         self._steps.after_action(args)
-        self._acted_at = perf_counter()
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
@@ -196,8 +203,11 @@ class RolloutRecorder:
             self._ends.append((step, dones.copy(), rewards.copy(), variables["infos"]))  # bootstraps are added in place
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
-        if self._whole:
+        if self._whole and step % TIMED_STEPS:
             self._steps.after_step(variables)
+        elif self._whole:
+            with self._clock.weighing(TIMED_STEPS):
+                self._steps.after_step(variables)
         self._resets.after_step(variables)
         self._shown_steps += 1
 
