@@ -280,7 +280,7 @@ class ReplayProbe:
         self.samples += 1
         self._replay = self._copied(event, with_capacity=with_capacity)
         if self._replay is not None:
-            self._collection.leave(self._replay)
+            self._collection.leave_to_worker(self._replay)
             return
         self._passes = FirstPasses.take(event.policy, event.collection)
         self._telemetry.measure(

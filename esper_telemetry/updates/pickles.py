@@ -38,7 +38,7 @@ class PolicyPickle(NamedTuple):
 def pickled_policy(policy: nn.Module) -> PolicyPickle | None:
     """Return a pickle with copies of its tensors; None where it cannot be copied: see `TensorPickler.is_portable`."""
     optimizers = {type(part) for part in vars(policy).values() if isinstance(part, Optimizer)}
-    pickler = TensorPickler(dict.fromkeys(optimizers, _nothing))
+    pickler = TensorPickler(dict.fromkeys(optimizers, left_out))
     if not (pickler.dump(policy) and pickler.is_portable):
         return None
     return PolicyPickle(pickler.content, tuple([tensor.detach().clone() for tensor in pickler.tensors]))
@@ -157,7 +157,8 @@ class ContentUnpickler(pickle.Unpickler):
         return self._tensors[place].view(shape).numpy()
 
 
-def _nothing(_: object) -> Any:
+def left_out(_: object) -> Any:
+    """Reduce an object to None."""
     return type(None), ()
 
 

@@ -60,7 +60,6 @@ MAX_REPLAYED_ENTRIES = 1 << 21
 FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
 
-
 LOSS_EXPLANATIONS = frozenset({"sign", "other_std", "variance"})
 """Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
 
@@ -209,19 +208,19 @@ class CollectionProbe:
     def __init__(self) -> None:
         self._stored: GridColumn | None = None
         self._training: Tensor | None = None
-        self._elsewhere: UpdateReplay | None = None
+        self._left: UpdateReplay | None = None
         self.needs_modes = False
 
-    def leave(self, replay: UpdateReplay) -> None:
+    def leave_to_worker(self, replay: UpdateReplay) -> None:
         """Leave the checks before the first step to the worker; they are repeated here where the first minibatch differs."""
         self._stored = self._training = None
-        self._elsewhere = replay
+        self._left = replay
 
     def before_update(
         self, stored: Outputs, now: Outputs, collection: CollectionReplay, precision: str | None
     ) -> Iterator[Measurement]:
         """Yield the checks; `stored` are the outputs that were acted on, `now` those of the policy."""
-        self._stored = self._training = self._elsewhere = None
+        self._stored = self._training = self._left = None
         grid = partial(_grid, collection)
         if now.values is not None:
             yield partial(self._values, grid, now.values, collection, precision)
@@ -259,7 +258,7 @@ class CollectionProbe:
         if differs:
             self._repeat(precision)
         stored, training = self._stored, self._training
-        self._stored = self._training = self._elsewhere = None
+        self._stored = self._training = self._left = None
         if not differs or stored is None or rows is None or int(rows.max()) >= stored.numbers.numel():
             return
         self.needs_modes = True  # in the samples to come: what differs may depend on the mode in code of its own
@@ -274,7 +273,7 @@ class CollectionProbe:
 
     def _repeat(self, precision: str | None) -> None:
         """Repeat the checks that were left to the worker."""
-        replay, self._elsewhere = self._elsewhere, None
+        replay, self._left = self._left, None
         if replay is not None:
             for check in FirstPasses.take(*replay.load(replay.before)).checks(self, precision):
                 check()

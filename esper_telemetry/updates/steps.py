@@ -30,7 +30,7 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     compare_step,
 )
 from esper_telemetry.updates.containment import Measurement
-from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler
+from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
 
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
@@ -88,7 +88,7 @@ def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimiz
 
     That is the policy of a class that only the script has, one with attributes that cannot be pickled, or on a device.
     """
-    pickler = TensorPickler({type(optimizer): lambda _: (type(None), ())}, parameters)
+    pickler = TensorPickler({type(optimizer): left_out}, parameters)
     if not pickler.dump(forward.policy):
         return None
     count = len(pickler.tensors)

@@ -10,6 +10,7 @@ Shapes: T steps, B environments, D action dimensions, I inputs and H width of an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ MAX_JOINED_ENTRIES = 1 << 20
 
 TIMED_STEPS = 16
 """Steps from one that is timed to the next: its environments where the rollout is not sampled, its recording where it is."""
+
+NOT_TIMED = nullcontext()
 
 ZERO_BYTE = b"\0"
 
@@ -165,34 +168,31 @@ class RolloutRecorder:
 
     def after_action(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy chose actions."""
-        if self._whole and self._step_count % TIMED_STEPS:
-            self._record_action(args)
-        elif self._whole:
-            with self._clock.weighing(TIMED_STEPS):
-                self._record_action(args)
+        if self._whole:
+            with self._timing():
+                captures = self._captures
+                captures.append(self._capture(self._policy))
+                if len(captures) == MAX_CAPTURES:
+                    self._join_captures()
+                if self._recurrent and self._lstm_step is not None:
+                    self.recurrent_steps.append(self._lstm_step)
+                self._steps.after_action(args)
         self._acted_at = perf_counter()
-
-    def _record_action(self, args: tuple[Any, ...]) -> None:
-        """Keep what a step in full has of the policy's pass."""
-        captures = self._captures
-        captures.append(self._capture(self._policy))
-        if len(captures) == MAX_CAPTURES:
-            self._join_captures()
-        if self._recurrent and self._lstm_step is not None:
-            self.recurrent_steps.append(self._lstm_step)
-        self._steps.after_action(args)
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
-        step = self._step_count
-        self._step_count = step + 1
         if self._stop_listening is not None:
             self._timed_seconds += perf_counter() - self._acted_at
             self._timed_steps += 1
             if not self._whole:
                 self.stop()
-        elif step % TIMED_STEPS == TIMED_STEPS - 1:
+        elif self._step_count % TIMED_STEPS == TIMED_STEPS - 1:
             self._stop_listening = self._listen_to_policy(self.after_action)
+        self._record_outcomes(variables)
+        self._step_count += 1
+
+    def _record_outcomes(self, variables: Mapping[str, Any]) -> None:
+        """Keep what the environments returned, where the loop shows it and it is new."""
         dones, rewards = variables.get("dones"), variables.get("rewards")
         if not (isinstance(dones, np.ndarray) and isinstance(rewards, np.ndarray) and "infos" in variables):
             return  # a loop of the user's own, with names of its own
@@ -200,16 +200,19 @@ class RolloutRecorder:
         if before is not None and rewards is before[0] and dones is before[1] and variables["infos"] is before[2]:
             return  # of an earlier step: the loop does not show its variables in each
         if dones.tobytes().strip(ZERO_BYTE):  # takes a sixth of the time of `dones.any()`
-            self._ends.append((step, dones.copy(), rewards.copy(), variables["infos"]))  # bootstraps are added in place
+            copied = rewards.copy()  # bootstraps are added in place
+            self._ends.append((self._step_count, dones.copy(), copied, variables["infos"]))
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
-        if self._whole and step % TIMED_STEPS:
-            self._steps.after_step(variables)
-        elif self._whole:
-            with self._clock.weighing(TIMED_STEPS):
+        if self._whole:
+            with self._timing():
                 self._steps.after_step(variables)
         self._resets.after_step(variables)
         self._shown_steps += 1
+
+    def _timing(self) -> AbstractContextManager[None]:
+        """Return the context in which a step is recorded in full."""
+        return NOT_TIMED if self._step_count % TIMED_STEPS else self._clock.weighing(TIMED_STEPS)
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""

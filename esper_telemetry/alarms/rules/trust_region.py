@@ -1,8 +1,8 @@
 """Policy steps that are too far, and none at all.
 
 Policies that are sure of themselves, and policies with memory, lose much KL and most of a minibatch's effective samples on a handful of
-rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where the typical sample
-accounts for its share of it, and an explosion of ratios needs their 99th percentile too.
+rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where typical samples
+account for a twelfth of it, and an explosion of ratios needs their 99th percentile too.
 
 The log-ratio of a Gaussian action is a sum over its D dimensions, and Adam moves each mean by about the same: KL grows with D, the
 spread of log-ratios with √D. Published settings with narrow Gaussians (σ of 0.14) move 1 to 17 dimensions by 0.006 to 0.026 nats each. So
@@ -77,7 +77,7 @@ PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any
 KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
 
 
-def narrow(view: View) -> str:
+def narrow_std(view: View) -> str:
     """A clause on a head whose standard deviation is below all that published settings begin with; else nothing.
 
     The KL of a step goes with 1/σ²: then σ makes it large, and not the step.
@@ -92,7 +92,7 @@ def narrow(view: View) -> str:
 class KlSpikeJudge:
     """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
 
-    Of a KL divergence that a few samples make up counts a third, or twelve times what the typical ones account for.
+    A KL divergence that a few samples make up is judged by a third of it, or by twelve times what typical samples account for.
 
     Attributes:
         before: KL per dimension that counted in the update before.
@@ -129,12 +129,12 @@ class KlSpikeJudge:
             )
             .with_advice(
                 (lambda: "Raise the standard deviation (log_std_init, log_std), or bound it from below.")
-                if narrow(view)
+                if narrow_std(view)
                 else None
             )
             .with_text(
                 lambda: (
-                    f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}{narrow(view)}"
+                    f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}{narrow_std(view)}"
                 )
             )
         )

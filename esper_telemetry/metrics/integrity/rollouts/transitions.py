@@ -120,7 +120,7 @@ TRANSITIONS = Equation(
         ),
         Hypothesis(
             name="reset_elsewhere",
-            says="those of before a reset that was not the rollout's: something else uses its environments;",
+            says="those from before a reset that the rollout did not make: something else uses its environments;",
             equation="o_{t+1} = outcome of a_t, while the environment has begun another episode",
             parameter="resets",
             source="https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
@@ -241,7 +241,7 @@ EXECUTED = Equation(
             equation="executed a_t = a_{t-k}",
             fit=_steps_late,
             parameter="delay",
-            advice="Step the environments with the actions of this step; to an agent that is to act late, show those on their way.",
+            advice="Step the environments with the actions of this step; where the delay is intended, show the agent those to come.",
         ),
         Hypothesis(  # see `effects`; an environment may answer late by design, as actuators and networks do
             name="late_effect",
@@ -249,7 +249,7 @@ EXECUTED = Equation(
             equation="o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does",
             parameter="delay",
             variant=True,
-            advice="Follow the actions through all wrappers; where the delay is the environment's own, show the agent those under way.",
+            advice="Follow the actions through all wrappers; where the delay is intended, show the agent those still to take effect.",
         ),
         Hypothesis(
             name="scaled",
@@ -327,8 +327,8 @@ def compare_transitions(
         resets: see `events.Transitions`.
     """
     if resets:
-        behind = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
-        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(behind, 0.0, resets),))
+        hypothesis = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
+        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(hypothesis, 0.0, resets),))
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:
