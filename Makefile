@@ -66,19 +66,22 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: install  ## speed and memory beside other trainers and loggers, into docs/benchmarks.json and docs/benchmarks.md (an hour)
-	@echo "Measuring (close other programs; this takes about an hour)"
-	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64 --save
+bench: install  ## every figure of docs/benchmarks.md, side by side with other trainers and loggers where they are installed (90 minutes)
+	@echo "Measuring (close other programs; CLEANRL=ppo.py and PUREJAXRL=DIR JAX_PYTHON=PYTHON add these trainers)"
+	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64 $(if $(CLEANRL),--cleanrl $(CLEANRL)) --save
 	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3 --save
-	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3 --save
-	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3 --save
+	@$(BIN)/python benchmarks/trainer.py --lstm 64 256 --only "esper, one LSTM" rsl_rl --rounds 3 --save
+	@$(BIN)/python benchmarks/trainer.py --lstm 64 256 --only "esper, one LSTM" sb3 --steps 8192 --rounds 3 --save
+	@$(if $(PUREJAXRL),$(BIN)/python benchmarks/trainer.py --purejaxrl $(PUREJAXRL) --jax-python $(JAX_PYTHON) \
+		--only esper purejaxrl "purejaxrl, with compilation" --num-envs 8 1024 --rounds 3 --save)
 	@$(BIN)/python benchmarks/durations.py phases
 	@$(BIN)/python benchmarks/durations.py durations
 	@$(BIN)/python benchmarks/overhead.py --save
 	@$(BIN)/python benchmarks/adapters.py --save
 	@$(BIN)/python benchmarks/delivery.py --save
 	@$(BIN)/python benchmarks/paced.py --save
-	@$(BIN)/python benchmarks/detection.py --save
+	@$(BIN)/python benchmarks/detection.py --updates 45 --rounds 10 --save
+	@$(BIN)/python benchmarks/equations.py cost --save
 
 docs: install  ## write the generated pages from the declarations in the code, and the site to build/site; no network
 	@$(BIN)/python docs/glossary.py

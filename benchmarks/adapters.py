@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -143,6 +144,13 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
 }
 """Models by name: telemetry -> functions that train for a turn."""
 
+PACKAGES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
+    **dict.fromkeys(("rsl_rl", "rsl_rl_lstm"), ("rsl_rl",)),
+    **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
+}
+"""What a model needs."""
+
 WARM_UP_TURNS = 5
 
 
@@ -198,6 +206,9 @@ def main() -> None:
     rows = []
     print(f"{'model':>14} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
     for name in options.models or MODELS:
+        if missing := [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]:
+            print(f"{name:>14} left out: {missing[0]} is not installed", flush=True)
+            continue
         row = compare(name, options.turns)
         rows.append(row)
         print(

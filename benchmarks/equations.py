@@ -40,6 +40,7 @@ import equation_bugs_sb3 as sb3
 import equation_bugs_update as update
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, edited
 from equation_healthy import HEALTHY, Healthy
+from results import Row, save
 
 from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
 from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, equations
@@ -396,8 +397,8 @@ def check_soundness(bugs: Sequence[Bug]) -> list[str]:
     return unsound
 
 
-def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
-    """Print the processor time of the checks in each sampled update of a trainer, with or without a worker, and peak memory."""
+def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 2) -> None:
+    """Print, and save for the page, the processor time of the checks in each sampled update of a trainer, and peak memory."""
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
@@ -450,9 +451,13 @@ def measure_cost(trainer: str, *, worker: bool, updates: int = 2) -> None:
                 model.learn(updates * model.n_steps * model.n_envs, callback=TelemetryCallback(telemetry))
         count = len(read_run(Path(directory) / "run").records)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    figures = ", ".join(f"{label} {1000 * spent / count:.1f} ms" for label, spent in sorted(seconds.items()))
     beside = "with a worker" if worker else "in process"
-    print(f"{trainer}, {beside}: {figures} per sampled update; peak memory {peak:.0f} MB", flush=True)
+    milliseconds = {label: f"{1000 * spent / count:.1f} ms" for label, spent in sorted(seconds.items())}
+    figures = milliseconds | {"peak memory of the process": f"{peak:.0f} MB"}
+    rows = [Row(f"{trainer}, {beside}: {label}", figure) for label, figure in figures.items()]
+    print("\n".join(f"{row.what} {row.ours}" for row in rows), flush=True)
+    if save_rows:
+        save("equations", rows)
 
 
 def main() -> None:
@@ -463,6 +468,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every such program")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for all readings")
+    parser.add_argument("--save", action="store_true", help="put the figures of cost into docs/benchmarks.json")
     parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
     options = parser.parse_args()
     preload()
@@ -470,7 +476,7 @@ def main() -> None:
         for trainer in options.only or ("ppo", "recurrent_ppo", "bundled"):
             for worker in (False, True):
                 if os.fork() == 0:  # the functions that are timed are replaced for good
-                    measure_cost(trainer, worker=worker)
+                    measure_cost(trainer, worker=worker, save_rows=options.save)
                     sys.exit()
                 os.wait()
         return

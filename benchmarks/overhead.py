@@ -244,6 +244,7 @@ def page_rows(part: str, rows: list[Row]) -> dict[str, list[results.Row]]:
     timed = [
         row for row in rows if row.get("ratio") not in (None, 1.0)
     ]  # 1.0 is the contender that others are divided by
+    memory = [row for row in rows if row.get("megabytes") is not None]
     return {
         part: [
             results.Row(
@@ -253,7 +254,10 @@ def page_rows(part: str, rows: list[Row]) -> dict[str, list[results.Row]]:
                 "" if row.get("goal") is None else f"{row['goal']:g}",
             )
             for row in timed
-        ]
+        ],
+        f"{part}_memory": [
+            results.Row(f"{row['contender']}, {row['network']}", f"{max(0.0, row['megabytes']):.0f}") for row in memory
+        ],
     }
 
 

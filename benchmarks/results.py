@@ -18,8 +18,6 @@ from typing import Any
 
 FILE = Path(__file__).parents[1] / "docs" / "benchmarks.json"
 PAGE = FILE.with_suffix(".md")
-BUSY_LOAD = 0.5
-"""Load per core above which the machine counts as shared."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,13 @@ def save(key: str, rows: Sequence[Row], *, file: Path = FILE) -> None:
 
 
 def machine() -> str:
-    """Return the processor, its cores, and whether other programs use it."""
+    """Return the processor and its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     model = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
-    cores = os.cpu_count() or 1
-    shared = ", shared with other programs" if os.getloadavg()[1] > BUSY_LOAD * cores else ""
-    return f"{model}, {cores} cores{shared}"
+    return f"{model}, {os.cpu_count() or 1} cores"
 
 
 def page(contents: Any) -> str:

@@ -60,8 +60,11 @@ def spawn(contender: str, work: Work, cores: str | None) -> Run:
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> list[Row]:
-    """Prints medians of all contenders, and the first one's speed over each other's; returns the rows of the page."""
+def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> tuple[list[Row], list[Row]]:
+    """Print medians of all contenders and the first one's speed over each other's.
+
+    Returns the rows of the page: speeds, then returns and memory.
+    """
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(rounds):
         for name in names:
@@ -73,6 +76,7 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
         f"{'':20}{'steps/CPU-s':>12}{'steps/s':>10}{'CPU ratio':>11}{'wall ratio':>11}{'MB':>6}{'return':>8}  returns"
     )
     rows = []
+    medians = {}
     what = (
         f"LSTM of {work.lstm_size} units, {work.steps:,} steps" if work.lstm_size else f"{work.num_envs} environments"
     )
@@ -82,10 +86,23 @@ def compare(names: list[str], work: Work, *, rounds: int, cores: str | None) -> 
         ratios = [statistics.median(getattr(a, key) / getattr(b, key) for a, b in pairs) for key in ("cpu", "wall")]
         listed = " ".join(f"{value:.0f}" for value in sorted(run.episode_return for run in found))
         print(f"{name:20}{cpu:12.0f}{wall:10.0f}{ratios[0]:11.3f}{ratios[1]:11.3f}{peak:6.0f}{returns:8.1f}  {listed}")
+        medians[name] = {"return": f"{returns:.0f}", "peak memory in MB": f"{peak:.0f}"}
         if not name.startswith("esper"):
-            peer = PEERS[name].replace("Stable-Baselines3", "sb3-contrib") if work.lstm_size else PEERS[name]
-            rows.append(Row(what, f"{ratios[0]:.2f}", peer, goal_of(name, work)))
-    return rows
+            rows.append(Row(what, f"{ratios[0]:.2f}", peer_of(name, work), goal_of(name, work)))
+    ours, *others = [name for name in names if name == names[0] or not name.startswith("esper")]
+    return rows, [
+        Row(
+            f"{figure}, {what}",
+            medians[ours][figure],
+            ", ".join(f"{peer_of(name, work)} {medians[name][figure]}" for name in others),
+        )
+        for figure in medians[ours]
+    ]
+
+
+def peer_of(name: str, work: Work) -> str:
+    """Return the contender's name on the page."""
+    return PEERS[name].replace("Stable-Baselines3", "sb3-contrib") if work.lstm_size else PEERS[name]
 
 
 def goal_of(name: str, work: Work) -> str:
@@ -162,13 +179,14 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(asdict(CONTENDERS[options.contender](Work(**json.loads(options.work))))))
         return
-    names = options.only or contenders(options)
+    names = [name for name in contenders(options) if not options.only or name in options.only]
     for num_envs, lstm_size in itertools.product(options.num_envs, options.lstm or [None]):
-        rows = compare(names, work_of(options, num_envs, lstm_size), rounds=options.rounds, cores=options.cores)
+        work = work_of(options, num_envs, lstm_size)
+        speeds, results = compare(names, work, rounds=options.rounds, cores=options.cores)
         if options.save and not options.telemetry:
-            for key, table in (("purejaxrl", True), ("trainer", False)):
-                if chosen := [row for row in rows if row.others.startswith("PureJaxRL") is table]:
-                    save(key, chosen)
+            key = "purejaxrl" if options.purejaxrl else "trainer"
+            save(key, speeds)
+            save(f"{key}_returns", results)
 
 
 if __name__ == "__main__":

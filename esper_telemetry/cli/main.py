@@ -113,15 +113,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Replay:
-    """Send a run's journal to a backend, once or as it grows.
+    """Send a run's journal to backends, once or as it grows.
 
     Example: esper-telemetry replay runs/a --to mlflow
     """
 
     run_dir: tyro.conf.Positional[str]
     """The run directory."""
-    to: str
-    """Sink URI, as for `train --sink`."""
+    to: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Sink URI, as for `train --sink`; several are served one after the other."""
     follow: bool = False
     """Wait for more until the run ends."""
     missing: bool = False

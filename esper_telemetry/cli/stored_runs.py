@@ -33,15 +33,19 @@ WANDB_SINK, JOINED_RUN = "wandb:", "wandb:run/"
 
 
 def replay(options: Replay) -> int:
-    """Send the records that the backend does not have yet, and print how many."""
+    """Send the records that each backend does not have yet, and print how many."""
+    if not options.to:
+        raise WrongUse("replay needs --to SINK, such as --to mlflow")
+    complete = True
     with wrong_use():
-        sink = prepared_sink(options.to)
-        with _replay_progress(options, sink) as progress:
-            report = catch_up.replay(
-                options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress
-            )
-    print(report)
-    return 0 if report.complete else FAILED
+        for sink in [prepared_sink(uri) for uri in options.to]:
+            with _replay_progress(options, sink) as progress:
+                report = catch_up.replay(
+                    options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress
+                )
+            print(report)
+            complete &= report.complete
+    return 0 if complete else FAILED
 
 
 def prepared_sink(uri: str) -> Sink:

@@ -45,7 +45,9 @@ def _nonfinite(view: RunView) -> StripItem | None:
 
 
 def _exploding(view: RunView) -> StripItem | None:
-    """Layers where they are measured, else groups of parameters."""
+    """Layers where they are measured, else groups of parameters; healthy gradients have large severities too, so the alarm decides."""
+    if "grad/explode" not in view.active:
+        return None
     severities = {key: current(view, key) or 0.0 for key in view.keys if EXPLODING.fullmatch(key)}
     exploding = [key for key, severity in severities.items() if severity >= MAX_EXPLODING_SEVERITY]
     layers = [key for key in exploding if key.startswith("grad/layer/")]

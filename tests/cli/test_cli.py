@@ -130,6 +130,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
         (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
+        (["replay", "nowhere"], "replay needs --to SINK, such as --to mlflow"),
         (["trian"], "there is no command 'trian'; did you mean train? see esper-telemetry --help"),
         (["--vresion"], "there is no option '--vresion'; did you mean --version? see esper-telemetry --help"),
         (["diagnose", "a", "--jsn"], "did you mean --json? see esper-telemetry diagnose --help"),
@@ -520,6 +521,9 @@ def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.C
     assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 1 records sent\n")
     assert (again.code, again.out) == (0, "tensorboard:elsewhere: closed, 0 records sent\n")
     assert len(list((here / "elsewhere").iterdir())) == 1
+
+    several = run_cli(["replay", "run", "--to", "tensorboard:b", "--to", "tensorboard:c"], capfd)
+    assert several.out == "tensorboard:b: closed, 1 records sent\ntensorboard:c: closed, 1 records sent\n"
 
 
 @pytest.mark.parametrize(

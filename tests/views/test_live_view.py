@@ -58,7 +58,7 @@ def text_of(lines: list[Line]) -> str:
         ({"policy__entropy_norm": 0.09, "policy__entropy_marginal_norm": 0.2}, {}, "ANOMALIES: PPO ⚠"),
         ({"policy__entropy_norm": 0.09, "policy__entropy_marginal_norm": 0.9}, {}, "ALL CLEAR ✓"),
         ({"grad__global__norm_preclip_nonfinite": 3.0}, {}, "ANOMALIES: 3 NaN grads"),
-        ({"grad__actor__severity_explode": 0.5, "grad__critic__severity_explode": 0.1}, {}, "ANOMALIES: 1 exploding"),
+        ({"grad__actor__severity_explode": 0.5, "grad__critic__severity_explode": 0.1}, {}, "ALL CLEAR ✓"),
         ({"perf__memory__process_frac": 0.85}, {}, "ANOMALIES: MEM ⚠"),
         ({"perf__memory__device_frac": 0.9, "policy__kl": 0.06}, {}, "ANOMALIES: PPO ⚠ | MEM ⚠"),
         ({"grad__layer__actor_0_weight__zero_frac": 1.0}, {}, "ANOMALIES: 1 dead layers"),
@@ -93,6 +93,14 @@ def test_the_strip_names_the_first_cause_and_forgets_what_is_over(run: WrittenRu
     run.record(policy__kl=0.01)  # a count that is zero is absent
     view.refresh()
     assert strip([view]).plain == "ALL CLEAR ✓"
+
+
+def test_the_strip_counts_exploding_gradients_behind_their_alarm(tmp_path: Path) -> None:
+    written = WrittenRun(tmp_path / "b")
+    written.record(grad__actor__severity_explode=0.5, grad__critic__severity_explode=0.1)
+    written.alarm("grad/explode")
+
+    assert strip([open_view(written.run_dir)]).plain == "ANOMALIES: 1 alarm: grad/explode | 1 exploding"
 
 
 def test_the_strip_names_the_cause_of_the_incident_and_fits_the_screen(run: WrittenRun) -> None:
