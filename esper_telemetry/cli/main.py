@@ -201,7 +201,7 @@ class Diagnose:
     """The run directory; or --from."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
     """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID, or
-    log:FILE (JSON lines, trainer_state.json, or the printed lines of TRL and verl).
+    log:FILE (JSON lines, trainer_state.json, or what TRL, verl, OpenRLHF and NeMo-RL print).
 
     Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games, TorchRL, TRL, verl, OpenRLHF and
     NeMo-RL are understood."""

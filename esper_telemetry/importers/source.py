@@ -7,7 +7,8 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,8 +104,9 @@ def read_csv(file: str) -> LoggedRun:
 def read_log(file: str) -> LoggedRun:
     """Return the run in a text: JSON lines, `trainer_state.json` of transformers, or what a trainer printed.
 
-    Of printed lines, those of transformers (`{'loss': 0.1, ...}`) and of verl (`step:1 - actor/ppo_kl:0.1 - ...`) are read, and all
-    others are passed over. The metrics of verl's JSON lines stand under `data`.
+    Of printed lines, those of transformers (`{'loss': 0.1, ...}`), verl (`step:1 - actor/ppo_kl:0.1 - ...`), OpenRLHF
+    (`Global step 1: {'ppo_kl': 0.1, ...}`) and NeMo-RL (`=== Step 1/9 ===`, and below it `• Loss: 0.1`) are read, and all others are
+    passed over. The metrics of verl's JSON lines stand under `data`.
     """
     path = Path(file)
     if not path.is_file():
@@ -117,13 +119,42 @@ def read_log(file: str) -> LoggedRun:
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
         found = whole["log_history"]
     else:
-        found = [_printed_row(line) for line in text.splitlines()]
+        found = list(_printed_rows(text.splitlines()))
     rows = [numbers for row in found if isinstance(row, dict) and (numbers := _flat_numbers(row))]
     if not rows:
         raise ValueError(
-            f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}} and step:1 - tag:0.1 are read"
+            f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1 and what OpenRLHF and NeMo-RL print "
+            "are read"
         )
     return LoggedRun(path.stem if path.stem != "trainer_state" else path.absolute().parent.name, points_of(rows))
+
+
+NEMO_RL_STEP: Final = re.compile(r"={5,} Step (\d+)/\d+ ={5,}")
+NEMO_RL_METRIC: Final = re.compile(r"• ([A-Z][\w ]+): (-?[\d.]+(?:e-?\d+)?|nan|inf)(?![\w.])")
+NEMO_RL_TAGS: Final = {
+    "Avg Total Reward": "reward",
+    "Avg Reward": "reward",
+    "Generation KL Error": "gen_kl_error",
+    "Mean Generation Length": "mean_gen_tokens_per_sample",
+}
+"""Tags of NeMo-RL's backends by the names that it prints; all others are in lower case with underscores."""
+
+
+def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
+    """Yield what a trainer printed of each step, in a row or, as NeMo-RL does, in several."""
+    step: dict[str, object] = {}
+    for line in lines:
+        if header := NEMO_RL_STEP.search(line):
+            if len(step) > 1:
+                yield step
+            step = {"step": header[1]}
+        elif step and (metric := NEMO_RL_METRIC.search(line)):
+            name = NEMO_RL_TAGS.get(metric[1], metric[1].lower().replace(" ", "_"))
+            step[f"train/{name}"] = metric[2]
+        else:
+            yield _printed_row(line)
+    if len(step) > 1:
+        yield step
 
 
 def _printed_row(line: str) -> object:
@@ -134,12 +165,14 @@ def _printed_row(line: str) -> object:
     braces = re.search(r"\{.*\}", line)
     if braces is None:
         return None
+    row = None
     for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(braces[0])
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
-            continue
-    return None
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
+            row = parse(braces[0])
+            break
+    if isinstance(row, dict) and (step := re.search(r"\bGlobal step (\d+): $", line[: braces.start()])):
+        return {"step": step[1]} | {f"train/{name}": value for name, value in row.items()}
+    return row
 
 
 def _flat_numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -300,7 +300,13 @@ OPENRLHF = Trainer(
 
 NEMO_RL = Trainer(
     "NeMo-RL",
-    (r"train/token_mult_prob_error", r"train/probs_ratio_clamped"),
+    (
+        r"train/token_mult_prob_error",
+        r"train/probs_ratio_clamped",
+        r"train/gen_kl_error",
+        r"train/mean_gen_tokens_per_sample",
+        r"train/avg_trajectory_age",
+    ),
     (
         Alias(r"train/reward", REWARD),
         Alias(r"train/reward", RETURN, note=BATCH),

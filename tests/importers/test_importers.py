@@ -143,10 +143,16 @@ def _printed_by_verl(row: dict[str, float]) -> str:
     return f"(TaskRunner pid=7) step:{row['step']} - {' - '.join(cells[1:])}"
 
 
+def _printed_by_openrlhf(row: dict[str, float]) -> str:
+    status = {tag.removeprefix("train/"): value for tag, value in row.items() if tag != "step"}
+    return f"INFO 08-02 00:36:03 ppo_trainer.py:547] ✨ Global step {row['step']}: {status}"
+
+
 @pytest.mark.parametrize(
     ("trainer", "write"),
     [
         ("verl", _printed_by_verl),
+        ("openrlhf", _printed_by_openrlhf),
         (
             "verl",
             lambda row: json.dumps({"step": row["step"], "data": {tag: row[tag] for tag in row if tag != "step"}}),
@@ -155,7 +161,7 @@ def _printed_by_verl(row: dict[str, float]) -> str:
         ("trl", lambda row: json.dumps(row)),
         ("nemo_rl", lambda row: json.dumps(row)),
     ],
-    ids=["verl printed", "verl lines", "TRL printed", "TRL lines", "NeMo-RL lines"],
+    ids=["verl printed", "OpenRLHF printed", "verl lines", "TRL printed", "TRL lines", "NeMo-RL lines"],
 )
 def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_path: Path) -> None:
     """Lines of other kinds, among them a progress bar and braces without metrics, are passed over."""
@@ -171,6 +177,26 @@ def test_text_logs(trainer: str, write: Callable[[dict[str, float]], str], tmp_p
     assert [record.axes.env_step for record in imported.records] == [row["step"] for row in rows]
     for record in imported.records:
         assert {key: record.values[key] for key in expected} == pytest.approx(expected, rel=1e-3)
+
+
+def test_blocks_that_nemo_rl_prints(tmp_path: Path) -> None:
+    """A block belongs to the step whose heading stands above it; shares of the time are no metrics of the step."""
+    blocks = [
+        f"\n{'=' * 25} Step {step}/30 {'=' * 25}\n▶ Preparing batch...\n\n📊 Training Results:\n  • Loss: 0.0{step:02}\n"
+        f"  • Generation KL Error: 0.002\n  • Avg Filtered Reward: 0.9\n  • Avg Total Reward: 0.{step:02}\n"
+        "  • Mean Generation Length: 250.0\n\n⏱️  Timing:\n  • Total step time: 66.55s\n  • policy_training: 25.05s (37.6%)\n"
+        for step in range(1, UPDATES + 1)
+    ]
+    (tmp_path / "run.log").write_text("".join(blocks))
+
+    imported = read_foreign(read_source(f"log:{tmp_path}/run.log"))
+
+    assert (imported.trainer, len(imported.records)) == ("NeMo-RL", UPDATES)
+    assert imported.records[6].values == pytest.approx(
+        {"loss/policy": 0.007, "lm/mismatch/kl": 0.002, "lm/length/mean": 250.0, "numerics/nonfinite": 0.0}
+        | dict.fromkeys(("lm/reward/mean", "episode/return_mean"), 0.07)
+    )
+    assert set(imported.unused) == {"train/avg_filtered_reward"}
 
 
 def test_the_state_that_transformers_saves(tmp_path: Path) -> None:
