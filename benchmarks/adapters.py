@@ -1,6 +1,6 @@
 """Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL and TorchRL.
 
-    python benchmarks/adapters.py                        # nine models, forty turns; half an hour
+    python benchmarks/adapters.py                        # ten models, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
 
@@ -94,14 +94,14 @@ def _sb3(make: Callable[[], Any], rollouts: int) -> Callable[[Any], Turns]:
     return turns_of
 
 
-def _rsl_rl(telemetry: Any, **settings: Any) -> Turns:
+def _rsl_rl(telemetry: Any, envs: int = 64, **settings: Any) -> Turns:
     """RSL-RL, whose runner learns by its class without the tap on `learn`, and so without telemetry."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_rl_models import runner
 
     from esper_telemetry.adapters.rsl_rl import attach_runner
 
-    model = runner(envs=64, steps=24, num_learning_epochs=5, model_hidden_dims=[128, 128], **settings)
+    model = runner(envs=envs, steps=24, num_learning_epochs=5, model_hidden_dims=[128, 128], **settings)
     attach_runner(telemetry, model)
 
     def silent(learn: Callable[[int], object]) -> None:
@@ -138,6 +138,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "recurrent_ppo": _sb3(recurrent_ppo, 1),
     "maskable_ppo": _sb3(maskable_ppo, 1),
     "rsl_rl": _rsl_rl,
+    "rsl_rl_1024": partial(_rsl_rl, envs=1024),
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
@@ -146,7 +147,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
 
 PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
-    **dict.fromkeys(("rsl_rl", "rsl_rl_lstm"), ("rsl_rl",)),
+    **dict.fromkeys(("rsl_rl", "rsl_rl_1024", "rsl_rl_lstm"), ("rsl_rl",)),
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
 }
 """What a model needs."""
