@@ -316,7 +316,7 @@ def _settings_and_wrappers() -> Iterator[Program]:
         {"policy/wrong_direction", "reward/constant"},
         wrapper="negative_reward",
     )
-    ignored = {"integrity/actions", "policy/action_mi"}
+    ignored = {"integrity/actions", "policy/action_mi", "remark/ignored actions"}
     yield library("sb3", "sampled_action", "action_ignored", CARTPOLE, ignored, wrapper="sampled_action")
     yield library("sb3", "large_action", "action_bounds", HOPPER, {"policy/actions_cut"}, wrapper="large_action")
     rates = {"remark/learning_rate", "opt/update_too_large", "policy/kl_spike", "policy/ratio_explosion"}

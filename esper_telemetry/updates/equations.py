@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd, Transitions
+from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
@@ -36,13 +36,15 @@ from esper_telemetry.metrics.integrity.rollouts.collection import (
     check_replayed_log_probs,
     check_values,
 )
-from esper_telemetry.metrics.integrity.rollouts.effects import judge_effects
+from esper_telemetry.metrics.integrity.rollouts.effects import action_effect, judge_effects
 from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs, shifted
 from esper_telemetry.metrics.integrity.rollouts.transitions import (
     check_executed,
     check_rewards,
     check_transitions,
+    checksums,
     compare_transitions,
+    informative,
 )
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
@@ -71,7 +73,9 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
     if distributions and all(head in rollout.actions for head in (*rollout.logits, *rollout.means)):
         yield partial(_drawn, rollout, facts)
         if transitions is not None and transitions.informative:
-            yield partial(_late_effects, rollout, transitions, facts)
+            yield partial(_effects, rollout, transitions.outcomes - transitions.inputs, facts, late=True)
+        elif transitions is None and rollout.observations is not None and informative(rollout.observations):
+            yield partial(_effects, rollout, checksums(rollout.observations).diff(dim=0), facts, late=False)
     if transitions is not None:
         yield _explained(
             compare_transitions,
@@ -168,15 +172,23 @@ def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> 
         yield from action_totals(inputs)
 
 
-def _late_effects(
-    rollout: RolloutEnd | RolloutActions, transitions: Transitions, facts: Mapping[str, Any]
-) -> Iterable[MetricGroup]:
-    """Test that no action takes effect several steps late, where the actions were drawn from the distributions that are there."""
+def _effects(
+    rollout: RolloutEnd | RolloutActions, change: Tensor, facts: Mapping[str, Any], *, late: bool
+) -> Iterator[MetricGroup]:
+    """Yield the effect of the actions, and test that none comes several steps late, where the actions were drawn from what is there.
+
+    `change` is of the observation after each step; of the last step it may be unknown.
+    """
     inputs = _inputs_of(rollout, facts)
     if inputs is None or not judge_actions(inputs).matches:
-        return ()
-    check = judge_effects(inputs, transitions.outcomes - transitions.inputs, rollout.ended)
-    return check if check.explanations else ()
+        return
+    ended = rollout.ended[: len(change)]
+    effect = action_effect(inputs, change, ended)
+    if effect is not None:
+        yield effect
+    check = judge_effects(inputs, change, ended) if late else None
+    if check is not None and check.explanations:
+        yield from check
 
 
 def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> ActionInputs | None:

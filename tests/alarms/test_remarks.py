@@ -132,6 +132,12 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     assert "only the length" in remarks(FACTS, equal)["equal rewards"]
 
 
+def test_observations_that_do_not_change_with_the_actions() -> None:
+    """Two thousand steps are four updates of 512; one measurement of many may be as large as that of a weak effect."""
+    assert "in 2,048 steps" in remarks(FACTS, {"policy/action_effect": 1.1})["ignored actions"]
+    assert "ignored actions" not in remarks(FACTS, {"policy/action_effect": 1.8})
+
+
 def test_features_and_gradients_that_explain_a_flat_return() -> None:
     """A rank of 1.3, and a critic's gradient of 25,000 times the actor's."""
     told = remarks(FACTS, {"repr/effective_rank": 1.3, "grad/interference/log_ratio": 4.4})

@@ -42,6 +42,12 @@ SAME_STD: Final = 0.8
 UNEQUAL_FEATURES: Final = 1000.0
 """Largest over smallest feature of an observation."""
 
+NO_ACTION_EFFECT: Final = 1.4
+"""Mean of `policy/action_effect` below which no effect shows: 1.7 and more in healthy runs, 1 by chance."""
+
+MIN_EFFECT_STEPS: Final = 2000
+"""Steps in which effects were looked for, before their absence is worth a remark."""
+
 Remark = tuple[str, dict[str, Any]]
 """Name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`."""
 
@@ -97,6 +103,28 @@ class EpisodeLengths:
         self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
 
 
+@dataclass(slots=True)
+class ActionEffects:
+    """Effects of actions on observations so far.
+
+    Attributes:
+        records, steps: that have them.
+        total: sum of `policy/action_effect`.
+    """
+
+    records: int = 0
+    steps: int = 0
+    total: float = 0.0
+
+    def add(self, view: View) -> bool:
+        """Add a record; True where it has the effect."""
+        effect = view.get("policy/action_effect")
+        if effect is None:
+            return False
+        self.records, self.steps, self.total = self.records + 1, self.steps + view.rollout_steps, self.total + effect
+        return True
+
+
 class Remarks:
     """Remarks on one run, each reported once."""
 
@@ -104,6 +132,7 @@ class Remarks:
         self._names: set[str] = set()
         self._rewards = RewardCourse()
         self._ends = EpisodeLengths()
+        self._effects = ActionEffects()
         self._episode_length: float | None = None
 
     def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
@@ -126,6 +155,8 @@ class Remarks:
         yield from self._fixed_length()
         if self._rewards.add(view):
             yield from self._reward_remarks()
+        if self._effects.add(view):
+            yield from self._effect_remark()
         yield from unequal_features(view)
         yield from features_and_gradients(view)
 
@@ -175,6 +206,17 @@ class Remarks:
                 "only the length of an episode counts"
             )
             yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
+
+    def _effect_remark(self) -> Iterator[Remark]:
+        """Observations that do not change with the actions."""
+        effects = self._effects
+        mean = effects.total / effects.records
+        if effects.steps >= MIN_EFFECT_STEPS and mean < NO_ACTION_EFFECT:
+            text = (
+                f"in {effects.steps:,} steps observations have not changed with the actions of the policy: check that env.step receives "
+                "them, in their units, also beneath wrappers (in a bandit they change nothing)"
+            )
+            yield "ignored actions", _data(text, "policy/action_effect", mean, NO_ACTION_EFFECT, quiet=True)
 
 
 LOW_RANK: Final = 2.0
