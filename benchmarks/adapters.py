@@ -220,7 +220,7 @@ def main() -> None:
         save(
             "adapters",
             [
-                Row(f"`{row['model']}`, {options.turns} turns", str(row["thread"]), "no callback", str(MAX_RATIO))
+                Row(f"`{row['model']}`, {options.turns} turns", str(row["thread"]), "no telemetry", str(MAX_RATIO))
                 for row in rows
             ],
         )

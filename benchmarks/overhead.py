@@ -244,7 +244,8 @@ def page_rows(part: str, rows: list[Row]) -> dict[str, list[results.Row]]:
     timed = [
         row for row in rows if row.get("ratio") not in (None, 1.0)
     ]  # 1.0 is the contender that others are divided by
-    memory = [row for row in rows if row.get("megabytes") is not None]
+    own_memory = (NORMAL, DEBUG) if part == "passes" else [name for name in WATCHERS if name != "bare"]
+    memory = [row for row in rows if row.get("megabytes") is not None and row["contender"] in own_memory]
     return {
         part: [
             results.Row(
