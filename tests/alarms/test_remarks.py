@@ -133,7 +133,8 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
 
 
 def test_observations_that_do_not_change_with_the_actions() -> None:
-    """Two thousand steps are four updates of 512; one measurement of many may be as large as that of a weak effect."""
+    """Two thousand steps are four updates of 512, and one thousand two; fewer steps need a smaller measurement."""
+    assert "in 1,024 steps" in remarks(FACTS, {"policy/action_effect": 0.9})["ignored actions"]
     assert "in 2,048 steps" in remarks(FACTS, {"policy/action_effect": 1.1})["ignored actions"]
     assert "ignored actions" not in remarks(FACTS, {"policy/action_effect": 1.8})
 
