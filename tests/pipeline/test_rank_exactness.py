@@ -33,8 +33,10 @@ OF_EACH_RANK = {
     "seed/largest/environment": "counted among the environments of the rank that has the largest gradient",
 }
 """Keys that ranks measure on their own rows and then combine, and how."""
-EQUATIONS = ("integrity/equation/", "integrity/equation_tolerance/", "integrity/fitted/")
-"""Rank 0 reports them of its own rows: the rounding differs, and equations that pair rows are not checked, as in `PAIRED`."""
+EQUATIONS = ("integrity/equation/", "integrity/equation_tolerance/", "integrity/fitted/", "policy/action_effect")
+"""Rank 0 reports them of its own rows: the rounding differs, equations that pair rows are not checked, as in `PAIRED`, and half of the rows
+may be too few to show an effect.
+"""
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "discrete": ("CartPole-v1", {}),
     "continuous": ("Pendulum-v1", {}),

@@ -42,7 +42,9 @@ EARLY_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ActionEffect(MetricGroup):
-    """Effect of actions on the observations of the next steps."""
+    """Effect of actions on the observations of the next steps. Rank 0 reports that of its own rows."""
+
+    replicated = True
 
     effect: Max = reports(
         Metric.ratio("policy/action_effect", 176, "effect of actions on observations", cost="sampled")
@@ -53,9 +55,6 @@ class ActionEffect(MetricGroup):
         .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 where no action arrives")
         .absent(
             "no transition was recorded, the distributions are not those acted on, or observations are no vectors of real numbers"
-        )
-        .advises(
-            "Check that env.step receives the action of the policy, in its units, also beneath wrappers; in a bandit there is no effect."
         )
     )
 
