@@ -129,7 +129,7 @@ def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> No
             print("closing", flush=True)
             deliveries.close(600.0)
         except KeyboardInterrupt:
-            assert [sink.goes_on for sink in deliveries.close().sinks] == [True]
+            assert [sink.goes_on for sink in deliveries.close(1.0).sinks] == [True]
             print("interrupted", flush=True)
     """
     process = script(tmp_path, last_lines)

@@ -28,6 +28,7 @@ def failure(run_dir: Path) -> Mapping[str, str]:
     return event.data
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path) -> None:
     """Nobody is left to close anything: the process that feeds the sinks does it."""
     run_dir = tmp_path / "killed"
