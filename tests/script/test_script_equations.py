@@ -12,9 +12,11 @@ from test_script_runs import SCRIPTS, python, with_telemetry
 from torch import Tensor, nn
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
-from esper_telemetry.adapters.script.variables import RolloutFinder, Variables, find_minibatch, find_ratio
+from esper_telemetry.adapters.script.rollouts import RolloutFinder
+from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.updates.data import UpdateData
@@ -142,9 +144,8 @@ class Minibatch:
 
     def terms(self, started: Tensor) -> tuple[list[str], dict[str, float], Tensor]:
         """Names of the terms, their weights, and the sum of their weighted gradients."""
-        ratio = find_ratio(self.variables)
-        assert ratio is not None
-        terms = loss_terms(started, self.variables, ratio, {"clip": 0.2}, self.parameters)
+        reading = read_loss(started, held=self.variables.tensors())
+        terms = loss_terms(started, reading, self.variables, self.parameters)
         assert terms is not None and all(p.grad is None for p in self.parameters)
         gradients, weights = terms
         return [*gradients], dict(weights), torch.stack([weights[name] * g for name, g in gradients.items()]).sum(0)
@@ -165,8 +166,9 @@ def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_h
 
     names, weights, total = minibatch.terms(minibatch.loss / 4)
 
-    assert (names, weights) == (["policy", "value", "entropy"], {"policy": 1.0, "value": weight, "entropy": 0.01})
-    assert torch.allclose(total, minibatch.backward().double(), atol=1e-7)
+    assert names == ["policy", "value", "entropy"]
+    assert [4 * one for one in weights.values()] == pytest.approx([1.0, weight, 0.01])
+    assert torch.allclose(4 * total, minibatch.backward().double(), atol=1e-7)
 
 
 def test_a_loss_with_other_terms_is_taken_as_a_whole() -> None:
@@ -207,19 +209,10 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     assert rollout.log_probs.shape == (3, 1)
     assert rollout.ended.flatten().tolist() == [False, True, False]
     assert rollout.next_values.flatten().tolist() == [5, 0, 7]
-    assert finder.actions is not None and finder.actions.shape == (3, 1, 1)
-    assert finder.observations is not None and finder.observations.shape == (3, 1, 2)
+    actions, observations = finder.actions(None), finder.observations(None)
+    assert actions is not None and actions.shape == (3, 1, 1)
+    assert observations is not None and observations.shape == (3, 1, 2)
     assert RolloutFinder(Variables([columns])).rollout() is None
-
-
-def test_columns_of_a_minibatch_are_found_by_a_slice_that_says_nothing_of_their_rows() -> None:
-    columns = {"index": slice(2, 4), "adv": torch.arange(6.0).unsqueeze(1), "td_target": torch.arange(6.0) + 10}
-
-    minibatch = find_minibatch(Variables([columns]), 2)
-
-    assert minibatch.advantages is not None and minibatch.advantages.tolist() == [2, 3]
-    assert minibatch.returns is not None and minibatch.returns.tolist() == [12, 13]
-    assert minibatch.rows is None
 
 
 def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:

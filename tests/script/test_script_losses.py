@@ -31,7 +31,7 @@ def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
         ("min", {"policy_loss": {"optimistic"}}),
         pytest.param("sign", {"policy_loss": {"sign"}}, marks=pytest.mark.slow),
         pytest.param("broadcast", {"value_loss": {"broadcast"}}, marks=pytest.mark.slow),
-        ("bonus", {"total_loss": {"entropy_sign"}}),
+        ("bonus", {"entropy_loss": {"sign"}}),
         pytest.param("sample", {"entropy_loss": {"sample"}}, marks=pytest.mark.slow),
         pytest.param("replace", {"minibatches": {"with_replacement"}}, marks=pytest.mark.slow),
         pytest.param("slice", {"minibatches": {"same_minibatch"}}, marks=pytest.mark.slow),

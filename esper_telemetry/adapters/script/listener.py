@@ -1,8 +1,9 @@
 """A script as a source of events.
 
 A script is listened to, never rewritten. An update begins with the first optimizer step after environment steps, and ends with the next
-environment step or with the script. It is read from the script's variables when its optimizer takes a step, where all of them exist.
-Telemetry begins with the first step that has a probability ratio, so that other scripts leave no trace.
+environment step or with the script. Minibatches are read from the graphs of their losses before each backward pass (`loss_graph`), the
+rollout from the script's variables (`rollouts`), and settings by their names. Telemetry begins with the first step whose loss has a
+policy's term, so that other scripts leave no trace.
 """
 
 from __future__ import annotations
@@ -17,20 +18,30 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.objective import LossReader, leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.loss_graph import LossReading, read_loss
+from esper_telemetry.adapters.script.minibatches import (
+    MinibatchQueue,
+    ScriptMinibatch,
+    losses_of,
+    without_graph,
+    zero_ratio,
+)
+from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
     DistributionLog,
     EpisodeLog,
+    EstimateLog,
     LstmLog,
     RecordedLstm,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.variables import Ratio, RolloutFinder, RolloutVariables, Variables
+from esper_telemetry.adapters.script.rollouts import SAME_NUMBER, RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import (
@@ -56,12 +67,16 @@ ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions",
 SCALARS = "scalars"
 
 
+MAX_OTHER_LOSSES = 256
+"""Losses without a policy's term after which a script is taken for one that does not train by a policy gradient."""
+
+
 class OptimizerCall(NamedTuple):
-    """An optimizer step under way."""
+    """An optimizer step under way, and the losses whose gradients it applies."""
 
     optimizer: Optimizer
     variables: Variables
-    ratio: Ratio | None
+    readings: list[LossReading]
 
 
 class ClipCall(NamedTuple):
@@ -93,6 +108,7 @@ class ScriptListener:
         self.lstm_count = 0
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
+        self.estimates = EstimateLog()
         self.environments, self.scalars = EpisodeLog(), ScalarLog()
         self._begin, self._log = begin, log
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -100,19 +116,19 @@ class ScriptListener:
         self._gamma = DEFAULT_GAMMA
         self._parameters: dict[int, str] = {}
         self._trained: dict[str, Tensor] = {}
-        self._ratio: object = None
+        self._readings: list[LossReading] = []
+        self._other_losses = 0
+        self._minibatches = MinibatchQueue()
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
-        self._losses = LossReader()
         self._facts: Mapping[str, Any] = {}
-        self._collected_values: Tensor | None = None
+        self._rollout: ScriptRollout | None = None
+        self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
-        self._shown = self._several = self._accumulates = False
-        self._passed: Callable[[], Tensor | None] = lambda: None
-        self._passed_at = -1
+        self._shown = self._several = False
         self._scales: object = None
         self._clips: list[ClipCall] = []
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
@@ -136,16 +152,16 @@ class ScriptListener:
 
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
         """An optimizer is about to take a step with the gradients that are there."""
-        ratio = names.find_ratio(variables)
+        readings, self._readings = self._readings, []
         if not self._started:
-            if ratio is None:
+            if not any(reading.policy is not None for reading in readings):
                 self.clips.clear()
                 return
-            self._start(optimizer, variables)
+            self._start(optimizer, variables, readings)
         if not self.open or self._data_of(variables) != self._collected_at:
             self.end_update()
-            self._begin_update(variables)
-        self._call = OptimizerCall(optimizer, variables, ratio)
+            self._begin_update(variables, readings)
+        self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
@@ -159,23 +175,38 @@ class ScriptListener:
             self._emit_gradients(optimizer)
 
     def before_backward(self, loss: Tensor) -> None:
-        """A backward pass is about to begin: show a sample the minibatch's objective, with gradients of the script's graph."""
-        self._find_accumulation()
-        if not self.hooks.wants(MinibatchObjective):
+        """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective."""
+        if not self._started and self._other_losses > MAX_OTHER_LOSSES:
             return
-        optimizer, variables = self._optimizer_of(loss), names.calling_variables()
+        variables = names.calling_variables()
+        log_probs, entropies = self.distributions.take_graphs()
+        held = [*variables.tensors(), *log_probs, *entropies]
+        reading = read_loss(loss, held=held, entropies=entropies) if loss.requires_grad else None
+        if reading is not None:
+            self._readings.append(without_graph(reading))
+        elif not self._started:
+            self._other_losses += 1
+        if self._started and reading is not None and self._data_of(variables) != self._collected_at:
+            self.end_update()
+            self._begin_update(variables, self._readings)
+        if self.open and self.hooks.wants(MinibatchObjective):
+            self._announce(loss, reading, variables)
+
+    def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables) -> None:
+        """Show a sample the objective of a minibatch, with gradients of the script's graph."""
+        optimizer = self._optimizer_of(loss)
         if self._announced is not None:
             if optimizer is self._announced or not self._several:
                 # of several passes none is that of the whole loss: a second announcement ends the check
                 self._emit_objective(self._announced, variables)
             return
-        ratio = names.find_ratio(variables)
-        if optimizer is None or ((ratio is None or ratio.source is self._ratio) and not self._several):
+        if optimizer is None or ((reading is None or reading.policy is None) and not self._several):
             return
         self._announced = optimizer
-        more = left_out(variables, _parameters_of(optimizer)) if self.updates else {}
+        others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
+        more = left_out(variables, _parameters_of(optimizer), others) if self.updates else {}
         parameters = list(self._named_parameters(optimizer).values())
-        terms = partial(loss_terms, loss, variables, ratio, self._facts, parameters)
+        terms = partial(loss_terms, loss, reading, variables, parameters)
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
         self._scales = variables.find(
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
@@ -186,13 +217,6 @@ class ScriptListener:
         leaves = {id(leaf) for leaf in leaves_of(loss)}
         optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
         return optimizers[0] if len(optimizers) == 1 else None
-
-    def _find_accumulation(self) -> None:
-        """Look in the first update for steps with the gradients of several minibatches, whose rows the variables do not show together."""
-        ratio = None if self.updates or self._accumulates else names.find_ratio(names.calling_variables())
-        if ratio is not None and isinstance(ratio.source, Tensor):
-            self._accumulates = self._step == self._passed_at and self._passed() is not ratio.source
-            self._passed, self._passed_at = weakref.ref(ratio.source), self._step
 
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
@@ -259,11 +283,9 @@ class ScriptListener:
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
-        if call.ratio is not None and call.ratio.source is not self._ratio:
-            self._ratio = call.ratio.source
-            self._emit_minibatch(call.variables, call.ratio.log_ratio)
-        else:
-            self._losses.pass_over(call.variables)
+        for reading in call.readings:
+            self._add_reading(reading, call.variables)
+        self._emit_minibatches()
         self._step += 1
         self._gradient_step += 1
 
@@ -271,6 +293,7 @@ class ScriptListener:
         """The environments go on, or the script is over; nothing happens between updates."""
         if not self.open:
             return
+        self._emit_minibatches(all_of_them=True)
         self.open = False
         self.updates += 1
         scalars = self.scalars.take()
@@ -289,11 +312,18 @@ class ScriptListener:
             )
         )
 
-    def _start(self, optimizer: Optimizer, variables: Variables) -> None:
+    def after_env_step(self, env: Any, result: Any, action: Any) -> None:
+        """The script has taken a step of an environment."""
+        if self.environments.includes(env):
+            self.environments.after_step(env, result, action)
+            self.distributions.after_env_step()
+
+    def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True
         self._begin(self)
+        variables = variables.with_constants(names.source_constants())
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
-        facts = settings.find_facts(variables, self.clips.max_norm)
+        facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
         facts.update(settings.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
         facts[UNCHECKED_FACT] = settings.unchecked_equations(facts)
@@ -309,25 +339,34 @@ class ScriptListener:
         """Identify the data that are learned from, where no environment step came between: by the steps, else the script's counter."""
         return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
 
-    def _begin_update(self, variables: Variables) -> None:
+    def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
         self.open, self._step = True, 0
         self._collected_at = self._data_of(variables)
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        ends = self.environments.ends()
-        finder = names.RolloutFinder(variables, None if ends is None else ends.ended)
-        rollout = finder.rollout()
+        ends, first = self.environments.ends(), _joined(readings)
+        finder = RolloutFinder(
+            variables,
+            None if ends is None else ends.ended,
+            paid=self.environments.rewards(),
+            limits=None if ends is None else ends.time_limits,
+            reading=first,
+            estimates=self.estimates.take(),
+        )
+        rollout = finder.rollout(self._facts.get("gamma"))
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
-        actions = self._actions_of(finder)
+        actions = self._actions_of(finder, None if first is None else first.inputs)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._collected_values = None if rollout is None else rollout.values.reshape(-1)
+        self._rollout = rollout
+        columns = ("log_probs", "returns", "values", "advantages")
+        self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in columns})
         lstm = self.lstm.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -335,10 +374,10 @@ class ScriptListener:
             limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
             self._emit_rollout(rollout, actions, lstm, limits)
 
-    def _actions_of(self, finder: RolloutFinder) -> RolloutActions | None:
+    def _actions_of(self, finder: RolloutFinder, inputs: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
         heads = self.distributions.take_rollout(finder.steps, finder.envs)
-        actions, log_probs, ended = finder.actions, finder.log_probs, finder.ended
+        actions, log_probs, ended = finder.actions(self.distributions.chosen), finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
@@ -353,28 +392,31 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            transitions=self.environments.transitions(finder.observations, actions),
+            transitions=self.environments.transitions(finder.observations(inputs), actions),
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 
     def _emit_rollout(
         self,
-        rollout: RolloutVariables,
+        rollout: ScriptRollout,
         actions: RolloutActions | None,
         lstm: RecordedLstm | None,
         time_limits: Tensor | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
+        ended, limits = rollout.ended, None if time_limits is None else time_limits.to(rollout.ended.device)
+        shown = rollout._asdict()
+        bootstraps = shown.pop("bootstraps")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
                 env_step=self._env_step,
-                terminated=rollout.ended,
-                time_limits=None if time_limits is None else time_limits.to(rollout.ended.device),
+                terminated=ended & ~limits if bootstraps and limits is not None else ended,
+                time_limits=None if bootstraps else limits,
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
-                **{**rollout._asdict(), **{name: getattr(actions, name) for name in columns}},
+                **{**shown, **{name: getattr(actions, name) for name in columns}},
             )
         )
         self.findings[ROLLOUTS] = None
@@ -384,25 +426,62 @@ class ScriptListener:
                 states = lstm.states[:, 0, :, : lstm.inputs.shape[1]]
                 self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
 
-    def _emit_minibatch(self, variables: Variables, log_ratio: Tensor) -> None:
-        rows = log_ratio.numel()
-        minibatch, heads = names.find_minibatch(variables, rows), self.distributions.take_minibatch(rows)
-        if minibatch.advantages is None:
+    def _add_reading(self, reading: LossReading, variables: Variables) -> None:
+        """Add a loss to the minibatches of the update."""
+        policy = reading.policy
+        if policy is None:
+            if reading.value is not None:
+                self._minibatches.add_value(reading.value)
             return
-        places, values = minibatch.rows, self._collected_values
-        if minibatch.old_values is None and places is not None and values is not None and places.max() < len(values):
-            minibatch = minibatch._replace(old_values=values[places.to(values.device)])
-        if self._accumulates:
-            minibatch = minibatch._replace(rows=None)
+        count = len(policy.advantages)
+        heads = self.distributions.take_minibatch(count)
+        if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
+            heads = HeadColumns(logits={head_names(1)[0]: reading.logits})
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        losses = self._losses.read(variables, minibatch, heads)
-        if losses:
-            self.findings[LOSSES] = None
-        self.hooks.emit(
-            MinibatchEnd(self._epoch, self._step, log_ratio, losses=losses, **minibatch._asdict(), **heads._asdict())
+        self._minibatches.add(
+            ScriptMinibatch(
+                epoch=self._epoch,
+                step=self._step,
+                policy=policy,
+                value=reading.value,
+                entropy=reading.entropy,
+                total=reading.total if reading.complete and reading.value is not None else None,
+                heads=heads,
+                rows=names.find_rows(variables, count),
+            )
         )
+
+    def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
+        """Emit the minibatches of which all losses are known."""
+        weights = {name: self._facts.get(f"{name}_coef") for name in ("value", "entropy")} | self._coefficients
+        for minibatch in self._minibatches.take(all_of_them=all_of_them):
+            losses = losses_of(minibatch, {name: weight for name, weight in weights.items() if weight is not None})
+            if losses:
+                self.findings[LOSSES] = None
+            value, rollout = minibatch.value, self._rollout
+            rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
+            returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
+            if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
+                places = rows.to(rollout.values.device)
+                old_values = rollout.values.reshape(-1)[places]
+                returns = _unrounded(returns, rollout.returns.reshape(-1)[places])
+            self.hooks.emit(
+                MinibatchEnd(
+                    epoch=minibatch.epoch,
+                    step=minibatch.step,
+                    log_ratio=zero_ratio(minibatch),
+                    advantages=minibatch.policy.advantages,
+                    values=None if value is None else value.values,
+                    old_values=old_values,
+                    returns=returns,
+                    losses=losses,
+                    valid=minibatch.policy.valid,
+                    rows=rows,
+                    **minibatch.heads._asdict(),
+                )
+            )
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""
@@ -415,3 +494,18 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _joined(readings: Sequence[LossReading]) -> LossReading | None:
+    """The losses of the first step of an update as one reading."""
+    policy = next((one for one in readings if one.policy is not None), None)
+    value = next((one.value for one in readings if one.value is not None), None)
+    return None if policy is None else policy._replace(value=value)
+
+
+def _unrounded(column: Tensor | None, stored: Tensor) -> Tensor | None:
+    """The stored numbers, where those of a loss, which were recomputed, are the same up to rounding."""
+    if column is None or len(column) != len(stored):
+        return column
+    limit = SAME_NUMBER * float(stored.abs().max())
+    return stored.to(column) if float((column - stored.to(column)).abs().max()) <= limit else column

@@ -28,6 +28,12 @@ MAX_DISTRIBUTIONS = 64
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
 """Entries of the distributions of one rollout that are recorded."""
 
+MAX_ESTIMATES = 8
+"""Outputs of layers with one unit that are kept."""
+
+MIN_ESTIMATE_ROWS, MAX_ESTIMATE_ROWS = 32, 1 << 18
+"""Rows of such outputs, as of a whole rollout."""
+
 MAX_GATE_ENVS = 4
 """Environments whose LSTM inputs are recorded, for the gates."""
 
@@ -48,40 +54,74 @@ EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_rew
 
 
 class DistributionLog:
-    """Records the script's distributions; those of a rollout are made without gradients, those of a minibatch with them."""
+    """Records what the script asks its distributions for. What is followed by a step of the environments belongs to the rollout, what has a
+    graph before a loss to the minibatch.
+    """
 
     def __init__(self) -> None:
         self._rollout: list[HeadColumns] = []
-        self._minibatch: list[HeadColumns] = []
+        self._recent: deque[tuple[HeadColumns, bool]] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._chosen: Tensor | None = None
+        self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entries = 0
 
-    def add(self, distribution: Any) -> None:
-        """Record a distribution over rows that is asked for a log-probability; others are passed over."""
+    def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
+        """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
+        if log_probs.requires_grad:
+            self._returned.append(log_probs)
+            self._chosen = actions.detach() if isinstance(actions, Tensor) else None
+        if not hasattr(distribution, "logits") and not hasattr(distribution, "stddev"):
+            return
         columns = head_columns({"": distribution})
         parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
-        if parameters[0].dim() < 2:
+        if parameters[0].dim() < 1:
             return
-        columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] too
+        columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
         if columns.logits:  # masked actions have a large negative finite logit
             columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
-        if torch.is_grad_enabled():
-            self._minibatch = [*self._minibatch[-MAX_DISTRIBUTIONS:], columns]
-            return
-        self._entries += sum(part.numel() for part in parameters)
-        if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-            self._rollout.append(columns)
+        self._recent.append((columns, torch.is_grad_enabled()))
+
+    def add_entropy(self, entropies: Tensor) -> None:
+        """Record entropies that a distribution has returned."""
+        if entropies.requires_grad:
+            self._entropies.append(entropies)
+
+    def after_env_step(self) -> None:
+        """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
+        for columns, _ in self._recent:
+            self._entries += sum(part.numel() for column in columns for part in column.values())
+            if self._entries <= MAX_DISTRIBUTION_ENTRIES:
+                self._rollout.append(columns)
+        self._recent.clear()
+        self._returned.clear()
+        self._entropies.clear()
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
+        return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
+
+    def take_graphs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the log-probabilities and the entropies with a graph that were recorded since the last call."""
+        taken = list(self._returned), list(self._entropies)
+        self._returned.clear()
+        self._entropies.clear()
+        return taken
 
     def take_minibatch(self, rows: int) -> HeadColumns:
         """Return the heads of a minibatch of so many rows, recorded since the last call; empty where they do not fit it."""
-        columns, self._minibatch = [head for head in self._minibatch if _rows(head) == rows], []
-        return _merge(columns)
+        columns = [_as_rows(head, rows) for head, with_graph in self._recent if with_graph]
+        self._recent.clear()
+        return _merge([head for head in columns if _rows(head) == rows])
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
-        heads, self._rollout = self._rollout, []
+        heads, self._rollout = [_as_rows(head, envs) for head in self._rollout], []
         complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
-        if complete and heads and all(_rows(head) == steps * envs != envs for head in heads):  # in one call each
-            return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in heads])
+        whole = [head for head, with_graph in self._recent if not with_graph]
+        if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):
+            return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in whole])
         count = len(heads) // steps if steps else 0
         series = [heads[place : steps * count : count] for place in range(count)]
         shapes = [{tuple(column.shape) for part in head for column in part.values()} for head in heads[: steps * count]]
@@ -89,6 +129,12 @@ class DistributionLog:
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
             return HeadColumns()
         return _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:
+    """The same with one number in each of so many rows, where a Gaussian was given them as one row."""
+    alone = _rows(columns) == 1 != rows and bool(columns.means) and next(iter(columns.means.values())).shape[1] == rows
+    return columns.map(lambda column: column.reshape(rows, 1)) if alone else columns
 
 
 def _rows(columns: HeadColumns) -> int:
@@ -104,6 +150,24 @@ def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
             for column in own.values():
                 part[name] = column
     return HeadColumns(*merged)
+
+
+class EstimateLog:
+    """Keeps the last outputs of layers with one unit, as a critic's: scripts drop them when they have their targets."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
+
+    def add(self, output: Tensor) -> None:
+        """Record an output [..., 1] of many rows."""
+        if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
+            self._outputs.append(output.detach())
+
+    def take(self) -> list[Tensor]:
+        """Return the outputs since the last call."""
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
 
 
 class RecordedLstm(NamedTuple):
@@ -201,9 +265,16 @@ class ClipLog:
 
 
 class _Running:
-    """Return and length of the episodes under way in one environment, or in several that step together."""
+    """Return and length of the episodes under way in one environment, or in several that step together.
 
-    def __init__(self, size: int) -> None:
+    Attributes:
+        index: number of the environment, in the order in which they were stepped first.
+        last_call: number of its last step since the rollout began; None where there is none.
+    """
+
+    def __init__(self, size: int, index: int) -> None:
+        self.index = index
+        self.last_call: int | None = None
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
         self.over = np.zeros(size, dtype=bool)
@@ -231,81 +302,115 @@ class RecordedEnds(NamedTuple):
     time_limits: Tensor
 
 
+class CallOrder(NamedTuple):
+    """Places of calls of environments in a rollout of T steps of B environments: the step and the first environment of each call."""
+
+    steps: int
+    envs: int
+    places: list[tuple[int, int]]
+
+    def grid(self, rows: Sequence[Any]) -> Any:
+        """Return the rows of each call, [b, ...], as [T, B, ...]; None where they differ in shape."""
+        if any(one is None or one.shape[1:] != rows[0].shape[1:] for one in rows):
+            return None
+        table = np.zeros((self.steps, self.envs, *rows[0].shape[1:]), dtype=rows[0].dtype)
+        for (step, env), one in zip(self.places, rows, strict=True):
+            table[step, env : env + len(one)] = one
+        return table
+
+
 class TransitionLog:
     """Copies what the steps of a script's environments returned and received, in the entries of which checksums are taken."""
 
     def __init__(self) -> None:
         self.clear()
 
-    def bounds(self, actions: Tensor, space: Any) -> Tensor | None:
-        """Return the bounds [2, D] of a space of vectors, where the environments received the stored actions [T, B, D], one of both perhaps
-        cut there; None where something else happens to actions on their way.
-        """
-        if getattr(space, "low", None) is None or not np.isfinite([space.low, space.high]).all():
-            return None
-        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
-        sent, received = actions.detach().cpu().double().numpy(), self._received
-        if len(received) != len(sent) or any(one is None or one.shape != sent.shape[1:] for one in received):
-            return None
-        arrived = np.stack(received)
-        if len(low) != sent.shape[-1] or not any(
-            np.allclose(*pair, atol=1e-6)
-            for pair in ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
-        ):
-            return None
-        return torch.from_numpy(np.stack([low, high]))
-
     def clear(self) -> None:
         """Forget all steps."""
         self._entries = 0
+        self._complete = True
         self._returned: list[Any] = []
-        self._rewards: list[Any] = []
         self._received: list[Any] = []
         self._finals: list[tuple[int, int, Any]] = []
+        self._resets: dict[int, Any] = {}
 
     def add(self, action: Any, result: Any, ended: Any) -> None:
         """Record a step of B environments, whose flags `ended` are [B]; one whose observations are no arrays of numbers is left out."""
-        returned, rewards, *_, infos = result
+        returned, *_, infos = result
         envs = len(ended)
         rows = _rows_of(returned, envs)
-        if rows is None or self._entries + rows.size > MAX_STEP_ENTRIES:
+        self._complete = self._complete and rows is not None and self._entries + rows.size <= MAX_STEP_ENTRIES
+        if not self._complete or rows is None:
             return
         self._entries += rows.size
         finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
         for place in np.flatnonzero(ended) if len(finals) == envs else ():
             final = _rows_of(finals[place], 1)
             if final is not None and final.shape[1] == rows.shape[1]:
-                self._finals.append((len(self._rewards), int(place), final[0]))
+                self._finals.append((len(self._returned), int(place), final[0]))
         self._returned.append(rows)
-        self._rewards.append(np.array(rewards, dtype=np.float64).reshape(envs))
         self._received.append(_rows_of(action, envs))
 
-    def beside(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
+    def reset(self, call: int, observations: Any) -> None:
+        """Record what a single environment returned when it was reset after that call: the observation to be acted on next."""
+        rows = _rows_of(observations, 1)
+        if rows is not None and call < len(self._returned) and rows.shape == self._returned[call].shape:
+            self._resets[call] = rows
+
+    def bounds(self, actions: Tensor, space: Any, order: CallOrder) -> Tensor | None:
+        """Return the bounds [2, D] of a space of vectors, where the environments received the stored actions [T, B, D], one of both perhaps
+        cut there; None where something else happens to actions on their way.
+        """
+        if getattr(space, "low", None) is None or not np.isfinite([space.low, space.high]).all():
+            return None
+        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
+        sent, arrived = actions.detach().cpu().double().numpy(), self._arrived(order)
+        if arrived is None or arrived.shape != sent.shape or len(low) != sent.shape[-1]:
+            return None
+        if not any(
+            np.allclose(*pair, atol=1e-6)
+            for pair in ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
+        ):
+            return None
+        return torch.from_numpy(np.stack([low, high]))
+
+    def beside(self, stored: Tensor, actions: Tensor | None, order: CallOrder, rewards: Tensor) -> Transitions | None:
         """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None where these are of another shape."""
-        returned, received = self._returned, self._received
-        if len(returned) != len(stored) or any(rows.shape != returned[0].shape for rows in returned):
-            return None
         observations = stored.detach().cpu()
-        outcomes = torch.from_numpy(np.stack(returned)).to(observations.dtype)
         size = observations[0, 0].numel()
-        if outcomes.shape != (*stored.shape[:2], len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES)))):
+        if not self._complete or len(self._returned) != len(order.places):
             return None
+        next_rows = [self._resets.get(call, rows) for call, rows in enumerate(self._returned)]
+        next_table = order.grid(next_rows)
+        if next_table is None or next_table.shape != (
+            *stored.shape[:2],
+            len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES))),
+        ):
+            return None
+        outcomes = torch.from_numpy(next_table).to(observations.dtype)
         ends = torch.full(outcomes.shape[:2], torch.nan, dtype=torch.float64)
-        for step, place, final in self._finals:
-            ends[step, place] = checksums(torch.from_numpy(final).to(observations.dtype).reshape(1, 1, -1))[0, 0]
+        finals = [*self._finals, *((call, 0, self._returned[call][0]) for call in self._resets)]
+        for call, place, final in finals:
+            step, env = order.places[call]
+            row = torch.from_numpy(final).to(observations.dtype).reshape(1, 1, -1)
+            ends[step, env + place] = checksums(row)[0, 0]
         sent = None if actions is None else actions.detach().cpu().double().reshape(*ends.shape, -1)
-        arrived = None
-        if sent is not None and all(action is not None and action.shape == sent.shape[1:] for action in received):
-            arrived = torch.from_numpy(np.stack(received))
+        arrived = self._arrived(order)
+        if sent is None or arrived is None or arrived.shape != tuple(sent.shape):
+            sent = arrived = None
         return Transitions(
             inputs=checksums(observations),
             outcomes=checksums(outcomes),
             finals=ends,
-            rewards=torch.from_numpy(np.stack(self._rewards)),
+            rewards=rewards,
             informative=informative(observations),
-            sent=None if sent is None or arrived is None else checksums(sent),
-            received=None if arrived is None else checksums(arrived.double()),
+            sent=None if sent is None else checksums(sent),
+            received=None if arrived is None else checksums(torch.from_numpy(arrived).double()),
         )
+
+    def _arrived(self, order: CallOrder) -> Any:
+        received = self._received
+        return order.grid(received) if len(received) == len(order.places) else None
 
 
 def _rows_of(value: Any, envs: int) -> Any:
@@ -326,46 +431,53 @@ class EpisodeLog:
         steps: environment steps so far.
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
+        inside: a step of an environment is under way.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.inside = False
         self.hidden = False
         self.closed = False
-        self._seconds = 0.0
+        self._seconds = self._began = 0.0
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
-        self._ends: deque[Any] = deque(maxlen=MAX_END_STEPS)
+        self._ends: list[Any] = []
+        self._rewards: list[Any] = []
+        self._stepped: list[int] = []
         self._transitions = TransitionLog()
         self._calls = 0
-        self._depth = 0
         self._reported = False
 
-    def enter(self) -> float:
-        """A call into an environment begins; return the time."""
-        self._depth += 1
-        return time.perf_counter()
+    def enter(self) -> None:
+        """A call into an environment begins."""
+        self.inside, self._began = True, time.perf_counter()
 
-    def leave(self, began: float) -> bool:
-        """It ends; return True for the script's own call, False for that of an environment around it."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._seconds += time.perf_counter() - began
-        return self._depth == 0
+    def leave(self) -> None:
+        """It ends."""
+        self.inside = False
+        self._seconds += time.perf_counter() - self._began
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
         if env not in self._running and not self.closed:
-            self._running[env] = _Running(getattr(env, "num_envs", 1))
+            self._running[env] = _Running(getattr(env, "num_envs", 1), len(self._running))
         return env in self._running
 
     def after_step(self, env: Any, result: Any, action: Any = None) -> None:
-        """A step with that action returned observations, rewards, terminations, truncations and infos."""
+        """A step with that action returned observations, rewards, terminations, truncations and infos, or `done` in place of both flags."""
+        if len(result) == 4:
+            result = _with_two_flags(result)
         _, rewards, terminated, truncated, infos = result
         running = self._running[env]
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
-        self._ends.append(np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool))
-        self._transitions.add(action, result, self._ends[-1].any(0))
+        flags = np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool)
+        if len(self._ends) < MAX_END_STEPS:
+            running.last_call = len(self._ends)
+            self._ends.append(flags)
+            self._rewards.append(np.array(rewards, dtype=np.float64).reshape(flags.shape[1]))
+            self._stepped.append(running.index)
+            self._transitions.add(action, result, flags.any(0))
         self.steps += len(running.returns)
         self._calls += 1
         next_step = "NEXT_STEP" in mode or "NEXTSTEP" in mode
@@ -376,37 +488,77 @@ class EpisodeLog:
         episodes = (reported or []) if self._reported else counted
         self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
 
-    def reset(self, env: Any) -> None:
-        """Restart all episodes of an environment."""
+    def reset(self, env: Any, result: Any = None) -> None:
+        """Restart all episodes of an environment, which returned that."""
         running = self._running.get(env)
-        if running is not None:
-            running.reset()
+        if running is None:
+            return
+        running.reset()
+        if len(running.returns) == 1 and not hasattr(env, "num_envs") and running.last_call is not None:
+            self._transitions.reset(running.last_call, result[0] if isinstance(result, tuple) else result)
+
+    def order(self) -> CallOrder | None:
+        """Return the places of the calls since the last `take` in a rollout; None unless all environments took the same number of steps."""
+        if not 0 < len(self._ends) < MAX_END_STEPS:
+            return None
+        widths = {index: self._ends[call].shape[1] for call, index in enumerate(self._stepped)}
+        if any(self._ends[call].shape[1] != widths[index] for call, index in enumerate(self._stepped)):
+            return None
+        if len(widths) > 1 and set(widths.values()) != {1}:
+            return None
+        column = {index: place for place, index in enumerate(sorted(widths))}
+        counts, places = dict.fromkeys(widths, 0), []
+        for index in self._stepped:
+            places.append((counts[index], column[index]))
+            counts[index] += 1
+        if len(set(counts.values())) > 1:
+            return None
+        return CallOrder(next(iter(counts.values())), sum(widths.values()), places)
 
     def ends(self) -> RecordedEnds | None:
         """Return the ends since the last `take`; None unless these are steps of B environments that step together."""
-        one = len(self._running) == 1 and 0 < len(self._ends) < MAX_END_STEPS
-        if not one or any(flags.shape != self._ends[0].shape for flags in self._ends):
+        order = self.order()
+        if order is None:
             return None
-        terminated, truncated = torch.from_numpy(np.stack(self._ends, 1)).unbind()
+        terminated, truncated = (
+            torch.from_numpy(order.grid([flags[place] for flags in self._ends])) for place in (0, 1)
+        )
         return RecordedEnds(terminated | truncated, truncated & ~terminated)
+
+    def rewards(self) -> Tensor | None:
+        """Return the rewards since the last `take`, [T, B] float64, likewise."""
+        order = self.order()
+        return None if order is None else torch.from_numpy(order.grid(self._rewards))
 
     def transitions(self, observations: Tensor | None, actions: Tensor | None) -> Transitions | None:
         """Return the steps since the last `take` beside what the script has stored; None where they do not fit it."""
-        one = len(self._running) == 1 and observations is not None and len(self._ends) == len(observations)
-        return self._transitions.beside(observations, actions) if one and observations is not None else None
+        order, rewards = self.order(), self.rewards()
+        if order is None or rewards is None or observations is None or rewards.shape != observations.shape[:2]:
+            return None
+        return self._transitions.beside(observations, actions, order, rewards)
 
     def bounds(self, actions: Tensor | None) -> Tensor | None:
         """Return the bounds [2, D] of the actions since the last `take`; None where stored ones [T, B, D] need not be those in use."""
+        order = self.order()
         spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
-        return self._transitions.bounds(actions, spaces[0]) if len(spaces) == 1 and actions is not None else None
+        return self._transitions.bounds(actions, spaces[0], order) if spaces and actions is not None and order else None
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self._seconds
         self._finished, self._seconds, self._calls = [], 0.0, 0
-        self._ends.clear()
+        self._ends, self._rewards, self._stepped = [], [], []
+        for running in self._running.values():
+            running.last_call = None
         self._transitions.clear()
         return episodes, seconds
+
+
+def _with_two_flags(result: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """What a step of an environment of Gym before 0.26 returned, with the flags of Gymnasium."""
+    observations, rewards, done, infos = result
+    cut = bool(infos.get("TimeLimit.truncated", False)) if isinstance(infos, Mapping) else False
+    return observations, rewards, np.logical_and(done, not cut), np.logical_and(done, cut), infos
 
 
 def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:

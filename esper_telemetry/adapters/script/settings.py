@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
@@ -23,16 +24,32 @@ FACTS: Mapping[str, Aliases] = {
             "clip",
         ),
         "CLIP",
+        "clipping",
+        "policy_clip",
+        "ppo_clip",
+        "ε",
     ),
-    "gamma": ("gamma", "GAMMA", "discount"),
-    "gae_lambda": ("gae_lambda", "lam", "lambda_", "gae_lam", "lambd", "lmbda", "LAMBDA", "lambda_gae_adv"),
+    "gamma": ("gamma", "GAMMA", "discount", "discount_factor", "gam", "γ"),
+    "gae_lambda": (
+        *("gae_lambda", "lam", "lambda_", "gae_lam", "lambd", "lmbda", "LAMBDA", "lambda_gae_adv", "gae_tau", "λ"),
+        *("trace", "trace_decay", "lamda"),
+    ),
     "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
     "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
-    "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "EPOCHS", "K_epochs"),
+    "num_epochs": (
+        "update_epochs",
+        "num_epochs",
+        "n_epochs",
+        "epochs",
+        "EPOCHS",
+        "K_epochs",
+        "ppo_epoch",
+        "ppo_epochs",
+    ),
     "num_minibatches": ("num_minibatches", "n_minibatches", "MINIBATCHES"),
     "learning_rate": ("learning_rate", "lr", "LEARNING_RATE", "LR"),
-    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF"),
-    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF"),
+    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF", "value_loss_coef", "value_weight", "c_v", "c1"),
+    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF", "entropy_weight", "c_e", "c2", "entropy_beta"),
     "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
     "target_kl": ("target_kl", "TARGET_KL"),
     "env": ("env_id", "env_name", "ENV_ID", "env"),
@@ -59,8 +76,8 @@ def find_coefficients(variables: Variables) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight is not None}
 
 
-def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
-    """Return the facts that alarms read, as far as the script's settings say them."""
+def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:
+    """Return the facts that alarms read, as far as the script's settings, and its first losses, say them."""
 
     def number(value: object) -> float | int | None:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -85,8 +102,13 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     normalizes = variables.find(NORMALIZES, flag)
     if normalizes is not None:
         facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
+    for reading in readings:
+        if reading.policy is not None and reading.policy.clip is not None:
+            facts.setdefault("clip", round(reading.policy.clip, 6))
+        if reading.value is not None and reading.value.clip is not None:
+            facts["clip_value"] = round(reading.value.clip, 6)
     if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
-        facts["clip_value"] = facts["clip"]
+        facts.setdefault("clip_value", facts["clip"])
     return facts
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -122,7 +124,8 @@ class Taps:
         self._removers: list[Callable[[], None]] = []
         installers: dict[str, Callable[[Any], None]] = {
             "torch": self._tap_torch,
-            "gymnasium": self._tap_gymnasium,
+            "gymnasium": self._tap_environments,
+            "gym": self._tap_environments,
             "torch.utils.tensorboard.writer": self._tap_writer,
             "tensorboardX.writer": self._tap_writer,
             "stable_baselines3.common.base_class": self._tap_stable_baselines3,
@@ -197,8 +200,11 @@ class Taps:
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
         self._patches.replace(torch.Tensor, "backward", self._backward)
-        for kind in (torch.distributions.Categorical, torch.distributions.Normal):
-            self._patches.replace(kind, "log_prob", self._log_prob)
+        for kind in _subclasses(torch.distributions.Distribution):
+            for name, wrap in (("log_prob", self._log_prob), ("entropy", self._entropy)):
+                if name in vars(kind):
+                    self._patches.replace(kind, name, wrap)
+        self._patches.replace(torch.nn.Linear, "forward", self._linear)
         self._patches.replace(torch.nn.LSTM, "__init__", self._lstm)
         before = optimizer.register_optimizer_step_pre_hook(before_step)
         after = optimizer.register_optimizer_step_post_hook(after_step)
@@ -220,7 +226,7 @@ class Taps:
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def passed(loss: Any, *args: Any, **options: Any) -> Any:
-            if self.script is None or not self.script.open or _compiling():
+            if self.script is None or _compiling():
                 return backward(loss, *args, **options)
             self.call(lambda script: script.before_backward(loss))
             result = backward(loss, *args, **options)
@@ -232,11 +238,33 @@ class Taps:
     def _log_prob(self, log_prob: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(log_prob)
         def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
+            result = log_prob(distribution, *args, **options)
             if not _compiling():
-                self._call_briefly(lambda script: script.distributions.add(distribution))
-            return log_prob(distribution, *args, **options)
+                actions = args[0] if args else options.get("value")
+                self._call_briefly(lambda script: script.distributions.add(distribution, result, actions))
+            return result
 
         return tapped
+
+    def _entropy(self, entropy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(entropy)
+        def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
+            result = entropy(distribution, *args, **options)
+            if not _compiling():
+                self._call_briefly(lambda script: script.distributions.add_entropy(result))
+            return result
+
+        return tapped
+
+    def _linear(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def passed(layer: Any, inputs: Any) -> Any:
+            output = forward(layer, inputs)
+            if layer.out_features == 1 and not _compiling():
+                self._call_briefly(lambda script: script.estimates.add(output))
+            return output
+
+        return passed
 
     def _lstm(self, make: Callable[..., None]) -> Callable[..., None]:
         """Calls of modules are tapped from the first LSTM on, so that scripts without one pay nothing."""
@@ -259,16 +287,15 @@ class Taps:
         if script.lstm_count == 1:
             self._removers.append(register_module_forward_pre_hook(before_forward).remove)
 
-    def _tap_gymnasium(self, gymnasium: Any) -> None:
-        from gymnasium import vector
-        from gymnasium.wrappers import OrderEnforcing, TimeLimit
-
-        # environments of `gymnasium.make` have both wrappers around them
-        for kind in (*_subclasses(vector.VectorEnv), TimeLimit, OrderEnforcing):
-            self._tap_environment(kind)
-        self._patches.replace(
-            vector.VectorEnv, "__init_subclass__", functools.partial(self._subclass, vector.VectorEnv)
-        )
+    def _tap_environments(self, module: Any) -> None:
+        """Tap `step` and `reset` of all environments and wrappers of Gymnasium, or of Gym, those that the script will define too."""
+        kinds = [module.Env]
+        with suppress(ImportError):  # vector environments of some versions are no `Env`
+            kinds.append(import_module(f"{module.__name__}.vector").VectorEnv)
+        for base in kinds:
+            for kind in (base, *_subclasses(base)):
+                self._tap_environment(kind)
+            self._patches.replace(base, "__init_subclass__", functools.partial(self._subclass, base))
 
     def _tap_environment(self, kind: type) -> None:
         for name, wrap in (("step", self._step), ("reset", self._reset)):
@@ -276,7 +303,7 @@ class Taps:
                 self._patches.replace(kind, name, wrap)
 
     def _subclass(self, base: type, _: Callable[..., None]) -> Any:
-        """Tap vector environments that are defined or imported later."""
+        """Tap environments that are defined or imported later."""
 
         def begun(kind: type[Any], /, **options: Any) -> None:
             super(base, kind).__init_subclass__(**options)  # type: ignore[arg-type]  # as in a class body
@@ -287,16 +314,20 @@ class Taps:
     def _step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
-            began: list[float] = []
-            if self.script is not None and self.script.open:
+            script = self.script
+            if (
+                script is None or script.environments.inside
+            ):  # a wrapper, or a vector environment, takes the step of another one
+                return step(env, *args, **options)
+            if script.open:
                 self.call(lambda script: script.end_update())
-            self._call_briefly(lambda script: began.append(script.environments.enter()))
+            self._call_briefly(lambda script: script.environments.enter())
             try:
                 result = step(env, *args, **options)
-            except BaseException:
-                self._call_briefly(lambda script: [script.environments.leave(moment) for moment in began])
-                raise
-            self._call_briefly(lambda script: _after_step(script, env, result, began, args))
+            finally:
+                self._call_briefly(lambda script: script.environments.leave())
+            action = args[0] if args else options.get("action", options.get("actions"))
+            self._call_briefly(lambda script: script.after_env_step(env, result, action))
             return result
 
         return stepped
@@ -305,7 +336,8 @@ class Taps:
         @functools.wraps(reset)
         def began(env: Any, *args: Any, **options: Any) -> Any:
             result = reset(env, *args, **options)
-            self._call_briefly(lambda script: script.environments.reset(env))
+            if self.script is not None and not self.script.environments.inside:
+                self._call_briefly(lambda script: script.environments.reset(env, result))
             return result
 
         return began
@@ -355,13 +387,6 @@ class Taps:
             return added
 
         self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
-
-
-def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float], args: Sequence[Any]) -> None:
-    """A step of the script's own, not one that an environment around it takes."""
-    outermost = [script.environments.leave(moment) for moment in began]
-    if all(outermost) and script.environments.includes(env):
-        script.environments.after_step(env, result, args[0] if args else None)
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:

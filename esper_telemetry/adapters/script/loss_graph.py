@@ -1,0 +1,681 @@
+"""The terms of a loss, read off its graph before the backward pass, whatever the script calls its variables.
+
+A graph keeps what a backward pass needs: the ratio where it is clipped, the advantages that multiply it, the bounds of the clip, the error
+of the critic. From the loss downwards, sums, means and products with numbers are followed to the *terms*: the first operations that are not
+linear. `torch.autograd.grad` up to these terms gives their weights. It leaves `.grad`, weights and the graph as they are.
+
+Shapes: N rows of the minibatch, A actions, D action dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Node = Any
+"""A node of torch's graph; the attributes that it has depend on its operation."""
+
+MAX_NODES = 20_000
+"""Nodes of a graph that are read: a policy with memory has thousands."""
+
+MAX_VALUE_DEPTH = 16
+"""Operations from which a number is recomputed that the graph does not keep."""
+
+ROUNDING = 1e-6
+"""Relative difference up to which two numbers in single precision are the same."""
+
+MIN_SUMMED_ROWS = 4
+"""Rows above which a slope of 1 for each is that of a sum, and no weight of a mean."""
+
+VIEWS = {
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
+    *(
+        "SqueezeBackward2",
+        "UnsqueezeBackward0",
+        "CloneBackward0",
+        "AliasBackward0",
+        "ToCopyBackward0",
+        "ExpandBackward0",
+    ),
+    *("TransposeBackward0", "PermuteBackward0"),
+}
+"""Operations that change the shape of their input, and no entry."""
+
+SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
+SUMS |= {"SumBackward0", "SumBackward1", "StackBackward0", "CatBackward0", "IndexBackward0", "SelectBackward0", *VIEWS}
+"""Operations that are linear in all their inputs with a graph."""
+
+ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
+EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+
+
+class PolicyTerm(NamedTuple):
+    """The policy's term of a loss.
+
+    Attributes:
+        log_ratio: [N]; None of a policy gradient without a ratio.
+        advantages: [N], as they multiply the ratio, or the log-probability.
+        clip: range of the ratio around 1; None where none is cut.
+        loss: 0-d, without its weight; None where the graph does not keep its rows.
+        weight: of the loss.
+        valid: [N], bool: rows that count; None where every row does.
+        edge: where gradients of the log-ratio, or of the log-probability, go on.
+        log_probs: [N], of the actions now; None where the graph does not tell.
+    """
+
+    log_ratio: Tensor | None
+    advantages: Tensor
+    clip: float | None
+    loss: Tensor | None
+    weight: float
+    valid: Tensor | None
+    edge: GradientEdge
+    log_probs: Tensor | None
+
+    @property
+    def old_log_probs(self) -> Tensor | None:
+        """[N], of the actions at collection."""
+        return None if self.log_probs is None or self.log_ratio is None else self.log_probs - self.log_ratio
+
+
+class ValueTerm(NamedTuple):
+    """The critic's term of a loss.
+
+    Attributes:
+        values, returns: [N], estimates now, and their targets; `values` is None where the graph does not tell them.
+        old_values: [N], around which the values are clipped; None without a clip.
+        clip: range of the values; None without one.
+        loss: 0-d, without a weight, so that it is half the mean error squared where it is a mean of squares.
+        weight: of the loss.
+        kind: "squared" or "Huber".
+        edge: where gradients of the values go on.
+    """
+
+    values: Tensor | None
+    returns: Tensor | None
+    old_values: Tensor | None
+    clip: float | None
+    loss: Tensor | None
+    weight: float
+    kind: str
+    edge: GradientEdge
+
+
+class EntropyTerm(NamedTuple):
+    """The entropy's term of a loss.
+
+    Attributes:
+        entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
+        loss: 0-d, the negative mean over rows, without its weight.
+        weight: of the loss; negative where entropy is punished.
+        edge: where gradients of the entropies go on; of their negatives where `negated`.
+    """
+
+    entropies: Tensor
+    loss: Tensor
+    weight: float
+    edge: GradientEdge
+    negated: bool = False
+
+
+class LossReading(NamedTuple):
+    """The terms of a loss.
+
+    Attributes:
+        total: 0-d, the loss itself.
+        complete: there is no other term.
+        inputs: [N, ...], the network's inputs in these rows; None where the graph does not keep them.
+        logits: [N, A], of a policy that computes its log-probabilities itself.
+        actions: [N], that it takes them of.
+    """
+
+    policy: PolicyTerm | None
+    value: ValueTerm | None
+    entropy: EntropyTerm | None
+    total: Tensor
+    complete: bool
+    inputs: Tensor | None = None
+    logits: Tensor | None = None
+    actions: Tensor | None = None
+
+
+class _Product(NamedTuple):
+    """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, and the clip between both."""
+
+    factor: Tensor
+    node: Node
+    clip: float | None
+    is_ratio: bool
+
+
+class _Error(NamedTuple):
+    """Differences of values and targets: the node of the values, both columns as far as they are known, and the clip."""
+
+    node: Node
+    values: Tensor | None
+    returns: Tensor | None
+    old_values: Tensor | None
+    clip: float | None
+    kind: str
+
+
+def read_loss(loss: Tensor, *, held: Iterable[Tensor] = (), entropies: Iterable[Tensor] = ()) -> LossReading | None:
+    """Return the terms of a loss that a backward pass is about to begin with; None where it has none of a policy or a critic.
+
+    Args:
+        loss: 0-d, with its graph.
+        held: tensors of the script, which show numbers that the graph does not keep.
+        entropies: that its distributions have returned.
+    """
+    if loss.grad_fn is None or loss.numel() != 1 or loss._backward_hooks:
+        return None
+    try:
+        return _LossReader(loss, held, entropies).read()
+    except (RuntimeError, AttributeError):  # tensors that were changed in place; operations with other attributes
+        return None
+
+
+class _LossReader:
+    def __init__(self, loss: Tensor, held: Iterable[Tensor], entropies: Iterable[Tensor]) -> None:
+        held = list(held)
+        self.loss = loss
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
+        self._walk()
+        self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
+        self.columns = [one.reshape(-1) for one in held if not one.requires_grad and one.numel() > 1]
+        self.entropies = {one.grad_fn: one.detach() for one in entropies if one.grad_fn in self.consumers}
+
+    def _walk(self) -> None:
+        waiting = [self.loss.grad_fn]
+        while waiting and len(self.consumers) < MAX_NODES:
+            node = waiting.pop()
+            for place, child in enumerate(_children(node)):
+                if child is None:
+                    continue
+                if child not in self.consumers:
+                    self.consumers[child] = []
+                    waiting.append(child)
+                self.consumers[child].append((node, place))
+
+    def read(self) -> LossReading | None:
+        """Return the terms; None where there is none of a policy or a critic."""
+        terms = list(dict.fromkeys(self._terms(self.loss.grad_fn)))
+        edges = [GradientEdge(node, number) for node, number in terms]
+        gradients = torch.autograd.grad(self.loss, edges, retain_graph=True, allow_unused=True) if terms else ()
+        policy: PolicyTerm | None = None
+        value: ValueTerm | None = None
+        entropy: EntropyTerm | None = None
+        others = 0
+        for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
+            if gradient is None:
+                continue
+            term = self._entropy(node, gradient) or self._policy(node, gradient) or self._value(node, gradient)
+            if isinstance(term, PolicyTerm) and policy is None:
+                policy = term
+            elif isinstance(term, ValueTerm) and value is None:
+                value = term
+            elif isinstance(term, EntropyTerm) and entropy is None:
+                entropy = term
+            elif bool(self._own_gradient(place, edges, gradients).any()):
+                others += 1
+        if policy is None and value is None:
+            return None
+        logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
+        if entropy is not None and policy is not None:  # of several choices in a row the entropy is the sum
+            choices = max(1, entropy.entropies.numel() // len(policy.advantages))
+            entropy = entropy._replace(weight=entropy.weight / choices, loss=entropy.loss * choices)
+        return LossReading(
+            policy=policy,
+            value=value,
+            entropy=entropy,
+            total=self.loss.detach().reshape(()),
+            complete=not others,
+            inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
+            logits=logits,
+            actions=actions,
+        )
+
+    def _own_gradient(self, place: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradient of the loss with respect to a term without what comes through the other terms, which may lie above it."""
+        others = [
+            (edge, gradient)
+            for other, (edge, gradient) in enumerate(zip(edges, gradients, strict=True))
+            if other != place and gradient is not None and edges[place].node in self._below(edge.node)
+        ]
+        own = gradients[place]
+        assert own is not None
+        if not others:
+            return own
+        above, slopes = zip(*others, strict=True)
+        (through,) = torch.autograd.grad(above, [edges[place]], slopes, retain_graph=True, allow_unused=True)
+        if through is None:
+            return own
+        rest = own - through
+        return rest if float(rest.abs().max()) > ROUNDING * float(own.abs().max()) else torch.zeros_like(own)
+
+    def _terms(self, node: Node, number: int = 0) -> Iterator[tuple[Node, int]]:
+        """Yield the first operations below that are not linear, with the number of their output."""
+        waiting, visited = [(node, number)], set[Node]()
+        while waiting:
+            node, number = waiting.pop()
+            if node in visited:
+                continue
+            visited.add(node)
+            if node not in self.entropies and (_kind(node) in SUMS or _is_scaling(node)):
+                waiting += [(child, place) for child, place in node.next_functions if child is not None]
+            else:
+                yield node, number
+
+    # the policy
+
+    def _policy(self, node: Node, gradient: Tensor) -> PolicyTerm | None:
+        products = list(self._products(node))
+        if not products:
+            return None
+        plain = next((one for one in products if one.clip is None), products[0])
+        clip = next((one.clip for one in products if one.clip is not None), None)
+        factor = plain.factor
+        weight, valid, reduced = _reduction(gradient)
+        number = self.value(plain.node)
+        if number is None or number.numel() != factor.numel():
+            return None
+        negated = self._is_negated(node, factor, gradient)
+        rows = self.value(node)
+        if _is_sum(gradient):
+            weight = 1.0
+        loss = None if rows is None or not weight else (rows * gradient).sum() / weight
+        flat = number.reshape(-1)
+        return PolicyTerm(
+            log_ratio=flat.log() if plain.is_ratio else None,
+            advantages=(-factor if negated else factor).reshape(-1),
+            clip=clip,
+            loss=loss,
+            weight=weight,
+            valid=valid if reduced else None,
+            edge=GradientEdge(plain.node, 0),
+            log_probs=self._log_probs(plain.node) if plain.is_ratio else flat,
+        )
+
+    def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor) -> bool:
+        """Return True where a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
+        that is not clipped are subtracted.
+        """
+        for sign in (False, True):
+            own = -factor.reshape(-1) if sign else factor.reshape(-1)
+            if any(torch.equal(own, one) for one in self.columns if len(one) == len(own)):
+                return sign
+        if _kind(node) in EXTREMES:
+            return _kind(node) == "MaximumBackward0"
+        return float(gradient.sum()) > 0
+
+    def _products(self, node: Node) -> Iterator[_Product]:
+        """Yield the products of advantages and ratios in a term."""
+        waiting, visited = [node], set[Node]()
+        while waiting:
+            node = self._through_views(waiting.pop())
+            if node in visited:
+                continue
+            visited.add(node)
+            product = self._product(node)
+            if product is not None:
+                yield product
+            elif _kind(node) in EXTREMES | SUMS | {"WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}:
+                waiting += [child for child in _children(node) if child is not None]
+
+    def _product(self, node: Node) -> _Product | None:
+        if _kind(node) != "MulBackward0":
+            return None
+        children = _children(node)
+        for place in (0, 1):
+            child, other = children[place], children[1 - place]
+            factor = node._saved_other if place == 0 else node._saved_self
+            if child is None or factor is None:
+                continue
+            inner, clip = self._unclipped(self._through_views(child))
+            is_ratio = clip is not None or _is_ratio(inner)
+            if other is not None and (not is_ratio or other in self._below(inner)):
+                continue  # both have a graph: an entropy, unless advantages were not detached
+            if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
+                return _Product(factor.detach(), inner, clip, is_ratio)
+        return None
+
+    def _unclipped(self, node: Node) -> tuple[Node, float | None]:
+        """Return what is cut to a range around 1, with half of that range; the node itself where nothing is."""
+        if _kind(node) not in ("ClampBackward0", "ClampBackward1"):
+            return node, None
+        low, high = _number(node._saved_min), _number(node._saved_max)
+        if low is None or high is None or not 0 <= low < 1 < high:
+            return node, None
+        return self._through_views(_children(node)[0]), max(high - 1, 1 - low)
+
+    def _is_log_prob(self, node: Node) -> bool:
+        """Return True for log-probabilities of actions: chosen from logarithms, or returned by a distribution."""
+        kinds = {_kind(one) for one in self._below(node)}
+        return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
+
+    def _log_probs(self, ratio: Node) -> Tensor | None:
+        """Log-probabilities now [N], below a ratio that is the exponential of a difference."""
+        below = self._through_views(_children(ratio)[0])
+        if _kind(ratio) == "ExpBackward0" and _kind(below) == "SubBackward0" and _children(below)[0] is not None:
+            number = self.value(_children(below)[0])
+            return None if number is None else number.reshape(-1)
+        if _kind(ratio) == "DivBackward0":  # of two probabilities
+            number = self.value(below)
+            return None if number is None else number.reshape(-1).log()
+        return None
+
+    def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
+        logits = actions = None
+        for one in self._below(node):
+            if _kind(one) == "LogSoftmaxBackward0" and logits is None:
+                logits = one._saved_result.detach().flatten(0, -2)
+            elif _kind(one) == "GatherBackward0" and actions is None:
+                actions = one._saved_index.reshape(-1)
+        return logits, actions
+
+    # the critic
+
+    def _value(self, node: Node, gradient: Tensor) -> ValueTerm | None:
+        error = self._error(node)
+        if error is None:
+            return None
+        rows = self.value(node)
+        contribution = None if rows is None else (rows * gradient).sum()
+        weight = 2 * float(gradient.sum())
+        return ValueTerm(
+            values=error.values,
+            returns=error.returns,
+            old_values=error.old_values,
+            clip=error.clip,
+            loss=None if contribution is None or not weight else contribution / weight,
+            weight=weight,
+            kind=error.kind,
+            edge=GradientEdge(error.node, 0),
+        )
+
+    def _error(self, node: Node) -> _Error | None:
+        kind, children = _kind(node), _children(node)
+        if kind in EXTREMES:
+            errors = [self._error(self._through_views(child)) for child in children if child is not None]
+            known = [one for one in errors if one is not None]
+            if len(known) != 2:
+                return None
+            clipped = next((one for one in known if one.clip is not None), None)
+            plain = next((one for one in known if one.clip is None), known[0])
+            if clipped is None:
+                return plain
+            values = plain.values if plain.values is not None else clipped.values
+            returns = plain.returns if plain.returns is not None else clipped.returns
+            return plain._replace(values=values, returns=returns, old_values=clipped.old_values, clip=clipped.clip)
+        if kind in ERRORS:
+            place = 0 if children[0] is not None else 1
+            own, other = (node._saved_self, node._saved_target)[:: 1 if place == 0 else -1]
+            return self._clipped_error(children[place], own.detach(), other.detach(), ERRORS[kind])
+        square = kind == "PowBackward0" and node._saved_exponent == 2
+        product = kind == "MulBackward0" and children[0] is not None and self._same_difference(*children)
+        if not (square or product or kind == "AbsBackward0"):
+            return None
+        difference = self._through_views(children[0])
+        parts = _children(difference) if _kind(difference) == "SubBackward0" else []
+        own = [place for place, part in enumerate(parts) if part is not None]
+        if len(own) != 1:
+            return None
+        number = node._saved_self.detach()
+        values = self.value(parts[own[0]])
+        returns = None
+        if values is not None and values.numel() == number.numel():
+            values = values.reshape(number.shape)
+            returns = values - number if own[0] == 0 else values + number
+        else:
+            values = None
+        return self._clipped_error(parts[own[0]], values, returns, "squared" if kind != "AbsBackward0" else "absolute")
+
+    def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> _Error:
+        """Follow values to those before a clip around others: old + clamp(values - old)."""
+        node = self._through_views(node)
+        if _kind(node) == "AddBackward0":
+            parts = [self._through_views(child) for child in _children(node) if child is not None]
+            moved = parts[0] if len(parts) == 1 else None
+            if moved is not None and _kind(moved) == "ClampBackward1" and _number(moved._saved_max) is not None:
+                below = self._through_views(_children(moved)[0])
+                source = _children(below)[0] if _kind(below) == "SubBackward0" else None
+                now = None if source is None else self.value(source)
+                difference = moved._saved_self.detach()
+                old = None if now is None else now.reshape(difference.shape) - difference
+                limit = float(moved._saved_max)
+                flat_now = None if now is None else now.reshape(-1)
+                return _Error(source, flat_now, _flat(returns), _flat(old), limit, kind)
+        return _Error(node, _flat(values), _flat(returns), None, None, kind)
+
+    def _same_difference(self, one: Node, other: Node) -> bool:
+        """Return True for two factors that are the same difference of values and targets."""
+        first, second = self._through_views(one), self._through_views(other) if other is not None else None
+        if second is None or _kind(first) != "SubBackward0" or _kind(second) != "SubBackward0":
+            return False
+        return first is second or _children(first) == _children(second)
+
+    # the entropy
+
+    def _entropy(self, node: Node, gradient: Tensor) -> EntropyTerm | None:
+        entropies = self.entropies.get(node)
+        if entropies is not None:
+            numbers, slopes = entropies, gradient
+        elif _kind(node) == "MulBackward0" and self._is_plogp(node):
+            numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
+        else:
+            return None
+        weight = -float(slopes.sum())
+        contribution = (numbers * slopes).sum()
+        loss = contribution / weight if weight else -numbers.mean()
+        return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=entropies is None)
+
+    def _is_plogp(self, node: Node) -> bool:
+        """Return True for probabilities times their logarithms."""
+        pair = [node._saved_self, node._saved_other]
+        if any(one is None or one.dim() < 2 for one in pair) or pair[0].shape != pair[1].shape:
+            return False
+        return any(
+            torch.allclose(probs, logs.exp(), atol=1e-5)
+            for probs, logs in (pair, pair[::-1])  # one is the logarithm
+        )
+
+    # numbers of nodes
+
+    def value(self, node: Node, depth: int = MAX_VALUE_DEPTH) -> Tensor | None:
+        """Return the numbers that an operation has returned, as far as the script or the graph keeps them; shapes may be flattened."""
+        held = self.held.get(node)
+        if held is not None or not depth:
+            return held
+        own = self._own_value(node, depth - 1)
+        return self._kept_by_consumers(node) if own is None else own.detach()
+
+    def _own_value(self, node: Node, depth: int) -> Any:
+        kind = _kind(node)
+        if hasattr(node, "_saved_result"):
+            result = node._saved_result
+            return result if isinstance(result, Tensor) else None
+        if kind in EXTREMES:
+            return getattr(torch, "minimum" if kind == "MinimumBackward0" else "maximum")(
+                node._saved_self, node._saved_other
+            )
+        if kind == "PowBackward0":
+            return node._saved_self.pow(node._saved_exponent)
+        if kind in ERRORS:
+            rows = _elementwise(node)
+            return (rows, rows.mean(), rows.sum())[node._saved_reduction]
+        children = _children(node)
+        if kind in ("AddmmBackward0", "MmBackward0"):
+            return self._linear(node, children)
+        if kind == "GatherBackward0":
+            return node._saved_self.gather(_axis(node._saved_dim), node._saved_index)
+        if kind == "ClampBackward1":
+            return node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max))
+        inputs = [None if child is None else self.value(child, depth) for child in children]
+        if len(inputs) == 1 and inputs[0] is not None:
+            number = inputs[0]
+            if kind in VIEWS:
+                return self._reshaped(node, number)
+            if kind == "NegBackward0":
+                return -number
+            if kind == "SumBackward1":
+                return number.sum([_axis(dim) for dim in node._saved_dim], node._saved_keepdim)
+            if kind == "IndexBackward0":
+                return number[tuple([slice(None) if index is None else index for index in node._saved_indices])]
+            if kind == "AbsBackward0":
+                return number.abs()
+        return self._of_two(node, kind, inputs)
+
+    @staticmethod
+    def _of_two(node: Node, kind: str, inputs: list[Any]) -> Any:
+        """Products, quotients and choices of two tensors; sums with a constant are not kept anywhere."""
+        if kind == "WhereBackward0" and None not in inputs:
+            return torch.where(node._saved_condition, *inputs)
+        if kind not in ("MulBackward0", "DivBackward0") or len(inputs) != 2:
+            return None
+        left = inputs[0] if inputs[0] is not None else node._saved_self
+        right = inputs[1] if inputs[1] is not None else node._saved_other
+        if left is None or right is None:
+            return None
+        return left * right if kind == "MulBackward0" else left / right
+
+    @staticmethod
+    def _reshaped(node: Node, number: Tensor) -> Tensor | None:
+        kind = _kind(node)
+        if kind == "UnsqueezeBackward0":
+            return number.unsqueeze(_axis(node._saved_dim))
+        if kind == "SqueezeBackward0":
+            return number.squeeze()
+        if kind == "SqueezeBackward1":
+            return number.squeeze(_axis(node._saved_dim))
+        if kind in ("TransposeBackward0", "PermuteBackward0", "ExpandBackward0"):
+            return None
+        return number if kind in ("CloneBackward0", "AliasBackward0", "ToCopyBackward0") else number.reshape(-1)
+
+    def _linear(self, node: Node, children: list[Node]) -> Tensor | None:
+        """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
+        *bias, _inputs, weights = children
+        rows = getattr(node, "_saved_mat1", None) if _kind(node) == "AddmmBackward0" else node._saved_self
+        parameter = _parameter(weights)
+        if rows is None or parameter is None:
+            return None
+        product: Tensor = rows @ (parameter.t() if _kind(weights) == "TBackward0" else parameter)
+        offset = _parameter(bias[0]) if bias else None
+        return product if offset is None else product + offset
+
+    def _kept_by_consumers(self, node: Node) -> Tensor | None:
+        for consumer, place in self.consumers[node]:
+            names = ("_saved_self", "_saved_other")
+            if _kind(consumer) in {"MulBackward0", "DivBackward0", "PowBackward0", "ClampBackward1", *EXTREMES}:
+                number = getattr(consumer, names[place], None) if place < 2 else None
+                if isinstance(number, Tensor):
+                    return number.detach()
+        return None
+
+    def _through_views(self, node: Node) -> Node:
+        while _kind(node) in VIEWS:
+            node = _children(node)[0]
+        return node
+
+    def _below(self, node: Node) -> dict[Node, None]:
+        """All nodes below one, itself included, those near it first."""
+        found: dict[Node, None] = {node: None}
+        waiting = [node]
+        while waiting and len(found) < MAX_NODES:
+            for child in _children(waiting.pop(0)):
+                if child is not None and child not in found:
+                    found[child] = None
+                    waiting.append(child)
+        return found
+
+    def _inputs(self, node: Node) -> Tensor | None:
+        """Inputs [N, ...] of the first layer below a node."""
+        for one in self._below(node):
+            children = _children(one)
+            if _kind(one) == "AddmmBackward0" and children[1] is None:
+                rows = one._saved_mat1
+            elif _kind(one) in ("ConvolutionBackward0", "MmBackward0") and children[0] is None:
+                rows = one._saved_input if _kind(one) == "ConvolutionBackward0" else one._saved_self
+            else:
+                continue
+            return None if rows is None else rows.detach()
+        return None
+
+
+def _kind(node: Node) -> str:
+    return str(node.name())
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions]
+
+
+def _is_ratio(node: Node) -> bool:
+    """Return True for an exponential, and for a quotient by numbers without a graph."""
+    return _kind(node) == "ExpBackward0" or (_kind(node) == "DivBackward0" and _children(node)[1] is None)
+
+
+def _is_scaling(node: Node) -> bool:
+    """Return True for a product with a number, or a division by one."""
+    if _kind(node) not in ("MulBackward0", "DivBackward0"):
+        return False
+    children = _children(node)
+    if _kind(node) == "DivBackward0" and children[0] is None:
+        return False
+    if None not in children[:2] and len(children) > 1:
+        return False
+    factor = node._saved_other if children[0] is not None else node._saved_self
+    return factor is None or factor.numel() == 1
+
+
+def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
+    """Return the weight of a term whose rows have these slopes, the rows that count [N], and True where some do not.
+
+    A mean has slopes of weight / N. The weight of a sum is that of each row, so that the sum shows.
+    """
+    slopes = gradient.reshape(-1)
+    counted = slopes != 0
+    return float(slopes.abs().sum()), counted, not bool(counted.all())
+
+
+def _is_sum(gradient: Tensor) -> bool:
+    """Return True where each row has the slope 1, as in a sum: a mean has 1 / N."""
+    return gradient.numel() > MIN_SUMMED_ROWS and bool(((gradient.abs() - 1).abs() < ROUNDING).all())
+
+
+def _parameter(node: Node) -> Tensor | None:
+    """The parameter that a node stands for, also transposed."""
+    if node is not None and _kind(node) == "TBackward0":
+        node = _children(node)[0]
+    return node.variable.detach() if node is not None and hasattr(node, "variable") else None
+
+
+def _elementwise(node: Node) -> Tensor:
+    """Errors of each row, as `F.mse_loss` and its relatives return them without a reduction."""
+    own: Tensor = node._saved_self
+    target: Tensor = node._saved_target
+    if _kind(node) == "MseLossBackward0":
+        return (own - target).square()
+    if _kind(node) == "SmoothL1LossBackward0":
+        return torch.nn.functional.smooth_l1_loss(own, target, reduction="none", beta=node._saved_beta)
+    return torch.nn.functional.huber_loss(own, target, reduction="none", delta=node._saved_delta)
+
+
+def _axis(dim: int) -> int:
+    """An axis as torch's graph keeps it: negative ones are counted from 2^64."""
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+def _number(bound: object) -> float | None:
+    """A bound of a clamp, a number or a tensor with one entry."""
+    if isinstance(bound, Tensor):
+        return float(bound) if bound.numel() == 1 else None
+    return float(bound) if isinstance(bound, int | float) else None
+
+
+def _flat(column: Tensor | None) -> Tensor | None:
+    return None if column is None else column.reshape(-1)

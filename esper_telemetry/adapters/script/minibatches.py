@@ -1,0 +1,131 @@
+"""The minibatches of a script: columns and losses as its losses' graphs show them.
+
+A script with an optimizer for each network computes the losses of a minibatch apart, perhaps all of the actor's before the first of the
+critic's. The first loss of the critic then belongs to the first one of the actor, the second to the second, and so on.
+
+Shapes: N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.adapters.columns import HeadColumns
+from esper_telemetry.adapters.script.loss_graph import EntropyTerm, LossReading, PolicyTerm, ValueTerm
+
+SAME_WEIGHT = 0.02
+"""Relative difference up to which the weight of a loss is the one that the settings say."""
+
+
+class ScriptMinibatch(NamedTuple):
+    """A minibatch that the script has learned from.
+
+    Attributes:
+        epoch, step: pass over the rollout and optimizer step within the update, from 0.
+        policy, value, entropy: terms of its losses, as far as they are known.
+        total: 0-d, the whole loss; None where the terms are losses of their own.
+        heads: distributions of its rows.
+        rows: [N], transitions of the rollout by the script's own variable; None where it has none.
+    """
+
+    epoch: int
+    step: int
+    policy: PolicyTerm
+    value: ValueTerm | None
+    entropy: EntropyTerm | None
+    total: Tensor | None
+    heads: HeadColumns
+    rows: Tensor | None
+
+    @property
+    def complete(self) -> bool:
+        """True where both losses are known."""
+        return self.value is not None
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """Return the columns that a rollout has too, by role."""
+        value = self.value
+        return {
+            "log_probs": self.policy.old_log_probs,
+            "returns": None if value is None else value.returns,
+            "values": None if value is None else value.old_values,
+            "advantages": self.policy.advantages,
+        }
+
+
+def without_graph(reading: LossReading) -> LossReading:
+    """Return a reading without the edges, which keep its graph alive."""
+
+    def plain(term: Any) -> Any:
+        return None if term is None else term._replace(edge=None)
+
+    return reading._replace(policy=plain(reading.policy), value=plain(reading.value), entropy=plain(reading.entropy))
+
+
+@dataclass
+class MinibatchQueue:
+    """Joins the losses of each minibatch of an update, in order.
+
+    Attributes:
+        minibatches: that wait for the critic's loss, or for those before them.
+    """
+
+    minibatches: list[ScriptMinibatch] = field(default_factory=list)
+    _critics: int = 0
+    _released: int = 0
+
+    def add(self, minibatch: ScriptMinibatch) -> None:
+        """Add a minibatch whose policy loss is known."""
+        self.minibatches.append(minibatch)
+
+    def add_value(self, value: ValueTerm) -> None:
+        """Add a loss of the critic alone to the first minibatch that lacks one; dropped where none does."""
+        for place, waiting in enumerate(self.minibatches):
+            if waiting.value is None:
+                rows = len(waiting.policy.advantages)
+                if value.returns is None or len(value.returns) == rows:
+                    self.minibatches[place] = waiting._replace(value=value)
+                return
+
+    def take(self, *, all_of_them: bool = False) -> list[ScriptMinibatch]:
+        """Return the minibatches whose losses are known, up to the first that waits; or all of them."""
+        count = next((place for place, one in enumerate(self.minibatches) if not one.complete), len(self.minibatches))
+        count = len(self.minibatches) if all_of_them else count
+        taken, self.minibatches = self.minibatches[:count], self.minibatches[count:]
+        return taken
+
+
+def losses_of(minibatch: ScriptMinibatch, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the losses of a minibatch, 0-d each, by the names of `MinibatchEnd`.
+
+    A weight that differs from the one that the settings say, by more than the factor ½ of a squared error, shows in the loss.
+    """
+    losses: dict[str, Tensor] = {}
+    if minibatch.policy.loss is not None:
+        losses["policy"] = minibatch.policy.loss
+    value, entropy = minibatch.value, minibatch.entropy
+    if value is not None and value.loss is not None:
+        losses["value"] = value.loss * _excess(value.weight, weights.get("value"), (1.0, 2.0))
+    if entropy is not None:
+        losses["entropy"] = entropy.loss * _excess(entropy.weight, weights.get("entropy"), (1.0,))
+    if minibatch.total is not None:
+        losses["total"] = minibatch.total
+    return losses
+
+
+def _excess(weight: float, setting: float | None, factors: tuple[float, ...]) -> float:
+    """The weight of a loss over the one that is set, unless they are the same, up to one of these factors."""
+    if not setting:
+        return -1.0 if weight < 0 else 1.0
+    return 1.0 if any(abs(weight / setting / factor - 1) < SAME_WEIGHT for factor in factors) else weight / setting
+
+
+def zero_ratio(minibatch: ScriptMinibatch) -> Tensor:
+    """The log-ratio [N]; 0 of a policy gradient without a ratio, which learns from each rollout once."""
+    ratio = minibatch.policy.log_ratio
+    return torch.zeros_like(minibatch.policy.advantages) if ratio is None else ratio

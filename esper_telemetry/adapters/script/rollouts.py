@@ -1,0 +1,491 @@
+"""The rollout that a script learns from, found among its variables by what they hold.
+
+The environments say which rewards were paid and which episodes ended. The loss of the first minibatch, before any step, says which
+log-probabilities, values, returns and advantages it was computed from: the arrays with these numbers are the script's columns, whatever
+their names. Names decide where numbers do not.
+
+Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.adapters.columns import next_values
+from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, as_tensor, stacked
+from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
+
+REWARDS: Aliases = ("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf", "r_hoder", "b_rewards", "batch_rewards")
+VALUES: Aliases = (
+    *("values", "vals", "values_buf", "val_buf", "value_buf", "vs", "state_values", "old_values", "value_preds"),
+    *("b_values", "batch_values", "flat_values", "value_estimates"),
+)
+ADVANTAGES: Aliases = ("b_advantages", "b_adv", "advantages", "advs", "adv_buf", "advantages_buf", "batch_advantages")
+RETURNS: Aliases = ("returns", "rets", "ret_buf", "returns_buf", "b_returns", "batch_returns", "value_targets")
+LOG_PROBS: Aliases = (
+    *("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs", "old_log_probs", "logprob_a_hoder"),
+    *("b_logprobs", "b_log_probs", "batch_log_probs", "action_log_probs", "logps"),
+)
+DONES: Aliases = ("dones", "terminations", "dones_buf", "done_buf", "terminateds")
+NEXT_DONE: Aliases = ("next_done", "next_termination", "last_done")
+NEXT_VALUE: Aliases = ("next_value", "last_value", "next_values", "last_values", "bootstrap_value", "last_val")
+NEXT_VALUES: Aliases = ("next_values", "vs_", "values_next", "next_vals")
+ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf", "a_hoder", "b_actions")
+OBSERVATIONS: Aliases = (
+    *("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf", "s_hoder", "b_obs"),
+)
+
+MAX_ARRAYS = 128
+"""Arrays of a rollout's size that are compared."""
+
+SAME_NUMBER = 4e-6
+"""Difference up to which numbers of single precision are the same that were recomputed from sums, next to the largest of them."""
+
+MIN_SHARE = 0.99
+"""Share of a minibatch's numbers that an array must hold to be the one that they are from."""
+
+MAX_SHARED_NUMBERS = 1 << 14
+"""Rows of a minibatch whose number several transitions have that are looked at one by one."""
+
+MIN_DISTINCT = 8
+"""Different numbers from which on finding them in an array is no chance."""
+
+MIN_CORRELATION = 0.9
+"""Correlation with the rewards that were paid from which on an array holds rewards, perhaps scaled or cut."""
+
+
+class ScriptRollout(NamedTuple):
+    """A rollout, [T, B] each; copies, because scripts reuse the memory.
+
+    Attributes:
+        next_values: estimates of the state after each step, 0 where the script does not show that of an episode's last one.
+        last_values: [1, B], estimates of the states after the last step.
+        bootstraps: estimates of the last states of episodes that a time limit ended are among `next_values`.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    log_probs: Tensor
+    ended: Tensor
+    next_values: Tensor
+    last_values: Tensor
+    bootstraps: bool = False
+
+
+class RolloutFinder:
+    """Finds the parts of the rollout that a script learns from now.
+
+    Args:
+        variables: of the script.
+        ends: [T, B], bool: steps since the rollout before that ended an episode, as the environments returned them; None where they do
+            not say. Then there is no rollout without rewards [T, B].
+        paid: [T, B], rewards that the environments returned in these steps.
+        limits: [T, B], bool: of the ends those by a time limit.
+        reading: of the loss of the first minibatch, before any step.
+        estimates: outputs of the critic that need be in no variable any more.
+    """
+
+    def __init__(
+        self,
+        variables: Variables,
+        ends: Tensor | None = None,
+        *,
+        paid: Tensor | None = None,
+        limits: Tensor | None = None,
+        reading: LossReading | None = None,
+        estimates: Sequence[Tensor] = (),
+    ) -> None:
+        self._variables, self._paid, self._limits = variables, paid, limits
+        self._estimates = estimates
+        rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
+        if (
+            rewards is None
+            and (ends is None or reading is None)
+            and (other := variables.find(REWARDS, _grid())) is not None
+        ):
+            rewards, ends = other, None
+        self._ends = ends
+        shape = ends.shape if ends is not None else (0, 0) if rewards is None else rewards.shape
+        self.steps, self.envs = int(shape[0]), int(shape[1])
+        self._env_major = False
+        self._found: dict[str, Tensor] = {}
+        if ends is not None and reading is not None:
+            self._identify(list(self._arrays()), reading)
+        self.rewards = self._found.get("rewards", rewards)
+
+    # arrays by what they hold
+
+    def _arrays(self) -> Iterable[Tensor]:
+        """Yield the arrays of a rollout's size, as their owner has shaped them."""
+        size, visited = self.steps * self.envs, set[tuple[int, int]]()
+        count = 0
+        for value in chain((value for _, value in self._variables.named_values()), self._estimates):
+            array = stacked(value) if isinstance(value, list) else as_tensor(value)
+            if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
+                continue
+            key = (array.data_ptr(), array.numel())
+            if key in visited:
+                continue
+            visited.add(key)
+            count += 1
+            if count > MAX_ARRAYS:
+                return
+            yield array
+
+    def _identify(self, arrays: list[Tensor], reading: LossReading) -> None:
+        """Find the columns that the first minibatch was computed from."""
+        self._env_major = self._is_env_major(arrays)
+        grids = [grid for array in arrays if (grid := self._as_grid(array)) is not None]
+        policy, value = reading.policy, reading.value
+        wanted: dict[str, Tensor | None] = {
+            "log_probs": None if policy is None else policy.old_log_probs,
+            "returns": None if value is None else value.returns,
+            "values": None if value is None else value.values,
+            "advantages": None if policy is None else policy.advantages,
+        }
+        for role, column in wanted.items():
+            if column is None:
+                continue
+            others = [grid for grid in grids if all(grid is not found for found in self._found.values())]
+            best = max(
+                ((_share(column, grid[: self.steps]), -place) for place, grid in enumerate(others)), default=None
+            )
+            if best is not None and best[0] >= MIN_SHARE:
+                self._found[role] = others[-best[1]]
+        values = self._found.get("values")
+        if values is not None and len(values) == self.steps:
+            longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
+            self._found["values"] = longer[0] if longer else values
+        if "values" not in self._found and value is not None and value.values is not None:
+            whole = self._as_grid(value.values)
+            if whole is not None and whole.numel() == self.steps * self.envs:
+                self._found["values"] = whole
+        if "log_probs" not in self._found and policy is not None and policy.log_ratio is None:
+            # a policy gradient without a ratio stores none: those of its only pass are those that were acted on
+            log_probs = None if policy.log_probs is None else self._as_grid(policy.log_probs)
+            if log_probs is not None and log_probs.numel() == self.steps * self.envs:
+                self._found["log_probs"] = log_probs
+        self._identify_rewards(grids)
+        self._identify_next_values(grids)
+
+    def _identify_rewards(self, grids: list[Tensor]) -> None:
+        """Find the array with the rewards that were paid, or with numbers that follow them."""
+        if self._paid is None:
+            return
+        others = [
+            grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
+        ]
+        paid = self._paid.to(torch.float32)
+        same = [grid for grid in others if torch.equal(grid.to(torch.float32), paid)]
+        if same:
+            self._found["rewards"] = same[0]
+        elif self._variables.find(REWARDS, self._in_grid) is None:
+            close = [(correlation(grid, paid), -place) for place, grid in enumerate(others)]
+            best = max(close, default=(0.0, 0))
+            self._found["rewards"] = others[-best[1]] if best[0] > MIN_CORRELATION else paid.clone()
+
+    def _identify_next_values(self, grids: list[Tensor]) -> None:
+        """Find the array with the values of the next states: within episodes they are those of the next step."""
+        values, ends = self._found.get("values"), self._ends
+        if values is None or ends is None or len(values) != self.steps or self.steps < 2:
+            return
+        within = ~ends[:-1].to(values.device)
+        for grid in grids:
+            if grid is not values and len(grid) == self.steps and bool(within.any()):
+                difference = (grid[:-1] - values[1:]).abs()[within]
+                if float(difference.max()) <= SAME_NUMBER * max(1.0, float(values.abs().max())):
+                    self._found["next_values"] = grid
+
+    def _is_env_major(self, arrays: list[Tensor]) -> bool:
+        """Return True where flat arrays hold one environment after the other: most of those that are also there as [T, B], or as paid."""
+        if 1 in (self.steps, self.envs):
+            return False
+        whole = [array.reshape(-1).float() for array in arrays if array.numel() == self.steps * self.envs]
+        flat = [one for one, array in zip(whole, arrays, strict=False) if array.dim() == 1]
+        grids = [
+            array.reshape(self.steps, self.envs).float() for array in arrays if _is_shaped(array, self.steps, self.envs)
+        ]
+        grids += [] if self._paid is None else [self._paid.float()]
+        votes = 0
+        for grid in grids:
+            by_time, by_env = grid.reshape(-1), grid.T.reshape(-1)
+            if not torch.equal(by_time, by_env):
+                votes += sum(torch.equal(one, by_env) for one in flat) - sum(torch.equal(one, by_time) for one in flat)
+        return votes > 0
+
+    def _as_grid(self, array: Tensor) -> Tensor | None:
+        """Return an array as [T, B], or as [T + 1, B]; None where it does not fit."""
+        steps, envs = self.steps, self.envs
+        rows = array.numel() // envs
+        if array.numel() not in (steps * envs, (steps + 1) * envs):
+            return None
+        shape = [size for size in array.shape if size != 1]
+        if envs == 1 or shape == [rows, envs]:
+            return array.reshape(rows, envs)
+        if shape == [envs, rows] and steps != envs:
+            return array.reshape(envs, rows).T
+        if len(shape) != 1 or rows != steps:
+            return None
+        return array.reshape(envs, steps).T if self._env_major else array.reshape(steps, envs)
+
+    def _in_grid(self, value: object) -> Tensor | None:
+        """Accept an array of R numbers, as [T, B]."""
+        array = stacked(value) if isinstance(value, list) else as_tensor(value)
+        return self._as_grid(array) if array is not None and array.numel() == self.steps * self.envs else None
+
+    def find(self, role: str, names: Aliases) -> Tensor | None:
+        """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""
+        column = self._found.get(role)
+        if column is not None:
+            return column[: self.steps]
+        return self._variables.find(names, self._in_grid) if self.steps else None
+
+    # columns
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """Log-probabilities at collection."""
+        return self.find("log_probs", LOG_PROBS)
+
+    def actions(self, chosen: Tensor | None) -> Tensor | None:
+        """Return actions [T, B, D], copied: under such a name, or those of a minibatch [N, D]."""
+
+        def accept(value: object) -> Tensor | None:
+            array = self._by_step(value)
+            return None if array is None or array.dim() > 3 else array.reshape(self.steps, self.envs, -1)
+
+        named = self._variables.find(ACTIONS, accept)
+        array = self._holding(chosen, accept) if named is None else named
+        return None if array is None else array.clone()
+
+    def observations(self, inputs: Tensor | None) -> Tensor | None:
+        """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of a minibatch."""
+
+        def accept(value: object) -> Tensor | None:
+            array = self._by_step(value)
+            return array if array is not None and array.dim() > 2 and array[0, 0].numel() > 1 else None
+
+        named = self._variables.find(OBSERVATIONS, accept)
+        return self._holding(inputs, accept) if named is None else named
+
+    def _holding(self, rows: Tensor | None, accept: Callable[[object], Tensor | None]) -> Tensor | None:
+        """Return the array [T, B, ...] with all of these rows [N, ...]."""
+        if rows is None or not self.steps or not len(rows):
+            return None
+        width, sums = rows[0].numel(), checksums(rows.reshape(1, len(rows), -1).float())[0]
+        for _, value in self._variables.named_values():
+            array = accept(value) if isinstance(value, list | Tensor) or hasattr(value, "dtype") else None
+            fits = array is not None and array[0, 0].numel() == width and array.is_floating_point()
+            if array is not None and fits and bool(torch.isin(sums, checksums(array.float())).all()):
+                return array
+        return None
+
+    def _by_step(self, value: object) -> Tensor | None:
+        """Accept an array [T, B, ...] or [R, ...]."""
+        array = stacked(value)
+        if array is None or not self.steps or array.dim() == 0:
+            return None
+        steps, envs = self.steps, self.envs
+        if tuple(array.shape[:2]) == (steps, envs):
+            return array
+        if len(array) != steps * envs or (envs > 1 and array.dim() < 2):
+            return None
+        if envs > 1 and self._env_major:
+            return array.reshape(envs, steps, *array.shape[1:]).transpose(0, 1)
+        return array.reshape(steps, envs, *array.shape[1:])
+
+    @property
+    def ended(self) -> Tensor | None:
+        """Steps that ended an episode, bool: where there is a flag of the step after the last, `dones[t]` says that step t begins one."""
+        if self._ends is not None:
+            return self._ends
+        dones, next_done = self.find("dones", DONES), self._variables.find(NEXT_DONE, as_column(self.envs))
+        if dones is None:
+            return None
+        return (dones if next_done is None else torch.cat([dones[1:], next_done.reshape(1, self.envs)])).bool()
+
+    def rollout(self, gamma: float | None = None) -> ScriptRollout | None:
+        """Return all parts; None where one is missing.
+
+        The discount factor gives the values after the last step where the script does not keep them.
+        """
+        values, last = self._values()
+        returns, advantages = self.find("returns", RETURNS), self.find("advantages", ADVANTAGES)
+        log_probs, ended, rewards = self.log_probs, self.ended, self.rewards
+        if advantages is None and returns is not None and values is not None:
+            advantages = returns - values
+        if rewards is None or values is None or advantages is None or log_probs is None or ended is None:
+            return None
+        ended = ended.to(values.device)
+        rewards, advantages = rewards.to(values), advantages.to(values)
+        returns = advantages + values if returns is None else returns.to(values)
+        following = self._found.get("next_values")
+        shown = self._variables.find(NEXT_VALUES, self._in_grid) if following is None else following
+        implied = None if not gamma else (returns - rewards) / gamma
+        limits = None if self._limits is None else self._limits.to(values.device)
+        if last is None and shown is not None:
+            last = torch.where(ended[-1], values[-1], shown[-1].to(values))
+        if last is None:
+            last = None if implied is None else _last_values(implied[-1], values[-1], ended[-1])
+        if last is None:
+            return None
+        after, bootstraps = next_values(values, last, ended), False
+        source = implied if following is None else following.to(values)
+        if limits is not None and source is not None and bool(limits.any()):
+            own = source[limits]
+            bootstraps = following is not None or float(own.abs().max()) > SAME_NUMBER * float(returns.abs().max())
+            after = torch.where(limits, source, after) if bootstraps else after
+        return ScriptRollout(
+            rewards=rewards.clone(),
+            values=values.clone(),
+            advantages=advantages.clone(),
+            returns=returns.clone(),
+            log_probs=log_probs.clone(),
+            ended=ended,
+            next_values=after,
+            last_values=last.clone().reshape(1, self.envs),
+            bootstraps=bootstraps,
+        )
+
+    def _values(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the values of the rollout, and those after its last step, if they are known."""
+        found = self._found.get("values")
+        if found is None:
+            found = self._variables.find(VALUES, _grid(self.steps + 1, self.envs)) if self.steps else None
+        if found is None:
+            found = self._variables.find(VALUES, self._in_grid) if self.steps else None
+        if found is not None and len(found) == self.steps + 1:
+            return found[:-1], found[-1]
+        return found, self._variables.find(NEXT_VALUE, as_column(self.envs))
+
+
+def _last_values(implied: Tensor, values: Tensor, ended: Tensor) -> Tensor:
+    """Values [B] after the last step, as the last returns imply them: R = r + gamma V; those of the last states acted in where all are 0.
+
+    No critic gives 0: a script that leaves them out is to differ from its equation.
+    """
+    left_out = bool((~ended).any()) and float(implied[~ended].abs().max()) <= SAME_NUMBER
+    return values if left_out else torch.where(ended, values, implied)
+
+
+def _is_shaped(array: Tensor, steps: int, envs: int) -> bool:
+    return [size for size in array.shape if size != 1] == [steps, envs]
+
+
+def _share(column: Tensor, array: Tensor) -> float:
+    """Share of the numbers of a column that an array holds, up to rounding; 0 where they hardly differ."""
+    numbers, table = column.reshape(-1).double(), array.reshape(-1).double().sort().values
+    if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)) or not bool(table.isfinite().all()):
+        return 0.0
+    return float((nearest(numbers, table)[1] <= SAME_NUMBER * float(table.abs().max())).double().mean())
+
+
+def nearest(numbers: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places in a sorted table of the entries next to these numbers, and their distances."""
+    right = torch.searchsorted(table, numbers).clamp(max=len(table) - 1)
+    left = (right - 1).clamp(min=0)
+    is_left = (numbers - table[left]).abs() <= (table[right] - numbers).abs()
+    places = torch.where(is_left, left, right)
+    return places, (table[places] - numbers).abs()
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """Correlation of the entries of two arrays; 0 where one of them does not vary."""
+    first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
+    size = float(first.norm() * second.norm())
+    return float(first @ second) / size if size > 0 else 0.0
+
+
+class RowFinder:
+    """Finds the transitions of a rollout that the rows of minibatches are, by numbers that both have.
+
+    Args:
+        columns: of the rollout [T, B], by role.
+    """
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self._columns = {name: column.reshape(-1).double() for name, column in columns.items()}
+        self._limits = {name: SAME_NUMBER * float(column.abs().max()) for name, column in self._columns.items()}
+        self._shape = next(iter(columns.values())).shape
+        self._turns: dict[int, int] = {}
+
+    def rows_of(self, named: Tensor | None, columns: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Return the transitions [N] of a minibatch, counted time by time; None where they are not certain.
+
+        Args:
+            named: [N], rows by a variable of the script's; None without one. Scripts may count one environment after the other.
+            columns: [N] each, numbers of the minibatch by role; None for those that are not known.
+        """
+        own = {
+            name: column.reshape(-1).double()
+            for name, column in columns.items()
+            if column is not None and name in self._columns
+        }
+        if named is None:
+            return self._rows_with(own) if own else None
+        steps, envs = self._shape
+        if not own or int(named.max()) >= steps * envs:
+            return named
+        by_env = named % steps * envs + named.div(steps, rounding_mode="floor")
+        fitting = [rows for rows in (named, by_env) if self._agree(rows, own)]
+        return fitting[0] if fitting else self._rows_with(own)
+
+    def _agree(self, rows: Tensor, own: Mapping[str, Tensor]) -> bool:
+        """Return True where these transitions have the numbers of a minibatch in one of its columns."""
+        for name, column in own.items():
+            table = self._columns[name]
+            if len(rows) == len(column):
+                distances = (column - table[rows.to(table.device)]).abs()
+                if float((distances <= self._limits[name]).double().mean()) >= MIN_SHARE:
+                    return True
+        return False
+
+    def _rows_with(self, own: Mapping[str, Tensor]) -> Tensor | None:
+        """The transitions with these numbers, found by the column that differs most between them."""
+        distinct = {name: len(self._columns[name].unique()) for name in own}
+        first = max(own, key=lambda name: distinct[name])
+        table, order = self._columns[first].sort(stable=True)
+        limit = self._limits[first]
+        low = torch.searchsorted(table, own[first] - limit)
+        high = torch.searchsorted(table, own[first] + limit, right=True)
+        if bool((low == high).any()):
+            return None
+        rows = order[low]
+        several = (high - low > 1).nonzero().reshape(-1).tolist()
+        if len(several) > MAX_SHARED_NUMBERS:
+            return None
+        for place in several:
+            candidates = order[low[place] : high[place]]
+            for name, column in own.items():
+                distances = (self._columns[name][candidates] - column[place]).abs()
+                candidates = candidates[distances <= max(self._limits[name], float(distances.min()))]
+            key = int(candidates[0])
+            turn = self._turns.get(key, 0)  # of equal transitions one after the other: a pass has each of them once
+            rows[place] = candidates[turn % len(candidates)]
+            self._turns[key] = turn + 1
+        return rows
+
+
+def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:
+    """Accept [T, B], also as [T, B, 1]; of that shape where one is given, and then also [T] of one environment, as a list too."""
+
+    def accept(value: object) -> Tensor | None:
+        if steps is None or envs != 1:
+            tensor = stacked(value) if isinstance(value, list) else as_tensor(value)
+            if tensor is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
+                tensor = tensor.squeeze(-1)
+            fits = tensor is not None and tensor.dim() == 2 and (steps is None or tuple(tensor.shape) == (steps, envs))
+            return tensor if fits else None
+        tensor = stacked(value)
+        fits = tensor is not None and tensor.numel() == steps and steps in (*tensor.shape, 1)
+        return tensor.reshape(steps, 1) if tensor is not None and fits else None
+
+    return accept
