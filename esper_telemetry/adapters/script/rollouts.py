@@ -337,12 +337,10 @@ class RolloutFinder:
             last = None if implied is None else _last_values(implied[-1], values[-1], ended[-1])
         if last is None:
             return None
-        after, bootstraps = next_values(values, last, ended), False
-        source = implied if following is None else following.to(values)
-        if limits is not None and source is not None and bool(limits.any()):
-            own = source[limits]
-            bootstraps = following is not None or float(own.abs().max()) > SAME_NUMBER * float(returns.abs().max())
-            after = torch.where(limits, source, after) if bootstraps else after
+        after = next_values(values, last, ended)
+        bootstraps = limits is not None and following is not None and bool(limits.any())
+        if limits is not None and following is not None:
+            after = torch.where(limits, following.to(values), after)
         return ScriptRollout(
             rewards=rewards.clone(),
             values=values.clone(),
