@@ -40,7 +40,7 @@ from esper_telemetry.adapters.script.recorders import (
     RecordedLstm,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.rollouts import SAME_NUMBER, RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
@@ -179,9 +179,10 @@ class ScriptListener:
         if not self._started and self._other_losses > MAX_OTHER_LOSSES:
             return
         variables = names.calling_variables()
-        log_probs, entropies = self.distributions.take_graphs()
-        held = [*variables.tensors(), *log_probs, *entropies]
-        reading = read_loss(loss, held=held, entropies=entropies) if loss.requires_grad else None
+        outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
+        reading = None
+        if loss.requires_grad:
+            reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values)
         if reading is not None:
             self._readings.append(without_graph(reading))
         elif not self._started:
@@ -206,11 +207,29 @@ class ScriptListener:
         others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
         more = left_out(variables, _parameters_of(optimizer), others) if self.updates else {}
         parameters = list(self._named_parameters(optimizer).values())
-        terms = partial(loss_terms, loss, reading, variables, parameters)
+        if reading is not None and self.updates:
+            reading = self._with_left_out(reading, variables)
+        terms = partial(loss_terms, loss, reading, variables, parameters, self._weights())
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
         self._scales = variables.find(
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
         )
+
+    def _with_left_out(self, reading: LossReading, variables: Variables) -> LossReading:
+        """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own."""
+        value, rollout = reading.left_out, self._rollout
+        if value is None or value.values is None or rollout is None or self._minibatches.critic_apart:
+            return reading
+        rows = names.find_rows(variables, len(value.values))
+        if rows is None or int(rows.max()) >= rollout.returns.numel():
+            return reading
+        returns = rollout.returns.reshape(-1)[rows.to(rollout.returns.device)]
+        return reading._replace(value=value._replace(returns=returns.to(value.values)))
+
+    def _weights(self) -> dict[str, float]:
+        """Weights of the losses `value` and `entropy` in this update, by the settings."""
+        weights = {name: self._facts.get(f"{name}_coef") for name in ("value", "entropy")} | self._coefficients
+        return {name: weight for name, weight in weights.items() if weight is not None}
 
     def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
         """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""
@@ -407,7 +426,7 @@ class ScriptListener:
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
         ended, limits = rollout.ended, None if time_limits is None else time_limits.to(rollout.ended.device)
         shown = rollout._asdict()
-        bootstraps = shown.pop("bootstraps")
+        bootstraps, _ = shown.pop("bootstraps"), shown.pop("returns_stored")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
@@ -447,7 +466,8 @@ class ScriptListener:
                 policy=policy,
                 value=reading.value,
                 entropy=reading.entropy,
-                total=reading.total if reading.complete and reading.value is not None else None,
+                total=reading.total if reading.complete and (reading.value or reading.left_out) is not None else None,
+                left_out=reading.left_out,
                 heads=heads,
                 rows=names.find_rows(variables, count),
             )
@@ -455,18 +475,21 @@ class ScriptListener:
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
-        weights = {name: self._facts.get(f"{name}_coef") for name in ("value", "entropy")} | self._coefficients
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
-            losses = losses_of(minibatch, {name: weight for name, weight in weights.items() if weight is not None})
-            if losses:
-                self.findings[LOSSES] = None
             value, rollout = minibatch.value, self._rollout
+            if value is None and not self._minibatches.critic_apart:
+                value = minibatch.left_out
             rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
                 places = rows.to(rollout.values.device)
                 old_values = rollout.values.reshape(-1)[places]
-                returns = _unrounded(returns, rollout.returns.reshape(-1)[places])
+                returns = rollout.targets(returns, places)
+            if value is not None and value.loss is None and value.values is not None and returns is not None:
+                value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
+            losses = losses_of(minibatch._replace(value=value), self._weights())
+            if losses:
+                self.findings[LOSSES] = None
             self.hooks.emit(
                 MinibatchEnd(
                     epoch=minibatch.epoch,
@@ -501,11 +524,3 @@ def _joined(readings: Sequence[LossReading]) -> LossReading | None:
     policy = next((one for one in readings if one.policy is not None), None)
     value = next((one.value for one in readings if one.value is not None), None)
     return None if policy is None else policy._replace(value=value)
-
-
-def _unrounded(column: Tensor | None, stored: Tensor) -> Tensor | None:
-    """The stored numbers, where those of a loss, which were recomputed, are the same up to rounding."""
-    if column is None or len(column) != len(stored):
-        return column
-    limit = SAME_NUMBER * float(stored.abs().max())
-    return stored.to(column) if float((column - stored.to(column)).abs().max()) <= limit else column

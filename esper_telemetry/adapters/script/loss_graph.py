@@ -53,6 +53,16 @@ ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "Hube
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
 
 
+class DistributionGraphs(NamedTuple):
+    """Log-probabilities and entropies that distributions have returned, with graphs."""
+
+    log_probs: Sequence[Tensor]
+    entropies: Sequence[Tensor]
+
+
+NO_OUTPUTS = DistributionGraphs((), ())
+
+
 class PolicyTerm(NamedTuple):
     """The policy's term of a loss.
 
@@ -90,7 +100,7 @@ class ValueTerm(NamedTuple):
         old_values: [N], around which the values are clipped; None without a clip.
         clip: range of the values; None without one.
         loss: 0-d, without a weight, so that it is half the mean error squared where it is a mean of squares.
-        weight: of the loss.
+        weight: of the loss; 0 of a critic that the loss leaves out.
         kind: "squared" or "Huber".
         edge: where gradients of the values go on.
     """
@@ -111,7 +121,7 @@ class EntropyTerm(NamedTuple):
     Attributes:
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
-        weight: of the loss; negative where entropy is punished.
+        weight: of the loss; negative where entropy is punished, 0 where it was computed and left out.
         edge: where gradients of the entropies go on; of their negatives where `negated`.
     """
 
@@ -128,6 +138,7 @@ class LossReading(NamedTuple):
     Attributes:
         total: 0-d, the loss itself.
         complete: there is no other term.
+        left_out: the critic's estimates of these rows, which the loss does not depend on; None where it does, or where none were computed.
         inputs: [N, ...], the network's inputs in these rows; None where the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
@@ -141,6 +152,7 @@ class LossReading(NamedTuple):
     inputs: Tensor | None = None
     logits: Tensor | None = None
     actions: Tensor | None = None
+    left_out: ValueTerm | None = None
 
 
 class _Product(NamedTuple):
@@ -163,31 +175,41 @@ class _Error(NamedTuple):
     kind: str
 
 
-def read_loss(loss: Tensor, *, held: Iterable[Tensor] = (), entropies: Iterable[Tensor] = ()) -> LossReading | None:
+def read_loss(
+    loss: Tensor,
+    *,
+    held: Iterable[Tensor] = (),
+    outputs: DistributionGraphs = NO_OUTPUTS,
+    values: Sequence[Tensor] = (),
+) -> LossReading | None:
     """Return the terms of a loss that a backward pass is about to begin with; None where it has none of a policy or a critic.
 
     Args:
         loss: 0-d, with its graph.
         held: tensors of the script, which show numbers that the graph does not keep.
-        entropies: that its distributions have returned.
+        outputs: of its distributions, with graphs.
+        values: of layers with one unit, with graphs, the last one at the end.
     """
     if loss.grad_fn is None or loss.numel() != 1 or loss._backward_hooks:
         return None
     try:
-        return _LossReader(loss, held, entropies).read()
+        return _LossReader(loss, held, outputs, values).read()
     except (RuntimeError, AttributeError):  # tensors that were changed in place; operations with other attributes
         return None
 
 
 class _LossReader:
-    def __init__(self, loss: Tensor, held: Iterable[Tensor], entropies: Iterable[Tensor]) -> None:
-        held = list(held)
-        self.loss = loss
+    def __init__(
+        self, loss: Tensor, held: Iterable[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
+    ) -> None:
+        held = [*held, *outputs.log_probs, *outputs.entropies, *values]
+        self.loss, self.outputs, self.values = loss, outputs, values
         self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
         self._walk()
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.columns = [one.reshape(-1) for one in held if not one.requires_grad and one.numel() > 1]
-        self.entropies = {one.grad_fn: one.detach() for one in entropies if one.grad_fn in self.consumers}
+        self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
+        self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
     def _walk(self) -> None:
         waiting = [self.loss.grad_fn]
@@ -213,6 +235,8 @@ class _LossReader:
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
             if gradient is None:
                 continue
+            if node in self.log_probs:  # the policy's term depends on them too
+                gradient = self._own_gradient(place, edges, gradients)
             term = self._entropy(node, gradient) or self._policy(node, gradient) or self._value(node, gradient)
             if isinstance(term, PolicyTerm) and policy is None:
                 policy = term
@@ -225,6 +249,10 @@ class _LossReader:
         if policy is None and value is None:
             return None
         logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
+        left_out = None
+        if policy is not None and not others:
+            entropy = self._unused_entropy(len(policy.advantages)) if entropy is None else entropy
+            left_out = self._unused_values(len(policy.advantages)) if value is None else None
         if entropy is not None and policy is not None:  # of several choices in a row the entropy is the sum
             choices = max(1, entropy.entropies.numel() // len(policy.advantages))
             entropy = entropy._replace(weight=entropy.weight / choices, loss=entropy.loss * choices)
@@ -237,7 +265,24 @@ class _LossReader:
             inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
             logits=logits,
             actions=actions,
+            left_out=left_out,
         )
+
+    def _unused_values(self, count: int) -> ValueTerm | None:
+        """The critic's estimates of the rows that the loss does not depend on."""
+        unused = [one for one in self.values if one.numel() == count and one.grad_fn not in self.consumers]
+        if not unused or any(one.grad_fn in self.consumers for one in self.values if one.numel() == count):
+            return None
+        edge = _edge(unused[-1])
+        return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, None, 0.0, "squared", edge)
+
+    def _unused_entropy(self, count: int) -> EntropyTerm | None:
+        """The entropies of the rows that the loss does not depend on: of the last distribution alone."""
+        unused = [one for one in self.outputs.entropies if one.dim() and len(one) == count]
+        if len(unused) != 1 or unused[0].grad_fn in self.consumers:
+            return None
+        entropies = unused[0].detach()
+        return EntropyTerm(entropies, -entropies.sum() / count, 0.0, _edge(unused[0]))
 
     def _own_gradient(self, place: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> Tensor:
         """Gradient of the loss with respect to a term without what comes through the other terms, which may lie above it."""
@@ -265,7 +310,8 @@ class _LossReader:
             if node in visited:
                 continue
             visited.add(node)
-            if node not in self.entropies and (_kind(node) in SUMS or _is_scaling(node)):
+            output = node in self.entropies or node in self.log_probs
+            if not output and (_kind(node) in SUMS or _is_scaling(node)):
                 waiting += [(child, place) for child, place in node.next_functions if child is not None]
             else:
                 yield node, number
@@ -420,24 +466,47 @@ class _LossReader:
         product = kind == "MulBackward0" and children[0] is not None and self._same_difference(*children)
         if not (square or product or kind == "AbsBackward0"):
             return None
-        difference = self._through_views(children[0])
-        parts = _children(difference) if _kind(difference) == "SubBackward0" else []
+        subtraction = self._through_views(children[0])
+        parts = _children(subtraction) if _kind(subtraction) == "SubBackward0" else []
         own = [place for place, part in enumerate(parts) if part is not None]
         if len(own) != 1:
             return None
         number = node._saved_self.detach()
+        difference = number if own[0] == 0 else -number
         values = self.value(parts[own[0]])
+        near = self._near(parts[own[0]]) if values is None else None
         returns = None
-        if values is not None and values.numel() == number.numel():
+        if near is not None and near.numel() == number.numel():
+            returns = near.reshape(number.shape) - difference
+        elif values is not None and values.numel() == number.numel():
             values = values.reshape(number.shape)
-            returns = values - number if own[0] == 0 else values + number
+            returns = values - difference
+        elif values is not None and values.numel() ** 2 == number.numel() and difference.dim() == 2:
+            rows = 0 if values.shape[-1:] == (1,) else 1  # [N, 1] less [N], or [N] less [N, 1]
+            returns = values.reshape(-1)[0] - difference.select(rows, 0)
         else:
             values = None
         return self._clipped_error(parts[own[0]], values, returns, "squared" if kind != "AbsBackward0" else "absolute")
 
+    def _near(self, node: Node) -> Tensor | None:
+        """Values after a clip around others, which the graph does not keep."""
+        clipped = self._clipped_error(node, None, None, "squared")
+        if clipped.clip is None or clipped.old_values is None or clipped.values is None:
+            return None
+        return clipped.old_values + (clipped.values - clipped.old_values).clamp(-clipped.clip, clipped.clip)
+
     def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> _Error:
-        """Follow values to those before a clip around others: old + clamp(values - old)."""
+        """Follow values to those before a clip around others: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
         node = self._through_views(node)
+        if (
+            _kind(node) == "ClampBackward0"
+            and isinstance(node._saved_min, Tensor)
+            and isinstance(node._saved_max, Tensor)
+        ):
+            low, high = node._saved_min.detach(), node._saved_max.detach()
+            source, now = _children(node)[0], node._saved_self.detach()
+            limit = round(float(high.reshape(-1)[0] - low.reshape(-1)[0]) / 2, 6)
+            return _Error(source, _flat(now), _flat(returns), _flat((low + high) / 2), limit, kind)
         if _kind(node) == "AddBackward0":
             parts = [self._through_views(child) for child in _children(node) if child is not None]
             moved = parts[0] if len(parts) == 1 else None
@@ -465,6 +534,8 @@ class _LossReader:
         entropies = self.entropies.get(node)
         if entropies is not None:
             numbers, slopes = entropies, gradient
+        elif node in self.log_probs:  # of the actions taken, in place of the entropy
+            numbers, slopes = -self.log_probs[node], -gradient
         elif _kind(node) == "MulBackward0" and self._is_plogp(node):
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
         else:
@@ -604,6 +675,11 @@ class _LossReader:
                 continue
             return None if rows is None else rows.detach()
         return None
+
+
+def _edge(output: Any) -> GradientEdge:
+    """The edge of the graph that a tensor is at."""
+    return GradientEdge(output.grad_fn, output.output_nr)
 
 
 def _kind(node: Node) -> str:

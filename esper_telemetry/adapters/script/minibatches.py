@@ -22,6 +22,10 @@ SAME_WEIGHT = 0.02
 """Relative difference up to which the weight of a loss is the one that the settings say."""
 
 
+HALF_SQUARE = (1.0, 2.0)
+"""Factors that the weight of a squared error may have beside its setting: it is half of the square, or the square."""
+
+
 class ScriptMinibatch(NamedTuple):
     """A minibatch that the script has learned from.
 
@@ -29,6 +33,7 @@ class ScriptMinibatch(NamedTuple):
         epoch, step: pass over the rollout and optimizer step within the update, from 0.
         policy, value, entropy: terms of its losses, as far as they are known.
         total: 0-d, the whole loss; None where the terms are losses of their own.
+        left_out: estimates of the critic that no loss of the minibatch depends on, so far.
         heads: distributions of its rows.
         rows: [N], transitions of the rollout by the script's own variable; None where it has none.
     """
@@ -39,6 +44,7 @@ class ScriptMinibatch(NamedTuple):
     value: ValueTerm | None
     entropy: EntropyTerm | None
     total: Tensor | None
+    left_out: ValueTerm | None
     heads: HeadColumns
     rows: Tensor | None
 
@@ -64,7 +70,8 @@ def without_graph(reading: LossReading) -> LossReading:
     def plain(term: Any) -> Any:
         return None if term is None else term._replace(edge=None)
 
-    return reading._replace(policy=plain(reading.policy), value=plain(reading.value), entropy=plain(reading.entropy))
+    terms = {name: plain(getattr(reading, name)) for name in ("policy", "value", "entropy", "left_out")}
+    return reading._replace(**terms)
 
 
 @dataclass
@@ -73,11 +80,11 @@ class MinibatchQueue:
 
     Attributes:
         minibatches: that wait for the critic's loss, or for those before them.
+        critic_apart: the critic has had a loss of its own.
     """
 
     minibatches: list[ScriptMinibatch] = field(default_factory=list)
-    _critics: int = 0
-    _released: int = 0
+    critic_apart: bool = False
 
     def add(self, minibatch: ScriptMinibatch) -> None:
         """Add a minibatch whose policy loss is known."""
@@ -85,11 +92,12 @@ class MinibatchQueue:
 
     def add_value(self, value: ValueTerm) -> None:
         """Add a loss of the critic alone to the first minibatch that lacks one; dropped where none does."""
+        self.critic_apart = True
         for place, waiting in enumerate(self.minibatches):
             if waiting.value is None:
                 rows = len(waiting.policy.advantages)
                 if value.returns is None or len(value.returns) == rows:
-                    self.minibatches[place] = waiting._replace(value=value)
+                    self.minibatches[place] = waiting._replace(value=value, total=None)
                 return
 
     def take(self, *, all_of_them: bool = False) -> list[ScriptMinibatch]:
@@ -109,18 +117,34 @@ def losses_of(minibatch: ScriptMinibatch, weights: Mapping[str, float]) -> dict[
     if minibatch.policy.loss is not None:
         losses["policy"] = minibatch.policy.loss
     value, entropy = minibatch.value, minibatch.entropy
+    scale = common_factor(minibatch.policy, value, entropy, weights)
     if value is not None and value.loss is not None:
-        losses["value"] = value.loss * _excess(value.weight, weights.get("value"), (1.0, 2.0))
+        losses["value"] = value.loss * _excess(value.weight / scale, weights.get("value"), HALF_SQUARE)
     if entropy is not None:
-        losses["entropy"] = entropy.loss * _excess(entropy.weight, weights.get("entropy"), (1.0,))
+        losses["entropy"] = entropy.loss * _excess(entropy.weight / scale, weights.get("entropy"), (1.0,))
     if minibatch.total is not None:
-        losses["total"] = minibatch.total
+        losses["total"] = minibatch.total / scale
     return losses
 
 
+def common_factor(
+    policy: PolicyTerm, value: ValueTerm | None, entropy: EntropyTerm | None, weights: Mapping[str, float]
+) -> float:
+    """Return the factor of a whole loss: the weight of the policy's term where the weights of the other terms are those of the settings
+    times it; 1 of any other loss.
+    """
+    scale, terms = policy.weight, ((value, "value", HALF_SQUARE), (entropy, "entropy", (1.0,)))
+    known = [
+        _excess(term.weight / scale, weights[name], factors) == 1.0
+        for term, name, factors in terms
+        if scale and term is not None and term.weight and weights.get(name)
+    ]
+    return scale if known and all(known) else 1.0
+
+
 def _excess(weight: float, setting: float | None, factors: tuple[float, ...]) -> float:
-    """The weight of a loss over the one that is set, unless they are the same, up to one of these factors."""
-    if not setting:
+    """The weight of a loss over the one that is set, unless they are the same, up to one of these factors, or it is left out."""
+    if not setting or not weight:
         return -1.0 if weight < 0 else 1.0
     return 1.0 if any(abs(weight / setting / factor - 1) < SAME_WEIGHT for factor in factors) else weight / setting
 

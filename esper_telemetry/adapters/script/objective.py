@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.objective import LossRows
 from esper_telemetry.metrics.integrity.steps.loss_gradients import TERM_LOSSES, flat64
@@ -29,7 +30,11 @@ class LossTerms(NamedTuple):
 
 
 def loss_terms(
-    loss: Tensor, reading: LossReading | None, variables: Variables, parameters: Sequence[Tensor]
+    loss: Tensor,
+    reading: LossReading | None,
+    variables: Variables,
+    parameters: Sequence[Tensor],
+    settings: Mapping[str, float] = {},
 ) -> LossTerms | None:
     """Return the terms of the loss that a backward pass is for; the whole loss as `policy` where its terms are not all known.
 
@@ -37,6 +42,7 @@ def loss_terms(
         loss: what the pass begins with.
         reading: of the loss; None where it could not be read.
         parameters: that the gradients belong to.
+        settings: weights of the losses `value` and `entropy`.
 
     Returns None where listeners in the network, or several processes, would notice the pass.
     """
@@ -45,7 +51,7 @@ def loss_terms(
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if hooked or several or any(parameter._backward_hooks for parameter in parameters) or not loss.requires_grad:
         return None
-    terms = None if reading is None else _terms(loss, reading, parameters)
+    terms = None if reading is None else _terms(loss, reading, parameters, settings)
     if terms is not None:
         return terms
     return LossTerms({"policy": _gradient(loss.sum(), parameters)}, {"policy": 1.0})
@@ -82,24 +88,27 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
-def _terms(loss: Tensor, reading: LossReading, parameters: Sequence[Tensor]) -> LossTerms | None:
-    """The terms of a loss whose parts are all known; None of another."""
+def _terms(
+    loss: Tensor, reading: LossReading, parameters: Sequence[Tensor], settings: Mapping[str, float]
+) -> LossTerms | None:
+    """The terms of a loss whose parts are all known, with those that it leaves out at the weights of the settings; None of another."""
     policy, value, entropy = reading.policy, reading.value, reading.entropy
     clipless = policy is None or (policy.log_ratio is not None and policy.clip is None)
     if policy is None or clipless or policy.valid is not None or not reading.complete:
         return None
     if value is not None and (value.values is None or value.returns is None or value.kind != "squared"):
         return None
+    scale = common_factor(policy, value, entropy, settings)
     gradients = {"policy": _through(loss, policy.edge, _policy_source(reading), _policy_slope(reading), parameters)}
-    weights = {"policy": policy.weight}
+    weights = {"policy": policy.weight / scale}
     if value is not None:
         gradients["value"] = _through(loss, value.edge, value.values, _value_slope(reading), parameters)
-        weights["value"] = value.weight
-    if entropy is not None:
+        weights["value"] = value.weight / scale or settings.get("value", 1.0)
+    if entropy is not None and (entropy.weight or settings.get("entropy")):
         negative = bool(entropy.negated)
         own = _through(loss, entropy.edge, entropy.entropies, _entropy_slope(reading), parameters)
         gradients["entropy"] = None if own is None else (-own if negative else own)
-        weights["entropy"] = entropy.weight
+        weights["entropy"] = entropy.weight / scale or settings["entropy"]
     known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     return LossTerms(known, weights) if len(known) == len(gradients) else None
 
@@ -167,12 +176,13 @@ def _through(
 ) -> Tensor | None:
     """Gradient [d] of a term with respect to the parameters, through the graph below an edge with these numbers."""
     (own,) = torch.autograd.grad(loss, [edge], retain_graph=True, allow_unused=True)
-    if numbers is None or own is None or own.numel() != numbers.numel():
+    if numbers is None or (own is not None and own.numel() != numbers.numel()):
         return None
     with torch.enable_grad():
         leaf = numbers.detach().clone().requires_grad_()
         (slope,) = torch.autograd.grad(term(leaf), [leaf])
-    return _gradient(edge, parameters, slope.reshape(own.shape))
+    shape = edge.node._input_metadata[edge.output_nr].shape if own is None else own.shape
+    return _gradient(edge, parameters, slope.reshape(shape))
 
 
 def _gradient(output: Any, parameters: Sequence[Tensor], slope: Tensor | None = None) -> Tensor:

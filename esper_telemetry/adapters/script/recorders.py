@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
+from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
 from esper_telemetry.events import Transitions
@@ -102,9 +103,9 @@ class DistributionLog:
         """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
         return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
 
-    def take_graphs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the log-probabilities and the entropies with a graph that were recorded since the last call."""
-        taken = list(self._returned), list(self._entropies)
+    def take_graphs(self) -> DistributionGraphs:
+        """Return what was recorded with a graph since the last call."""
+        taken = DistributionGraphs(list(self._returned), list(self._entropies))
         self._returned.clear()
         self._entropies.clear()
         return taken
@@ -157,16 +158,25 @@ class EstimateLog:
 
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
+        self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
 
     def add(self, output: Tensor) -> None:
-        """Record an output [..., 1] of many rows."""
+        """Record an output [..., 1] of several rows."""
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append(output.detach())
+        if output.requires_grad and output.numel() > 1:
+            self._with_graph.append(output)
 
     def take(self) -> list[Tensor]:
-        """Return the outputs since the last call."""
+        """Return the outputs of many rows since the last call."""
         outputs = list(self._outputs)
         self._outputs.clear()
+        return outputs
+
+    def take_graphs(self) -> list[Tensor]:
+        """Return the outputs with a graph since the last call."""
+        outputs = list(self._with_graph)
+        self._with_graph.clear()
         return outputs
 
 

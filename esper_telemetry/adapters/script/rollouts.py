@@ -67,6 +67,7 @@ class ScriptRollout(NamedTuple):
         next_values: estimates of the state after each step, 0 where the script does not show that of an episode's last one.
         last_values: [1, B], estimates of the states after the last step.
         bootstraps: estimates of the last states of episodes that a time limit ended are among `next_values`.
+        returns_stored: the script has an array with the returns.
     """
 
     rewards: Tensor
@@ -78,6 +79,22 @@ class ScriptRollout(NamedTuple):
     next_values: Tensor
     last_values: Tensor
     bootstraps: bool = False
+    returns_stored: bool = True
+
+    def targets(self, targets: Tensor | None, rows: Tensor) -> Tensor | None:
+        """Return the critic's targets [N] in these transitions: those of its loss, as stored where both are the same up to rounding.
+
+        A loss that has another column of the rollout for targets is compared with the stored returns.
+        """
+        stored = self.returns.reshape(-1)[rows]
+        if targets is None or len(targets) != len(stored):
+            return stored if targets is None and self.returns_stored else targets
+        columns = (self.returns, self.values, self.advantages) if self.returns_stored else (self.returns,)
+        for column in columns:
+            own = column.reshape(-1)[rows].to(targets)
+            if float((targets - own).abs().max()) <= SAME_NUMBER * float(own.abs().max()):
+                return stored.to(targets)
+        return targets
 
 
 class RolloutFinder:
@@ -125,13 +142,13 @@ class RolloutFinder:
 
     def _arrays(self) -> Iterable[Tensor]:
         """Yield the arrays of a rollout's size, as their owner has shaped them."""
-        size, visited = self.steps * self.envs, set[tuple[int, int]]()
+        size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         count = 0
         for value in chain((value for _, value in self._variables.named_values()), self._estimates):
             array = stacked(value) if isinstance(value, list) else as_tensor(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
                 continue
-            key = (array.data_ptr(), array.numel())
+            key = (array.data_ptr(), array.shape)
             if key in visited:
                 continue
             visited.add(key)
@@ -160,6 +177,7 @@ class RolloutFinder:
             )
             if best is not None and best[0] >= MIN_SHARE:
                 self._found[role] = others[-best[1]]
+        self._identify_returns()
         values = self._found.get("values")
         if values is not None and len(values) == self.steps:
             longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
@@ -175,6 +193,15 @@ class RolloutFinder:
                 self._found["log_probs"] = log_probs
         self._identify_rewards(grids)
         self._identify_next_values(grids)
+
+    def _identify_returns(self) -> None:
+        """Take the array that is named so for the returns where the loss has the values or the advantages for targets."""
+        targets, named = self._found.get("returns"), self._variables.find(RETURNS, self._in_grid)
+        if targets is None or named is None or torch.equal(targets, named):
+            return
+        others = (self._variables.find(names, self._in_grid) for names in (VALUES, ADVANTAGES))
+        if any(other is not None and torch.equal(targets, other) for other in others):
+            self._found["returns"] = named
 
     def _identify_rewards(self, grids: list[Tensor]) -> None:
         """Find the array with the rewards that were paid, or with numbers that follow them."""
@@ -324,7 +351,7 @@ class RolloutFinder:
             advantages = returns - values
         if rewards is None or values is None or advantages is None or log_probs is None or ended is None:
             return None
-        ended = ended.to(values.device)
+        ended, returns_stored = ended.to(values.device), returns is not None
         rewards, advantages = rewards.to(values), advantages.to(values)
         returns = advantages + values if returns is None else returns.to(values)
         following = self._found.get("next_values")
@@ -351,6 +378,7 @@ class RolloutFinder:
             next_values=after,
             last_values=last.clone().reshape(1, self.envs),
             bootstraps=bootstraps,
+            returns_stored=returns_stored,
         )
 
     def _values(self) -> tuple[Tensor | None, Tensor | None]:
