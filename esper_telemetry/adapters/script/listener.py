@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.loss_graph import LossReading, read_loss
+from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.minibatches import (
     MinibatchQueue,
     ScriptMinibatch,
@@ -185,6 +185,8 @@ class ScriptListener:
             reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values)
         if reading is not None:
             self._readings.append(without_graph(reading))
+            if reading.policy is not None:
+                self.distributions.keep(graph_of(loss))
         elif not self._started:
             self._other_losses += 1
         if self._started and reading is not None and self._data_of(variables) != self._collected_at:

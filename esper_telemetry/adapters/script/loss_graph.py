@@ -9,7 +9,8 @@ Shapes: N rows of the minibatch, A actions, D action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +199,11 @@ def read_loss(
         return None
 
 
+def graph_of(output: Tensor) -> Collection[Node]:
+    """Return the nodes of the graph of an output."""
+    return _below(output.grad_fn)
+
+
 class _LossReader:
     def __init__(
         self, loss: Tensor, held: Iterable[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
@@ -289,7 +295,7 @@ class _LossReader:
         others = [
             (edge, gradient)
             for other, (edge, gradient) in enumerate(zip(edges, gradients, strict=True))
-            if other != place and gradient is not None and edges[place].node in self._below(edge.node)
+            if other != place and gradient is not None and edges[place].node in _below(edge.node)
         ]
         own = gradients[place]
         assert own is not None
@@ -383,7 +389,7 @@ class _LossReader:
                 continue
             inner, clip = self._unclipped(self._through_views(child))
             is_ratio = clip is not None or _is_ratio(inner)
-            if other is not None and (not is_ratio or other in self._below(inner)):
+            if other is not None and (not is_ratio or other in _below(inner)):
                 continue  # both have a graph: an entropy, unless advantages were not detached
             if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
                 return _Product(factor.detach(), inner, clip, is_ratio)
@@ -400,7 +406,7 @@ class _LossReader:
 
     def _is_log_prob(self, node: Node) -> bool:
         """Return True for log-probabilities of actions: chosen from logarithms, or returned by a distribution."""
-        kinds = {_kind(one) for one in self._below(node)}
+        kinds = {_kind(one) for one in _below(node)}
         return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
 
     def _log_probs(self, ratio: Node) -> Tensor | None:
@@ -417,7 +423,7 @@ class _LossReader:
     def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
         """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
         logits = actions = None
-        for one in self._below(node):
+        for one in _below(node):
             if _kind(one) == "LogSoftmaxBackward0" and logits is None:
                 logits = one._saved_result.detach().flatten(0, -2)
             elif _kind(one) == "GatherBackward0" and actions is None:
@@ -652,20 +658,9 @@ class _LossReader:
             node = _children(node)[0]
         return node
 
-    def _below(self, node: Node) -> dict[Node, None]:
-        """All nodes below one, itself included, those near it first."""
-        found: dict[Node, None] = {node: None}
-        waiting = [node]
-        while waiting and len(found) < MAX_NODES:
-            for child in _children(waiting.pop(0)):
-                if child is not None and child not in found:
-                    found[child] = None
-                    waiting.append(child)
-        return found
-
     def _inputs(self, node: Node) -> Tensor | None:
         """Inputs [N, ...] of the first layer below a node."""
-        for one in self._below(node):
+        for one in _below(node):
             children = _children(one)
             if _kind(one) == "AddmmBackward0" and children[1] is None:
                 rows = one._saved_mat1
@@ -680,6 +675,18 @@ class _LossReader:
 def _edge(output: Any) -> GradientEdge:
     """The edge of the graph that a tensor is at."""
     return GradientEdge(output.grad_fn, output.output_nr)
+
+
+def _below(node: Node) -> dict[Node, None]:
+    """All nodes below one, itself included, those near it first."""
+    found: dict[Node, None] = {node: None}
+    waiting = deque([node])
+    while waiting and len(found) < MAX_NODES:
+        for child in _children(waiting.popleft()):
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return found
 
 
 def _kind(node: Node) -> str:

@@ -9,7 +9,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class DistributionLog:
 
     def __init__(self) -> None:
         self._rollout: list[HeadColumns] = []
-        self._recent: deque[tuple[HeadColumns, bool]] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._recent: deque[tuple[HeadColumns, Tensor | None]] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._chosen: Tensor | None = None
         self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
@@ -81,7 +81,7 @@ class DistributionLog:
         columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
         if columns.logits:  # masked actions have a large negative finite logit
             columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
-        self._recent.append((columns, torch.is_grad_enabled()))
+        self._recent.append((columns, log_probs if torch.is_grad_enabled() else None))
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -103,6 +103,12 @@ class DistributionLog:
         """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
         return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
 
+    def keep(self, nodes: Container[Any]) -> None:
+        """Forget distributions with a graph whose log-probabilities are none of these nodes: a loss does not use them."""
+        kept = [one for one in self._recent if one[1] is None or one[1].grad_fn in nodes]
+        if len(kept) < len(self._recent):
+            self._recent = deque(kept, maxlen=MAX_DISTRIBUTIONS)
+
     def take_graphs(self) -> DistributionGraphs:
         """Return what was recorded with a graph since the last call."""
         taken = DistributionGraphs(list(self._returned), list(self._entropies))
@@ -112,7 +118,7 @@ class DistributionLog:
 
     def take_minibatch(self, rows: int) -> HeadColumns:
         """Return the heads of a minibatch of so many rows, recorded since the last call; empty where they do not fit it."""
-        columns = [_as_rows(head, rows) for head, with_graph in self._recent if with_graph]
+        columns = [_as_rows(head, rows) for head, log_probs in self._recent if log_probs is not None]
         self._recent.clear()
         return _merge([head for head in columns if _rows(head) == rows])
 
@@ -120,7 +126,7 @@ class DistributionLog:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
         heads, self._rollout = [_as_rows(head, envs) for head in self._rollout], []
         complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
-        whole = [head for head, with_graph in self._recent if not with_graph]
+        whole = [head for head, log_probs in self._recent if log_probs is None]
         if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):
             return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in whole])
         count = len(heads) // steps if steps else 0
@@ -482,6 +488,8 @@ class EpisodeLog:
         running = self._running[env]
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         flags = np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool)
+        if len(running.returns) != flags.shape[1]:  # several environments of a class that does not say so
+            running = self._running[env] = _Running(flags.shape[1], running.index)
         if len(self._ends) < MAX_END_STEPS:
             running.last_call = len(self._ends)
             self._ends.append(flags)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -309,7 +310,7 @@ class RolloutFinder:
             return None
         width, sums = rows[0].numel(), checksums(rows.reshape(1, len(rows), -1).float())[0]
         for _, value in self._variables.named_values():
-            array = accept(value) if isinstance(value, list | Tensor) or hasattr(value, "dtype") else None
+            array = accept(value) if isinstance(value, list | Tensor | np.ndarray) else None
             fits = array is not None and array[0, 0].numel() == width and array.is_floating_point()
             if array is not None and fits and bool(torch.isin(sums, checksums(array.float())).all()):
                 return array
@@ -440,6 +441,10 @@ class RowFinder:
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
         self._columns = {name: column.reshape(-1).double() for name, column in columns.items()}
         self._limits = {name: SAME_NUMBER * float(column.abs().max()) for name, column in self._columns.items()}
+        self._apart = {  # how many numbers of a column are not the same as the next larger one
+            name: int((column.sort().values.diff() > self._limits[name]).sum())
+            for name, column in self._columns.items()
+        }
         self._shape = next(iter(columns.values())).shape
         self._turns: dict[int, int] = {}
 
@@ -475,9 +480,15 @@ class RowFinder:
         return False
 
     def _rows_with(self, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The transitions with these numbers, found by the column that differs most between them."""
-        distinct = {name: len(self._columns[name].unique()) for name in own}
-        first = max(own, key=lambda name: distinct[name])
+        """The transitions with these numbers, found by a column that has all of them, those whose numbers lie furthest apart first."""
+        for name in sorted(own, key=lambda name: -self._apart[name]):
+            rows = self._rows_by(name, own)
+            if rows is not None:
+                return rows
+        return None
+
+    def _rows_by(self, first: str, own: Mapping[str, Tensor]) -> Tensor | None:
+        """The transitions with these numbers in one column; where several have a number, the one that is nearest in all columns."""
         table, order = self._columns[first].sort(stable=True)
         limit = self._limits[first]
         low = torch.searchsorted(table, own[first] - limit)
@@ -490,9 +501,12 @@ class RowFinder:
             return None
         for place in several:
             candidates = order[low[place] : high[place]]
+            distances = torch.zeros_like(candidates, dtype=torch.float64)
             for name, column in own.items():
-                distances = (self._columns[name][candidates] - column[place]).abs()
-                candidates = candidates[distances <= max(self._limits[name], float(distances.min()))]
+                apart = (self._columns[name][candidates] - column[place]).abs()
+                if float(apart.min()) <= self._limits[name]:  # else the column is another one than the rollout's
+                    distances += apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)
+            candidates = candidates[distances == distances.min()]
             key = int(candidates[0])
             turn = self._turns.get(key, 0)  # of equal transitions one after the other: a pass has each of them once
             rows[place] = candidates[turn % len(candidates)]

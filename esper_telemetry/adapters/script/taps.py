@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -327,6 +327,10 @@ class Taps:
             finally:
                 self._call_briefly(lambda script: script.environments.leave())
             action = args[0] if args else options.get("action", options.get("actions"))
+            if isinstance(result, Iterator):  # as `zip` returns: it can be read once
+                parts = tuple(result)
+                self._call_briefly(lambda script: script.after_env_step(env, parts, action))
+                return iter(parts)
             self._call_briefly(lambda script: script.after_env_step(env, result, action))
             return result
 

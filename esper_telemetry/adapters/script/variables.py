@@ -282,7 +282,7 @@ def _locals(frame: FrameType) -> Mapping[str, Any]:
     copied = dict(variables)
     if type(variables) is dict:
         for name, value in copied.items():
-            if hasattr(value, "grad_fn"):
+            if isinstance(value, Tensor):
                 del variables[name]
     return copied
 
