@@ -242,6 +242,7 @@ class RolloutEnd:
         time_limits: [T, B], bool: steps that a time limit ended, from a source that does not see the critic's estimates of the states
             after them: their `next_values` are 0, or what the trainer takes instead; else None.
         ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
+        returns_known: False where the source does not see the returns: they are the advantages plus the values.
     """
 
     update: int
@@ -272,6 +273,7 @@ class RolloutEnd:
     last_values: Tensor | None = None
     time_limits: Tensor | None = None
     ends_known: bool = True
+    returns_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from esper_telemetry.metrics.integrity.losses.minibatches import (
     check_log_ratios,
     check_minibatches,
 )
-from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
+from esper_telemetry.metrics.integrity.losses.policy_loss import POLICY_LOSS, check_policy_loss
 from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
 from esper_telemetry.metrics.integrity.rollouts.actions import (
     MAX_SQUASHED,
@@ -351,8 +351,9 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
 
 
 def _policy_loss(claims: LossClaims) -> EquationCheck:
+    """Check the clipped surrogate. A single step without a ratio is that of A2C, whose settings may be those of PPO too."""
     batches, facts = claims.batches, claims.facts
-    return check_policy_loss(
+    check = check_policy_loss(
         _required(claims.claim("policy")),
         batches.log_ratio,
         batches.advantages,
@@ -365,6 +366,10 @@ def _policy_loss(claims: LossClaims) -> EquationCheck:
         bonus=claims.bonus,
         precision=facts.get("precision"),
     )
+    single = len(batches.counts) == 1 and facts.get(BY_NAME) and not bool(batches.log_ratio.any())
+    if single and any(one.hypothesis.name == "log_prob" for one in check.explanations):
+        return unchecked(POLICY_LOSS, "it has no ratio, as that of A2C, beside a setting of its clip")
+    return check
 
 
 def _value_loss(claims: LossClaims) -> EquationCheck:

@@ -44,11 +44,14 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
-    if gae_lambda is not None and discount is not None and rollout.ends_known:
+    if (gae_lambda is not None or facts.get(BY_NAME)) and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
-        check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
+        check = partial(_advantages, rollout, float(gae_lambda or 0), previous, facts)
+        if gae_lambda is None:
+            check = partial(_advantages_at_own_lambda, rollout, previous, facts)
         yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
-    yield partial(certain, facts, partial(_returns, rollout, facts))
+    if rollout.returns_known:
+        yield partial(certain, facts, partial(_returns, rollout, facts))
     if minibatches is not None and collected is not None:
         if facts.get(RECOMPUTED_FACT):
             minibatches, collected = _first_pass(minibatches, collected)
@@ -110,6 +113,13 @@ def _advantages(
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
     other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))
     return other if other.matches or other.explanations else check
+
+
+def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the advantages of a program that does not say its lambda: at 1, else at the one that gives its advantages."""
+    check = _advantages(rollout, 1.0, previous, facts)
+    own = [one.fitted for one in check.explanations if one.hypothesis.name == "other_lambda" and one.fitted is not None]
+    return _advantages(rollout, round(own[0], 6), previous, facts) if own else check
 
 
 def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:

@@ -295,3 +295,32 @@ def test_values_of_a_first_minibatch_alone_may_be_in_other_units_but_not_beside_
     assert first_minibatch(log_ratio=1e-3, new=values, values=values) == set()
     assert first_minibatch(log_ratio=0.5, new=3 * values + 1, values=values) == {"values", "replayed_log_probs"}
     assert first_minibatch(log_ratio=0.0, new=after, values=values) == {"values", "values_observation_after"}
+
+
+def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_clip() -> None:
+    """A2C's loss, in a script whose settings are those of PPO too; of two steps it would be a mistake."""
+    draw = torch.Generator().manual_seed(3)
+    logits, advantages = torch.randn(8, 1, 3, generator=draw), torch.randn(8, 1, generator=draw)
+    actions, zeros = torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1)
+    log_probs, never = logits.log_softmax(-1)[..., 0], torch.zeros(8, 1, dtype=torch.bool)
+    rollout = RolloutEnd(
+        *(1, 1, zeros, zeros, advantages, advantages, log_probs, never, never),
+        next_values=zeros,
+        actions={"action": actions},
+        gamma=0.9,
+    )
+
+    def differs(counts: tuple[int, ...]) -> bool:
+        losses = torch.stack([-part.mean() for part in (log_probs * advantages).flatten().split(counts)])
+        minibatches = MinibatchesEnd(
+            *((0,) * len(counts), counts, torch.zeros(8), advantages.flatten(), None, {"policy": losses}),
+            logits={"action": logits.flatten(0, 1)},
+            rows=torch.arange(8),
+        )
+        update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+        facts = {"columns_by_name": True, "clip": 0.2}
+        groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
+        return any(key.endswith("policy_loss_log_prob") for group in groups for key in group.values())
+
+    assert not differs((8,))
+    assert differs((4, 4))

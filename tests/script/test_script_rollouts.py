@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import gymnasium as gym
+import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import graph_of
+from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.recorders import DistributionLog
-from esper_telemetry.adapters.script.rollouts import RowFinder
+from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
 
@@ -95,3 +97,93 @@ def test_variables_of_a_script_may_refuse_attributes() -> None:
 
     found = variables()
     assert any(value is batch for value in found.values())
+
+
+def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    return RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading)
+
+
+def reading_of(log_probs: Tensor, advantages: Tensor) -> LossReading:
+    """A loss with these columns, before any step."""
+    now = log_probs.clone().requires_grad_() + 0
+    loss = read_loss(-((now - log_probs).exp() * advantages).mean(), held=[now])
+    assert loss is not None
+    return loss
+
+
+def test_returns_and_values_are_the_columns_whose_difference_the_advantages_are() -> None:
+    draw = torch.Generator().manual_seed(4)
+    targets, critic, log_probs = (torch.randn(32, generator=draw) for _ in range(3))
+    raw = targets - 1e-3 * critic
+    arrays = {"x": targets, "y": 1e-3 * critic, "z": log_probs, "w": torch.ones(32)}
+    finder = rollout_of(arrays, reading_of(log_probs, (raw - raw.mean()) / raw.std()))
+    assert finder.rollout(0.9) is None  # there is no array with these advantages
+
+    finder = rollout_of(
+        arrays | {"a": (raw - raw.mean()) / raw.std()}, reading_of(log_probs, (raw - raw.mean()) / raw.std())
+    )
+    rollout = finder.rollout(0.9)
+    assert rollout is not None and rollout.returns_stored
+    assert torch.equal(rollout.returns.flatten(), targets) and torch.equal(rollout.values.flatten(), 1e-3 * critic)
+
+
+def test_log_probabilities_may_be_stored_as_probabilities() -> None:
+    draw = torch.Generator().manual_seed(5)
+    probabilities, advantages = (torch.rand(32, generator=draw) for _ in range(2))
+    finder = rollout_of({"p": probabilities, "a": advantages}, reading_of(probabilities.log(), advantages))
+
+    assert finder.log_probs is not None
+    assert torch.allclose(finder.log_probs.flatten(), probabilities.log())
+
+
+def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
+    log = DistributionLog()
+    for step in range(3):
+        policy = Categorical(logits=torch.tensor([[float(step), 0.0]]))
+        if step:
+            log.after_env_step()
+        log.add(policy, policy.log_prob(torch.zeros(1).long()))
+    log.keep(())
+
+    logits = log.take_rollout(3, 1).logits["action"]
+    assert (logits[:, 0, 0] - logits[:, 0, 1]).tolist() == pytest.approx([0, 1, 2])
+
+
+def test_the_policy_gradient_of_negative_log_probabilities_has_its_signs() -> None:
+    probabilities = torch.rand(6).requires_grad_()
+    advantages = torch.randn(6)
+    reading = read_loss((-probabilities.log() * advantages).mean(), held=[advantages])
+
+    assert reading is not None and reading.policy is not None and reading.policy.log_probs is not None
+    assert torch.equal(reading.policy.advantages, advantages)
+    assert torch.allclose(reading.policy.log_probs, probabilities.detach().log())
+
+
+def test_one_advantage_may_serve_several_rows() -> None:
+    now = torch.randn(6, 2).requires_grad_()
+    reading = read_loss(-((now - now.detach()).exp() * torch.arange(6.0).reshape(6, 1)).mean())
+
+    assert reading is not None and reading.policy is not None
+    assert reading.policy.advantages.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.script = listener
+    taps.install()
+    try:
+        near, far = multiprocessing.Pipe()
+        for step in range(2):
+            near.send(("step", step))
+            assert far.recv() == ("step", step)
+            far.send(([0.5], 2.0, step == 1, {"TimeLimit.truncated": True}, None))
+            near.recv()
+    finally:
+        taps.remove()
+
+    ends, rewards = listener.environments.ends(), listener.environments.rewards()
+    assert taps.error is None and ends is not None and rewards is not None
+    assert rewards.flatten().tolist() == [2, 2]
+    assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]

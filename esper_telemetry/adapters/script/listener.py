@@ -428,7 +428,8 @@ class ScriptListener:
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
         ended, limits = rollout.ended, None if time_limits is None else time_limits.to(rollout.ended.device)
         shown = rollout._asdict()
-        bootstraps, _ = shown.pop("bootstraps"), shown.pop("returns_stored")
+        bootstraps = shown.pop("bootstraps")
+        shown["returns_known"] = shown.pop("returns_stored")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,

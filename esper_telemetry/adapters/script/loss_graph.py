@@ -333,8 +333,13 @@ class _LossReader:
         factor = plain.factor
         weight, valid, reduced = _reduction(gradient)
         number = self.value(plain.node)
-        if number is None or number.numel() != factor.numel():
+        if number is None:
             return None
+        if number.numel() != factor.numel():  # advantages of several rows each
+            shape = _shape(plain.node)
+            if torch.broadcast_shapes(shape, factor.shape) != shape:
+                return None
+            factor = factor.expand(shape)
         negated = self._is_negated(node, factor, gradient)
         rows = self.value(node)
         if _is_sum(gradient):
@@ -387,7 +392,10 @@ class _LossReader:
             factor = node._saved_other if place == 0 else node._saved_self
             if child is None or factor is None:
                 continue
-            inner, clip = self._unclipped(self._through_views(child))
+            child = self._through_views(child)
+            if _kind(child) == "NegBackward0":
+                child, factor = self._through_views(_children(child)[0]), -factor
+            inner, clip = self._unclipped(child)
             is_ratio = clip is not None or _is_ratio(inner)
             if other is not None and (not is_ratio or other in _below(inner)):
                 continue  # both have a graph: an entropy, unless advantages were not detached
@@ -564,7 +572,7 @@ class _LossReader:
     # numbers of nodes
 
     def value(self, node: Node, depth: int = MAX_VALUE_DEPTH) -> Tensor | None:
-        """Return the numbers that an operation has returned, as far as the script or the graph keeps them; shapes may be flattened."""
+        """Return the numbers that an operation has returned, as far as the script or the graph keeps them."""
         held = self.held.get(node)
         if held is not None or not depth:
             return held
@@ -582,6 +590,8 @@ class _LossReader:
             )
         if kind == "PowBackward0":
             return node._saved_self.pow(node._saved_exponent)
+        if kind == "LogBackward0":
+            return node._saved_self.log()
         if kind in ERRORS:
             rows = _elementwise(node)
             return (rows, rows.mean(), rows.sum())[node._saved_reduction]
@@ -622,16 +632,11 @@ class _LossReader:
 
     @staticmethod
     def _reshaped(node: Node, number: Tensor) -> Tensor | None:
+        """What a view makes of a number."""
         kind = _kind(node)
-        if kind == "UnsqueezeBackward0":
-            return number.unsqueeze(_axis(node._saved_dim))
-        if kind == "SqueezeBackward0":
-            return number.squeeze()
-        if kind == "SqueezeBackward1":
-            return number.squeeze(_axis(node._saved_dim))
         if kind in ("TransposeBackward0", "PermuteBackward0", "ExpandBackward0"):
             return None
-        return number if kind in ("CloneBackward0", "AliasBackward0", "ToCopyBackward0") else number.reshape(-1)
+        return number.reshape(_shape(node))
 
     def _linear(self, node: Node, children: list[Node]) -> Tensor | None:
         """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
@@ -691,6 +696,11 @@ def _below(node: Node) -> dict[Node, None]:
 
 def _kind(node: Node) -> str:
     return str(node.name())
+
+
+def _shape(node: Node, number: int = 0) -> torch.Size:
+    """The shape of what an operation has returned."""
+    return torch.Size(node._input_metadata[number].shape)
 
 
 def _children(node: Node) -> list[Node]:

@@ -32,7 +32,7 @@ MAX_DISTRIBUTION_ENTRIES = 1 << 22
 MAX_ESTIMATES = 8
 """Outputs of layers with one unit that are kept."""
 
-MIN_ESTIMATE_ROWS, MAX_ESTIMATE_ROWS = 32, 1 << 18
+MIN_ESTIMATE_ROWS, MAX_ESTIMATE_ROWS = 8, 1 << 18
 """Rows of such outputs, as of a whole rollout."""
 
 MAX_GATE_ENVS = 4
@@ -61,6 +61,7 @@ class DistributionLog:
 
     def __init__(self) -> None:
         self._rollout: list[HeadColumns] = []
+        self._after: list[HeadColumns] = []
         self._recent: deque[tuple[HeadColumns, Tensor | None]] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._chosen: Tensor | None = None
         self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
@@ -81,7 +82,7 @@ class DistributionLog:
         columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
         if columns.logits:  # masked actions have a large negative finite logit
             columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
-        self._recent.append((columns, log_probs if torch.is_grad_enabled() else None))
+        self._recent.append((columns, log_probs if log_probs.requires_grad else None))
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -105,9 +106,13 @@ class DistributionLog:
 
     def keep(self, nodes: Container[Any]) -> None:
         """Forget distributions with a graph whose log-probabilities are none of these nodes: a loss does not use them."""
-        kept = [one for one in self._recent if one[1] is None or one[1].grad_fn in nodes]
-        if len(kept) < len(self._recent):
-            self._recent = deque(kept, maxlen=MAX_DISTRIBUTIONS)
+        kept, unused = deque[tuple[HeadColumns, Tensor | None]](maxlen=MAX_DISTRIBUTIONS), list[HeadColumns]()
+        for columns, log_probs in self._recent:
+            if log_probs is None or log_probs.grad_fn in nodes:
+                kept.append((columns, log_probs))
+            else:
+                unused.append(columns)
+        self._recent, self._after = kept, self._after or unused
 
     def take_graphs(self) -> DistributionGraphs:
         """Return what was recorded with a graph since the last call."""
@@ -125,6 +130,10 @@ class DistributionLog:
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
         heads, self._rollout = [_as_rows(head, envs) for head in self._rollout], []
+        after, self._after = [*self._after, *(head for head, log_probs in self._recent if log_probs is None)], []
+        if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
+            last = [head for head in (_as_rows(one, envs) for one in after) if _rows(head) == envs]
+            heads += last[: len(heads) // (steps - 1)]
         complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
         whole = [head for head, log_probs in self._recent if log_probs is None]
         if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):

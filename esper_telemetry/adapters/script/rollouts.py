@@ -57,6 +57,9 @@ MAX_SHARED_NUMBERS = 1 << 14
 MIN_DISTINCT = 8
 """Different numbers from which on finding them in an array is no chance."""
 
+SAME_SHAPE = 1 - 1e-6
+"""Correlation from which on two columns are the same up to a factor and an offset."""
+
 MIN_CORRELATION = 0.9
 """Correlation with the rewards that were paid from which on an array holds rewards, perhaps scaled or cut."""
 
@@ -178,7 +181,14 @@ class RolloutFinder:
             )
             if best is not None and best[0] >= MIN_SHARE:
                 self._found[role] = others[-best[1]]
+        if wanted["log_probs"] is not None and "log_probs" not in self._found:
+            for table in (torch.exp, torch.neg):  # probabilities, or negative log-probabilities
+                numbers = table(wanted["log_probs"])
+                held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
+                if held and "log_probs" not in self._found:
+                    self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
         self._identify_returns()
+        self._identify_difference(grids)
         values = self._found.get("values")
         if values is not None and len(values) == self.steps:
             longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
@@ -203,6 +213,28 @@ class RolloutFinder:
         others = (self._variables.find(names, self._in_grid) for names in (VALUES, ADVANTAGES))
         if any(other is not None and torch.equal(targets, other) for other in others):
             self._found["returns"] = named
+
+    def _identify_difference(self, grids: list[Tensor]) -> None:
+        """Find the returns and the values whose difference the advantages are, perhaps normalised."""
+        advantages = self._found.get("advantages")
+        if advantages is None or ("returns" in self._found and "values" in self._found):
+            return
+        taken = list(self._found.values())
+        free = [grid for grid in grids if all(grid is not one for one in taken)]
+        parts: list[list[Tensor]] = []
+        for role in ("returns", "values"):
+            own = [self._found[role]] if role in self._found else free
+            parts.append([grid for grid in own if _varies(grid)])
+        alone = {id(grid): correlation(grid[: self.steps], advantages) for part in parts for grid in part}
+        best, pair = SAME_SHAPE, None
+        for returns in parts[0]:
+            for values in parts[1]:
+                difference = returns[: self.steps].double() - values[: self.steps].double()
+                same = correlation(difference, advantages)
+                if same > max(best, alone[id(returns)], alone[id(values)]):
+                    best, pair = same, (returns, values)
+        if pair is not None:
+            self._found["returns"], self._found["values"] = pair
 
     def _identify_rewards(self, grids: list[Tensor]) -> None:
         """Find the array with the rewards that were paid, or with numbers that follow them."""
@@ -401,6 +433,10 @@ def _last_values(implied: Tensor, values: Tensor, ended: Tensor) -> Tensor:
     """
     left_out = bool((~ended).any()) and float(implied[~ended].abs().max()) <= SAME_NUMBER
     return values if left_out else torch.where(ended, values, implied)
+
+
+def _varies(array: Tensor) -> bool:
+    return bool((array != array.reshape(-1)[0]).any())
 
 
 def _is_shaped(array: Tensor, steps: int, envs: int) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -126,6 +127,7 @@ class Taps:
             "torch": self._tap_torch,
             "gymnasium": self._tap_environments,
             "gym": self._tap_environments,
+            "multiprocessing.connection": self._tap_connections,
             "torch.utils.tensorboard.writer": self._tap_writer,
             "tensorboardX.writer": self._tap_writer,
             "stable_baselines3.common.base_class": self._tap_stable_baselines3,
@@ -346,6 +348,37 @@ class Taps:
 
         return began
 
+    def _tap_connections(self, module: Any) -> None:
+        """Tap the pipes to environments in other processes: their answers to ("step", action) are what `step` returned."""
+        sent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+        def wrap_send(send: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(send)
+            def tapped(connection: Any, message: Any) -> Any:
+                script = self.script
+                if script is not None and not script.environments.inside and _is_step(message):
+                    if script.open:
+                        self.call(lambda script: script.end_update())
+                    sent[connection] = message[1]
+                return send(connection, message)
+
+            return tapped
+
+        def wrap_receive(receive: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(receive)
+            def tapped(connection: Any) -> Any:
+                answer = receive(connection)
+                if connection in sent:
+                    action, result = sent.pop(connection), _step_result(answer)
+                    if result is not None:
+                        self._call_briefly(lambda script: script.after_env_step(connection, result, action))
+                return answer
+
+            return tapped
+
+        self._patches.replace(module._ConnectionBase, "send", wrap_send)
+        self._patches.replace(module._ConnectionBase, "recv", wrap_receive)
+
     def _tap_stable_baselines3(self, module: Any) -> None:
         """Every `learn` of every algorithm prepares its callbacks there, those of sb3-contrib too."""
 
@@ -391,6 +424,20 @@ class Taps:
             return added
 
         self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
+
+
+def _is_step(message: Any) -> bool:
+    return isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str) and message[0] == "step"
+
+
+def _step_result(answer: Any) -> tuple[Any, ...] | None:
+    """Return what an environment's `step` returned, up to its `info`, from an answer that may have more."""
+    if not isinstance(answer, tuple | list):
+        return None
+    return next(
+        (tuple(answer[: place + 1]) for place in (3, 4) if len(answer) > place and isinstance(answer[place], Mapping)),
+        None,
+    )
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:
