@@ -164,7 +164,8 @@ class RolloutFinder:
     def _identify(self, arrays: list[Tensor], reading: LossReading) -> None:
         """Find the columns that the first minibatch was computed from."""
         self._env_major = self._is_env_major(arrays)
-        grids = [grid for array in arrays if (grid := self._as_grid(array)) is not None]
+        pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
+        grids = [grid for _, grid in pairs]
         policy, value = reading.policy, reading.value
         wanted: dict[str, Tensor | None] = {
             "log_probs": None if policy is None else policy.old_log_probs,
@@ -172,15 +173,22 @@ class RolloutFinder:
             "values": None if value is None else value.values,
             "advantages": None if policy is None else policy.advantages,
         }
+        in_order, shuffled = set[str](), False
         for role, column in wanted.items():
             if column is None:
                 continue
-            others = [grid for grid in grids if all(grid is not found for found in self._found.values())]
-            best = max(
-                ((_share(column, grid[: self.steps]), -place) for place, grid in enumerate(others)), default=None
-            )
-            if best is not None and best[0] >= MIN_SHARE:
-                self._found[role] = others[-best[1]]
+            holding = [
+                (_is_same(column, array), -_share(column, grid[: self.steps]), place)
+                for place, (array, grid) in enumerate(pairs)
+                if all(grid is not found for found in self._found.values())
+            ]
+            best = min((one for one in holding if -one[1] >= MIN_SHARE), default=None)
+            if best is not None:
+                self._found[role] = grids[best[2]]
+                in_order |= {role} if best[0] else set()
+                shuffled = shuffled or (not best[0] and column.numel() == self.steps * self.envs)
+        if shuffled:  # a minibatch of the whole rollout: arrays in its order are its own
+            self._found = {role: grid for role, grid in self._found.items() if role not in in_order}
         if wanted["log_probs"] is not None and "log_probs" not in self._found:
             for table in (torch.exp, torch.neg):  # probabilities, or negative log-probabilities
                 numbers = table(wanted["log_probs"])
@@ -193,7 +201,7 @@ class RolloutFinder:
         if values is not None and len(values) == self.steps:
             longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
             self._found["values"] = longer[0] if longer else values
-        if "values" not in self._found and value is not None and value.values is not None:
+        if "values" not in self._found and value is not None and value.values is not None and not shuffled:
             whole = self._as_grid(value.values)
             if whole is not None and whole.numel() == self.steps * self.envs:
                 self._found["values"] = whole
@@ -441,6 +449,14 @@ def _varies(array: Tensor) -> bool:
 
 def _is_shaped(array: Tensor, steps: int, envs: int) -> bool:
     return [size for size in array.shape if size != 1] == [steps, envs]
+
+
+def _is_same(column: Tensor, array: Tensor) -> bool:
+    """Return True where an array has the numbers of a column in its order."""
+    if array.numel() != column.numel():
+        return False
+    limit = SAME_NUMBER * float(column.abs().max())
+    return bool(((array.reshape(-1).to(column) - column.reshape(-1)).abs() <= limit).all())
 
 
 def _share(column: Tensor, array: Tensor) -> float:
