@@ -107,7 +107,8 @@ class Variables:
 
         Variables come before members of containers, and exact names before those that differ in what `plain_name` leaves out.
         """
-        for scopes in (self._scopes, self.nested):
+        for members in (False, True):
+            scopes = self.nested if members else self._scopes
             for name in names:
                 for scope in scopes:
                     if name in scope and (value := accept(scope[name])) is not None:
