@@ -24,6 +24,7 @@ from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.minibatches import (
     MinibatchQueue,
+    PassFinder,
     ScriptMinibatch,
     losses_of,
     without_graph,
@@ -118,7 +119,9 @@ class ScriptListener:
         self._trained: dict[str, Tensor] = {}
         self._readings: list[LossReading] = []
         self._other_losses = 0
-        self._minibatches = MinibatchQueue()
+        self._minibatches, self._passes = MinibatchQueue(), PassFinder()
+        self._pass_key: tuple[int, str] | None = None
+        self._first_pass = self._row_count = self._size = 0
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
@@ -164,7 +167,7 @@ class ScriptListener:
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
-        self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
+        self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
         if self._announced is not optimizer and self.hooks.wants(MinibatchObjective):
@@ -338,6 +341,7 @@ class ScriptListener:
         if self.environments.includes(env):
             self.environments.after_step(env, result, action)
             self.distributions.after_env_step()
+            self.estimates.after_env_step()
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True
@@ -361,7 +365,7 @@ class ScriptListener:
         return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
-        self.open, self._step = True, 0
+        self.open, self._step, self._row_count = True, 0, 0
         self._collected_at = self._data_of(variables)
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
@@ -385,7 +389,7 @@ class ScriptListener:
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._rollout = rollout
+        self._rollout, self._size = rollout, collected
         columns = ("log_probs", "returns", "values", "advantages")
         self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in columns})
         lstm = self.lstm.take(finder.steps, finder.envs)
@@ -456,6 +460,9 @@ class ScriptListener:
                 self._minibatches.add_value(reading.value)
             return
         count = len(policy.advantages)
+        if not self.updates:
+            self._passes.add(variables.integers(), count)
+        self._row_count += count
         heads = self.distributions.take_minibatch(count)
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
             heads = HeadColumns(logits={head_names(1)[0]: reading.logits})
@@ -478,11 +485,17 @@ class ScriptListener:
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
+        if not self.updates:
+            if not all_of_them:
+                return
+            self._count_passes()
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
             value, rollout = minibatch.value, self._rollout
             if value is None and not self._minibatches.critic_apart:
                 value = minibatch.left_out
             rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
+            if self._pass_key is None and self._size % len(minibatch.policy.advantages):
+                rows = None  # where a pass ends is not known
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
                 places = rows.to(rollout.values.device)
@@ -508,6 +521,24 @@ class ScriptListener:
                     **minibatch.heads._asdict(),
                 )
             )
+
+    def _pass_of(self, variables: Variables) -> int:
+        """Number of the pass over the rollout, from 0."""
+        number = variables.integers().get(self._pass_key) if self._pass_key is not None else None
+        if number is not None:
+            self._first_pass = number if self._step == 0 else self._first_pass
+            return max(0, number - self._first_pass)
+        return self._row_count // self._size if self._size else 0
+
+    def _count_passes(self) -> None:
+        """Find the passes of the first update's minibatches."""
+        self._pass_key = self._passes.find(self._size)
+        waiting = self._minibatches.minibatches
+        if self._pass_key is not None:
+            numbers = self._passes.passes(self._pass_key)
+            self._minibatches.minibatches = [
+                one._replace(epoch=number) for one, number in zip(waiting, numbers, strict=True)
+            ]
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""

@@ -76,6 +76,7 @@ class PolicyTerm(NamedTuple):
         valid: [N], bool: rows that count; None where every row does.
         edge: where gradients of the log-ratio, or of the log-probability, go on.
         log_probs: [N], of the actions now; None where the graph does not tell.
+        inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
     """
 
     log_ratio: Tensor | None
@@ -86,6 +87,7 @@ class PolicyTerm(NamedTuple):
     valid: Tensor | None
     edge: GradientEdge
     log_probs: Tensor | None
+    inverted: bool = False
 
     @property
     def old_log_probs(self) -> Tensor | None:
@@ -238,12 +240,17 @@ class _LossReader:
         value: ValueTerm | None = None
         entropy: EntropyTerm | None = None
         others = 0
+        bonus = any(node in self.entropies or self._is_plogp(node) for node, _ in terms)
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
             if gradient is None:
                 continue
             if node in self.log_probs:  # the policy's term depends on them too
                 gradient = self._own_gradient(place, edges, gradients)
-            term = self._entropy(node, gradient) or self._policy(node, gradient) or self._value(node, gradient)
+            term = (
+                self._entropy(node, gradient, sampled=not bonus)
+                or self._policy(node, gradient)
+                or self._value(node, gradient)
+            )
             if isinstance(term, PolicyTerm) and policy is None:
                 policy = term
             elif isinstance(term, ValueTerm) and value is None:
@@ -346,8 +353,10 @@ class _LossReader:
             weight = 1.0
         loss = None if rows is None or not weight else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
+        log_ratio = flat.log() if plain.is_ratio else None
+        inverted = plain.is_ratio and self._is_inverted(plain.node)
         return PolicyTerm(
-            log_ratio=flat.log() if plain.is_ratio else None,
+            log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
             advantages=(-factor if negated else factor).reshape(-1),
             clip=clip,
             loss=loss,
@@ -355,6 +364,7 @@ class _LossReader:
             valid=valid if reduced else None,
             edge=GradientEdge(plain.node, 0),
             log_probs=self._log_probs(plain.node) if plain.is_ratio else flat,
+            inverted=inverted,
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor) -> bool:
@@ -417,11 +427,17 @@ class _LossReader:
         kinds = {_kind(one) for one in _below(node)}
         return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
 
+    def _is_inverted(self, ratio: Node) -> bool:
+        """Return True for the exponential of a difference from which the log-probabilities of now are subtracted."""
+        below = self._through_views(_children(ratio)[0]) if _kind(ratio) == "ExpBackward0" else None
+        return below is not None and _kind(below) == "SubBackward0" and _children(below)[0] is None
+
     def _log_probs(self, ratio: Node) -> Tensor | None:
         """Log-probabilities now [N], below a ratio that is the exponential of a difference."""
         below = self._through_views(_children(ratio)[0])
-        if _kind(ratio) == "ExpBackward0" and _kind(below) == "SubBackward0" and _children(below)[0] is not None:
-            number = self.value(_children(below)[0])
+        if _kind(ratio) == "ExpBackward0" and _kind(below) == "SubBackward0":
+            first, second = _children(below)[:2]
+            number = self.value(second if first is None else first)
             return None if number is None else number.reshape(-1)
         if _kind(ratio) == "DivBackward0":  # of two probabilities
             number = self.value(below)
@@ -544,13 +560,14 @@ class _LossReader:
 
     # the entropy
 
-    def _entropy(self, node: Node, gradient: Tensor) -> EntropyTerm | None:
+    def _entropy(self, node: Node, gradient: Tensor, *, sampled: bool) -> EntropyTerm | None:
+        """The entropy's term; with `sampled` log-probabilities are taken for one."""
         entropies = self.entropies.get(node)
         if entropies is not None:
             numbers, slopes = entropies, gradient
-        elif node in self.log_probs:  # of the actions taken, in place of the entropy
+        elif sampled and node in self.log_probs:  # of the actions taken, in place of the entropy
             numbers, slopes = -self.log_probs[node], -gradient
-        elif _kind(node) == "MulBackward0" and self._is_plogp(node):
+        elif self._is_plogp(node):
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
         else:
             return None
@@ -561,6 +578,8 @@ class _LossReader:
 
     def _is_plogp(self, node: Node) -> bool:
         """Return True for probabilities times their logarithms."""
+        if _kind(node) != "MulBackward0":
+            return False
         pair = [node._saved_self, node._saved_other]
         if any(one is None or one.dim() < 2 for one in pair) or pair[0].shape != pair[1].shape:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ SAME_WEIGHT = 0.02
 
 HALF_SQUARE = (1.0, 2.0)
 """Factors that the weight of a squared error may have beside its setting: it is half of the square, or the square."""
+
+
+MIN_PASS = 0.75
+"""Share of a rollout's transitions that a pass over it has at least."""
 
 
 class ScriptMinibatch(NamedTuple):
@@ -72,6 +77,39 @@ def without_graph(reading: LossReading) -> LossReading:
 
     terms = {name: plain(getattr(reading, name)) for name in ("policy", "value", "entropy", "left_out")}
     return reading._replace(**terms)
+
+
+class PassFinder:
+    """Finds the variable in which a script counts its passes over the rollout, by its integers in the first update.
+
+    It starts at 0 or 1 and grows by 1 after each pass. All passes but the last one have equally many minibatches.
+    """
+
+    def __init__(self) -> None:
+        self._integers: list[dict[tuple[int, str], int]] = []
+        self._counts: list[int] = []
+
+    def add(self, integers: dict[tuple[int, str], int], count: int) -> None:
+        """Add the integers at a minibatch of so many rows."""
+        self._integers.append(integers)
+        self._counts.append(count)
+
+    def find(self, size: int) -> tuple[int, str] | None:
+        """Return the key of the variable for a rollout of so many transitions; None where none counts its passes."""
+        best: tuple[int, tuple[int, str]] | None = None
+        for key in self._integers[0] if self._integers else ():
+            numbers = [integers.get(key, -1) for integers in self._integers]
+            lengths = [len(list(run)) for _, run in groupby(numbers)]
+            counts = all(0 <= after - before <= 1 for before, after in pairwise(numbers)) and numbers[0] in (0, 1)
+            regular = len(lengths) > 1 and len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]
+            rows = sum(self._counts[: lengths[0]])
+            if counts and regular and MIN_PASS * size <= rows <= size and (best is None or lengths[0] > best[0]):
+                best = lengths[0], key
+        return None if best is None else best[1]
+
+    def passes(self, key: tuple[int, str]) -> list[int]:
+        """Return the passes of the minibatches, from 0, by this variable."""
+        return [integers[key] - self._integers[0][key] for integers in self._integers]
 
 
 @dataclass

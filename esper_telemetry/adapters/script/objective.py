@@ -138,15 +138,17 @@ def _policy_source(reading: LossReading) -> Tensor | None:
     """The numbers [N] that the ratio, or the log-probability, has at its edge."""
     assert reading.policy is not None
     ratio = reading.policy.log_ratio
-    return reading.policy.log_probs if ratio is None else ratio.exp()
+    if ratio is None:
+        return reading.policy.log_probs
+    return (-ratio if reading.policy.inverted else ratio).exp()
 
 
 def _policy_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:
     assert reading.policy is not None
-    is_ratio = reading.policy.log_ratio is not None
+    is_ratio, sign = reading.policy.log_ratio is not None, -1 if reading.policy.inverted else 1
 
     def loss(leaf: Tensor) -> Tensor:
-        changes = {"log_ratio": leaf.log()} if is_ratio else {"log_probs": leaf}
+        changes = {"log_ratio": sign * leaf.log()} if is_ratio else {"log_probs": leaf}
         return TERM_LOSSES["policy"](_rows(reading, **changes))
 
     return loss

@@ -174,18 +174,26 @@ class EstimateLog:
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
+        self._after_step: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
 
     def add(self, output: Tensor) -> None:
-        """Record an output [..., 1] of several rows."""
+        """Record an output [..., 1]."""
+        if not output.requires_grad:
+            self._after_step.append(output)
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append(output.detach())
         if output.requires_grad and output.numel() > 1:
             self._with_graph.append(output)
 
+    def after_env_step(self) -> None:
+        """The environments have taken a step: later outputs are of the states that it led to."""
+        self._after_step.clear()
+
     def take(self) -> list[Tensor]:
-        """Return the outputs of many rows since the last call."""
-        outputs = list(self._outputs)
+        """Return the outputs since the last step of the environments, then those of many rows since the last call."""
+        outputs = [*self._after_step, *self._outputs]
         self._outputs.clear()
+        self._after_step.clear()
         return outputs
 
     def take_graphs(self) -> list[Tensor]:

@@ -111,7 +111,7 @@ class RolloutFinder:
         paid: [T, B], rewards that the environments returned in these steps.
         limits: [T, B], bool: of the ends those by a time limit.
         reading: of the loss of the first minibatch, before any step.
-        estimates: outputs of the critic that need be in no variable any more.
+        estimates: outputs of the critic that need be in no variable any more; those of the states after the last step come first.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class RolloutFinder:
         self._env_major = self._is_env_major(arrays)
         pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
         grids = [grid for _, grid in pairs]
-        policy, value = reading.policy, reading.value
+        policy, value = reading.policy, reading.value or reading.left_out
         wanted: dict[str, Tensor | None] = {
             "log_probs": None if policy is None else policy.old_log_probs,
             "returns": None if value is None else value.returns,
@@ -195,6 +195,7 @@ class RolloutFinder:
                 held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
                 if held and "log_probs" not in self._found:
                     self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
+        self._identify_sum(grids)
         self._identify_returns()
         self._identify_difference(grids)
         values = self._found.get("values")
@@ -212,6 +213,23 @@ class RolloutFinder:
                 self._found["log_probs"] = log_probs
         self._identify_rewards(grids)
         self._identify_next_values(grids)
+
+    def _identify_sum(self, grids: list[Tensor]) -> None:
+        """Find the returns and the advantages by their difference, the values of the first minibatch, whatever its loss makes of them."""
+        found = self._found.get("values")
+        if found is None or not _varies(found):
+            return
+        values = found[: self.steps].double()
+        arrays = [grid for grid in grids if len(grid) == self.steps and grid is not found and _varies(grid)]
+        sums = [float(array.double().sum()) for array in arrays]
+        limit, total = SAME_NUMBER * float(values.abs().max()), float(values.sum())
+        for returns, own in zip(arrays, sums, strict=True):
+            most = max(limit, SAME_NUMBER * float(returns.abs().max()))
+            for advantages, other in zip(arrays, sums, strict=True):
+                near = advantages is not returns and abs(own - other - total) <= most * values.numel()
+                if near and float((returns.double() - advantages.double() - values).abs().max()) <= most:
+                    self._found.update(returns=returns, advantages=advantages)
+                    return
 
     def _identify_returns(self) -> None:
         """Take the array that is named so for the returns where the loss has the values or the advantages for targets."""
@@ -261,9 +279,15 @@ class RolloutFinder:
             self._found["rewards"] = others[-best[1]] if best[0] > MIN_CORRELATION else paid.clone()
 
     def _identify_next_values(self, grids: list[Tensor]) -> None:
-        """Find the array with the values of the next states: within episodes they are those of the next step."""
-        values, ends = self._found.get("values"), self._ends
-        if values is None or ends is None or len(values) != self.steps or self.steps < 2:
+        """Find the array with the values of the next states: within episodes they are those of the next step, or 0 but at time limits."""
+        values, ends, limits = self._found.get("values"), self._ends, self._limits
+        if values is None or ends is None or self.steps < 2:
+            return
+        if limits is not None and bool(limits.any()):
+            for grid in grids:
+                if len(grid) == self.steps and torch.equal(grid != 0, limits.to(grid.device)):
+                    self._found["limit_values"] = grid
+        if len(values) != self.steps:
             return
         within = ~ends[:-1].to(values.device)
         for grid in grids:
@@ -402,13 +426,16 @@ class RolloutFinder:
         if last is None and shown is not None:
             last = torch.where(ended[-1], values[-1], shown[-1].to(values))
         if last is None:
+            last = next((one.reshape(-1).to(values) for one in self._estimates if one.numel() == self.envs), None)
+        if last is None:
             last = None if implied is None else _last_values(implied[-1], values[-1], ended[-1])
         if last is None:
             return None
         after = next_values(values, last, ended)
-        bootstraps = limits is not None and following is not None and bool(limits.any())
-        if limits is not None and following is not None:
-            after = torch.where(limits, following.to(values), after)
+        final = self._found.get("limit_values") if following is None else following
+        bootstraps = limits is not None and final is not None and bool(limits.any())
+        if limits is not None and final is not None:
+            after = torch.where(limits, final.to(values), after)
         return ScriptRollout(
             rewards=rewards.clone(),
             values=values.clone(),

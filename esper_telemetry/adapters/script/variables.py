@@ -26,7 +26,6 @@ Aliases = tuple[str, ...]
 """Names that scripts have for the same thing, the commonest first."""
 
 ROWS: Aliases = ("mb_inds", "mb_indices", "mb_idx", "minibatch_ind", "inds", "indices", "idx", "rows", "index")
-EPOCH: Aliases = ("epoch", "epoch_num", "update_epoch", "_epoch")
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
@@ -140,6 +139,15 @@ class Variables:
     def with_constants(self, constants: Mapping[str, Any]) -> Variables:
         """Return the same with constants that are found where no variable is."""
         return Variables([*self._scopes, constants])
+
+    def integers(self) -> dict[tuple[int, str], int]:
+        """Whole numbers among the variables, by scope and name."""
+        return {
+            (place, name): value
+            for place, scope in enumerate(self._scopes)
+            for name, value in list(scope.items())
+            if type(value) is int
+        }
 
     def tensors(self) -> Iterator[Tensor]:
         """All variables that are tensors."""

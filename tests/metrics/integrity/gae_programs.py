@@ -112,6 +112,11 @@ def ends_ignored(c: Columns) -> Array:
     return cleanrl_style(c, np.zeros_like(c.done))
 
 
+def terminations_ignored(c: Columns) -> Array:
+    next_values = np.where(c.truncated, c.final, c.following)
+    return backward(c, c.rewards + c.gamma * next_values - c.values, c.gamma * c.lam * ~c.truncated)
+
+
 def trace_runs_on(c: Columns) -> Array:
     return backward(c, c.rewards + c.gamma * c.next_values - c.values, c.gamma * c.lam)
 
@@ -296,6 +301,7 @@ def normalize(x: Array, axis: int | None = None, ddof: int = 0) -> Array:
 
 PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "ends_ignored": [ends_ignored, trace_runs_on],
+    "terminations_ignored": [terminations_ignored],
     "ends_late": [ends_late, ends_late_but_for_the_last],
     "ends_early": [ends_early],
     "ends_inverted": [ends_inverted],

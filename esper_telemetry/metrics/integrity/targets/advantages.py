@@ -26,6 +26,13 @@ MISTAKES = (
         advice="Multiply the trace, and the bootstrap, by 1 - done.",
     ),
     Hypothesis(
+        "terminations_ignored",
+        "GAE that runs on over terminations, and not over time limits",
+        "A_t = δ_t + γλ (1 - truncated_t) A_{t+1}",
+        estimates.terminations_ignored,
+        advice="Multiply the trace, and the bootstrap, by 1 - terminated too.",
+    ),
+    Hypothesis(
         "ends_late",
         "GAE with the ends of episodes one step late",
         "A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}",

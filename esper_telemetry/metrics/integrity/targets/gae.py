@@ -168,6 +168,14 @@ def ends_ignored(inputs: GaeInputs) -> Tensor | None:
     return with_ends(inputs, torch.zeros_like(inputs.ended))
 
 
+def terminations_ignored(inputs: GaeInputs) -> Tensor | None:
+    """GAE that runs on over terminations alone: time limits end their episodes."""
+    limits = inputs.ended & ~inputs.terminated
+    if not bool(limits.any()) or not bool(inputs.terminated.any()):
+        return None
+    return gae(inputs, next_values=at(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
+
+
 def ends_late(inputs: GaeInputs) -> Tensor | None:
     """GAE whose ends come one step late; the first flag belongs to the step before, and the last one is often right."""
     late = inputs.ended.roll(1, 0)
