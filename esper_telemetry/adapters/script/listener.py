@@ -213,23 +213,23 @@ class ScriptListener:
         more = left_out(variables, _parameters_of(optimizer), others) if self.updates else {}
         parameters = list(self._named_parameters(optimizer).values())
         if reading is not None and self.updates:
-            reading = self._with_left_out(reading, variables)
+            reading = self._with_left_out(reading)
         terms = partial(loss_terms, loss, reading, variables, parameters, self._weights())
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
         self._scales = variables.find(
             settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
         )
 
-    def _with_left_out(self, reading: LossReading, variables: Variables) -> LossReading:
-        """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own."""
+    def _with_left_out(self, reading: LossReading) -> LossReading:
+        """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own.
+
+        Its targets are the mean return: that the term is missing shows with any targets.
+        """
         value, rollout = reading.left_out, self._rollout
         if value is None or value.values is None or rollout is None or self._minibatches.critic_apart:
             return reading
-        rows = names.find_rows(variables, len(value.values))
-        if rows is None or int(rows.max()) >= rollout.returns.numel():
-            return reading
-        returns = rollout.returns.reshape(-1)[rows.to(rollout.returns.device)]
-        return reading._replace(value=value._replace(returns=returns.to(value.values)))
+        mean = rollout.returns.mean().to(value.values)
+        return reading._replace(value=value._replace(returns=mean.expand_as(value.values)))
 
     def _weights(self) -> dict[str, float]:
         """Weights of the losses `value` and `entropy` in this update, by the settings."""

@@ -164,8 +164,10 @@ def with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
 
 
 def ends_ignored(inputs: GaeInputs) -> Tensor | None:
-    """GAE in which no episode ends, in the trace or in the bootstrap too."""
-    return with_ends(inputs, torch.zeros_like(inputs.ended))
+    """GAE in which no episode ends, in the trace or in the bootstrap too, but perhaps for the values after time limits."""
+    never = torch.zeros_like(inputs.ended)
+    runs_on, following = with_ends(inputs, never), at(inputs.terminated, inputs.following, inputs.next_values)
+    return None if runs_on is None else closest(inputs, runs_on, gae(inputs, next_values=following, cut=never))
 
 
 def terminations_ignored(inputs: GaeInputs) -> Tensor | None:
