@@ -181,6 +181,11 @@ def clipped_maximum(b: Minibatch) -> Tensor:
     return b.loss(value=torch.max((b.values - b.returns).square(), (near - b.returns).square()).mean())
 
 
+def clipped_minimum(b: Minibatch) -> Tensor:
+    near = b.old_values + (b.values - b.old_values).clamp(-0.2, 0.2)
+    return b.loss(value=torch.min((b.values - b.returns).square(), (near - b.returns).square()).mean())
+
+
 def with_penalty(b: Minibatch) -> Tensor:
     squares = [p.square().sum() for p in b.model.policy.parameters()]
     return b.loss() + 0.005 * torch.stack(squares).sum()
@@ -216,6 +221,7 @@ LOSS_MISTAKES: Mapping[str, Loss] = {
     "target_advantages": lambda b: b.loss(value=b.value(b.raw_advantages)),
     "target_normalized": lambda b: b.loss(value=b.value(b.advantages)),
     "target_old_values": lambda b: b.loss(value=b.value(b.old_values)),
+    "value_clip_minimum": clipped_minimum,
     "values_broadcast": lambda b: b.loss(value=(b.values.unsqueeze(1) - b.returns).square().mean()),
     "entropy_of_sample": lambda b: b.loss() + b.bonus() + b.model.ent_coef * b.log_prob.mean(),
     "entropy_of_sample_sign": lambda b: b.loss() + b.bonus() - b.model.ent_coef * b.log_prob.mean(),

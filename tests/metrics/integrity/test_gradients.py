@@ -143,6 +143,17 @@ def test_a_critic_that_leaks_into_a_trunk_is_named() -> None:
     assert names(result) == ["critic_leaks"]
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_another_value_loss_is_recognised_wherever_its_half_is_placed(factor: float) -> None:
+    of, huber = terms(0), terms(100)["value"]
+    gradients = {name: g + factor * 0.5 * huber[name] for name, g in weighted(of, value=0.0).items()}
+
+    result = check(gradients, of, alternatives={"value_huber": huber})
+
+    assert names(result) == ["value_huber"]
+    assert result.holds
+
+
 def test_a_gradient_clipped_by_its_norm_is_no_mistake() -> None:
     of = terms(0)
     gradients = weighted(of)

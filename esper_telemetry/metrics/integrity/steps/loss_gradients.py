@@ -159,15 +159,19 @@ def _value_unclipped(rows: LossRows) -> Tensor | None:
 
 
 def _value_clipped(rows: LossRows) -> Tensor | None:
-    if rows.clip_value is not None or rows.clip is None:
-        return None
-    return 0.5 * torch.maximum(*clipped_errors(rows, rows.clip)).mean()
+    return _value_clip(rows, "maximum") if rows.clip_value is None else None
+
+
+def _value_clip_maximum(rows: LossRows) -> Tensor | None:
+    return None if rows.clip_value is None else _value_clip(rows, "maximum")
 
 
 def _value_clip(rows: LossRows, choose: str) -> Tensor | None:
-    if rows.clip_value is None:
+    """Clip values by their own range, or by that of the ratio where the settings have none."""
+    clip = rows.clip if rows.clip_value is None else rows.clip_value
+    if clip is None:
         return None
-    error, near = clipped_errors(rows, rows.clip_value)
+    error, near = clipped_errors(rows, clip)
     return 0.5 * {"maximum": torch.maximum, "minimum": torch.minimum}[choose](error, near).mean()
 
 
@@ -202,7 +206,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "values_broadcast": ("value", _values_broadcast),
     "value_unclipped": ("value", _value_unclipped),
     "value_clipped": ("value", _value_clipped),
-    "value_clip_maximum": ("value", partial(_value_clip, choose="maximum")),
+    "value_clip_maximum": ("value", _value_clip_maximum),
     "value_clip_no_maximum": ("value", _value_clip_no_maximum),
     "value_clip_minimum": ("value", partial(_value_clip, choose="minimum")),
     "value_huber": (
@@ -266,6 +270,9 @@ class LossGradients:
 TERMS: Final = ("policy", "value", "entropy")
 """Terms of the loss, in the order in which they are added."""
 
+VALUE_FACTORS: Final = (1.0, 0.5, 2.0)
+"""Factors of a value loss in programs that place the ½ elsewhere."""
+
 NEGLIGIBLE_SHARE: Final = 1e-3
 """Size of a parameter's gradient, next to the largest one of the same loss, that may be rounding: that of a bias before a
 normalising layer is 0 but for rounding."""
@@ -320,10 +327,17 @@ class GradientInputs:
         return self.coefficients.get(term, 0.0) if term in self.terms else 0.0
 
     def replaced(self, name: str) -> Tensor | None:
-        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative."""
+        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative.
+
+        A value loss has the factor that is nearest to the trainer's: some programs leave the ½ out, and some have it in the weight too.
+        """
         term = ALTERNATIVE_LOSSES[name][0]
         gradient = self.alternatives(name) if self.weight(term) else None
-        return None if gradient is None else self.total(**{term: 0.0}) + self.weight(term) * gradient / self.scale
+        if gradient is None:
+            return None
+        rest, own = self.total(**{term: 0.0}), self.weight(term) * gradient / self.scale
+        candidates = [rest + factor * own for factor in (VALUE_FACTORS if term == "value" else (1.0,))]
+        return min(candidates, key=lambda one: float((one - self.claimed).abs().max()))
 
     def active(self, vector: Tensor) -> Tensor:
         """Return [d], bool: the entry's parameter has a gradient in `vector`."""
