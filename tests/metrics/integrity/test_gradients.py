@@ -124,6 +124,26 @@ def test_a_gradient_that_was_not_cleared_is_the_sum_with_the_one_before(seed: in
     )
 
 
+def test_parameters_that_were_not_cleared_are_told_from_the_others() -> None:
+    """The optimizer, which clears the gradients, lacks the actor's parameters."""
+    of, before = terms(0), weighted(terms(100))
+    gradients = weighted(of)
+
+    result = check({**gradients, "actor": gradients["actor"] + before["actor"]}, of, previous=before)
+
+    assert names(result) == ["parts_not_cleared"]
+
+
+def test_a_weight_is_not_fitted_to_a_single_number() -> None:
+    """The entropy depends on one parameter of one entry, so any gradient of that has some weight of the entropy."""
+    of = {"policy": {"log_std": torch.tensor([0.3])}, "entropy": {"log_std": torch.tensor([-1.0])}}
+
+    result = check({"log_std": torch.tensor([0.7])}, of)
+
+    assert not result.matches
+    assert names(result) == []
+
+
 def test_a_penalty_on_the_weights_is_named_with_its_weight() -> None:
     of, weights = terms(0), weighted(terms(7))
 

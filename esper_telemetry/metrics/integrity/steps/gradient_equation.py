@@ -24,6 +24,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     fit_weight,
     leaks,
     parts_missing,
+    parts_with_previous,
     stopped,
     sum_with_previous,
     summed,
@@ -127,6 +128,14 @@ GRADIENT = Equation(
             compute=sum_with_previous,
             source="torch.optim.Optimizer.zero_grad",
             advice="Call optimizer.zero_grad() before each backward pass",
+        ),
+        Hypothesis(
+            name="parts_not_cleared",
+            says="the gradient of the loss, in some parameters added to the one before",
+            equation="g_k = ∇L_k in some parameters, ∇L_k + g_{k-1} in others",
+            compute=parts_with_previous,
+            source="torch.optim.Optimizer.zero_grad",
+            advice="Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has",
         ),
         Hypothesis(
             name="zero",

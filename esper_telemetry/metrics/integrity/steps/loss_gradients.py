@@ -350,15 +350,19 @@ def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
     return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
 
 
+def largest_entries(vector: Tensor, numels: Sequence[int]) -> Tensor:
+    """Return the largest magnitude of each of the K parameters, [K]; 0 of one without entries."""
+    return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
+
+
 def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
     """Return [d], the largest magnitude of each parameter's entries, and at least `NEGLIGIBLE_SHARE` of the largest one in its terms."""
-
-    def largest(vector: Tensor) -> Tensor:
-        return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
-
-    scale, floor = largest(claimed), torch.zeros(len(numels), dtype=torch.float64, device=claimed.device)
+    scale, floor = (
+        largest_entries(claimed, numels),
+        torch.zeros(len(numels), dtype=torch.float64, device=claimed.device),
+    )
     for term in terms:
-        magnitudes = largest(term)
+        magnitudes = largest_entries(term, numels)
         scale = torch.maximum(scale, magnitudes)
         floor = torch.maximum(floor, torch.where(magnitudes > 0, NEGLIGIBLE_SHARE * magnitudes.max(), 0.0))
     scale = torch.maximum(scale, floor)
@@ -368,6 +372,17 @@ def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[in
 def sum_with_previous(inputs: GradientInputs) -> Tensor | None:
     """Return the sum of the gradient and of the one that stood there before; None where none did."""
     return None if inputs.previous is None or not inputs.previous.any() else inputs.total() + inputs.previous
+
+
+def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
+    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None where that is all or nothing."""
+    total, whole = inputs.total(), sum_with_previous(inputs)
+    if whole is None:
+        return None
+
+    errors = [largest_entries(vector - inputs.claimed, inputs.numels) for vector in (whole, total)]
+    nearer = errors[0] < errors[1]
+    return torch.where(spread(nearer, inputs.numels), whole, total) if 0 < int(nearer.sum()) < len(nearer) else None
 
 
 def parts_missing(inputs: GradientInputs) -> Tensor | None:
@@ -417,12 +432,15 @@ def leaks(inputs: GradientInputs) -> Tensor | None:
 
 
 def fitted(base: Tensor, direction: Tensor, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor c, by least squares over every second entry, and base + c direction; None where nothing depends on c."""
-    direction_part = direction[::2]
-    square = direction_part @ direction_part
-    if not square > 0:
+    """Return the factor c, by least squares over every second entry that depends on it, and base + c direction.
+
+    None where fewer than two entries depend on c: any number fits one.
+    """
+    entries = direction.nonzero().flatten()
+    if len(entries) < 2:
         return None
-    factor = float(((numbers - base)[::2] @ direction_part) / square)
+    part = direction[entries[::2]]
+    factor = float((numbers - base)[entries[::2]] @ part / (part @ part))
     return factor, base + factor * direction
 
 
