@@ -138,7 +138,7 @@ class StepProbe:
             return
         began = time.thread_time()
         gradients = LossGradients(with_generators(partial(forward.rows, forward.policy), parameters), parameters)
-        self._loss = MinibatchLoss(gradients, *gradients.total(event.coefficients))
+        self._loss = MinibatchLoss.of(gradients, event.coefficients)
         expensive = time.thread_time() - began > EXPENSIVE_PASS_SECONDS
         if expensive and self._telemetry.update_level < Level.DEBUG:
             self._samples_without_pass = EXPENSIVE_PASS_PERIOD - 1

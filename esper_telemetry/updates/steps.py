@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward
-from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
 from esper_telemetry.metrics.integrity.steps.loss_gradients import GradientsByName, LossGradients
@@ -32,6 +32,8 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
 
+_PARTS_MISSING = next(one for one in GRADIENT.hypotheses if one.name == "parts_missing")
+
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
 
@@ -42,11 +44,18 @@ class MinibatchLoss(NamedTuple):
         gradients: of its terms and of alternatives to them.
         total: [d], of the whole loss, float64.
         rows: of the minibatch; None where they are not known.
+        detached: returns for each of the K parameters True where an output depends on it that is detached from it.
     """
 
     gradients: GradientsByName
     total: Tensor
     rows: int | None
+    detached: Callable[[], Sequence[bool]] = tuple
+
+    @classmethod
+    def of(cls, gradients: LossGradients, coefficients: Mapping[str, float]) -> MinibatchLoss:
+        """Return the loss with these weights of its terms."""
+        return cls(gradients, *gradients.total(coefficients), gradients.detached)
 
 
 class TermGradients(NamedTuple):
@@ -80,7 +89,7 @@ class PolicyPass(NamedTuple):
         content = ContentUnpickler(self.content, [*parameters, *self.tensors])
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
-        return MinibatchLoss(gradients, *gradients.total(step.coefficients))
+        return MinibatchLoss.of(gradients, step.coefficients)
 
 
 def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer) -> PolicyPass | None:
@@ -187,7 +196,11 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
     error = same_gradient(claimed, loss.total, step.numels)
     if error <= bound:
-        return EquationCheck(GRADIENT, error, bound)
+        # a detached part is missing from the trainer's gradient and from the recomputed one
+        silent = any(not part.any() for part in gradient.split(list(step.numels)) if len(part))
+        detached = silent and not step.by_name and any(loss.detached())
+        explanations = (Explanation(_PARTS_MISSING, 0.0),) if detached else ()
+        return EquationCheck(GRADIENT, 1.0 if detached else error, bound, explanations)
     terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
     check = compare_gradient(
         claimed,

@@ -128,12 +128,13 @@ def test_a_rate_that_the_loop_does_not_set_is_named_with_its_value(tmp_path: Pat
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
+    """It does not clear that parameter's gradient either."""
     learner = model()
     learner.policy.optimizer.param_groups[0]["params"].pop()
 
     values = first_record(learner, tmp_path)
 
-    assert named(values) == {"optimizer_step_left_out"}
+    assert named(values) == {"optimizer_step_left_out", "gradient_parts_not_cleared"}
 
 
 def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: Path) -> None:
@@ -144,10 +145,13 @@ def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: 
     assert [named(record.values) for record in run.records] == [{"optimizer_step_state_cleared"}] * 3
 
 
-def test_an_optimizer_that_is_new_in_each_update_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("another_object", [False, True])
+def test_an_optimizer_that_is_new_in_each_update_is_named(another_object: bool, tmp_path: Path) -> None:
     class Forgetful(OwnLoopPPO):
         def train(self) -> None:
             self.policy.optimizer.state.clear()
+            if another_object:
+                self.policy.optimizer = torch.optim.Adam(self.policy.parameters(), eps=1e-5)
             super().train()
 
     run = recorded_run(
@@ -190,6 +194,30 @@ def test_values_without_a_gradient_are_named_in_each_algorithm(name: str, tmp_pa
 
     label = "gradient_value_missing"
     assert label in named(run.records[0].values) <= {label} | ALIKE[label]
+
+
+def cut_off(learner: Any, method: str) -> None:
+    """Detach what the layers before a head compute, for acting and for training."""
+    extractor = learner.policy.mlp_extractor
+    compute = getattr(extractor, method)
+    vars(extractor)[method] = lambda features: compute(features).detach()
+
+
+@pytest.mark.parametrize("method", ["forward_actor", "forward_critic"])
+def test_layers_that_are_cut_off_from_their_head_are_named(method: str, tmp_path: Path) -> None:
+    """The live policy has the mistake, so the recomputed gradient has it too."""
+    learner = model()
+    cut_off(learner, method)
+
+    assert named(first_record(learner, tmp_path)) == {"gradient_parts_missing"}
+
+
+def test_an_encoder_that_is_frozen_for_actor_and_critic_is_no_mistake(tmp_path: Path) -> None:
+    learner = model()
+    for method in ("forward_actor", "forward_critic"):
+        cut_off(learner, method)
+
+    assert not failed(first_record(learner, tmp_path))
 
 
 def test_a_critic_that_is_cut_off_from_a_shared_trunk_is_named(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ ADVANTAGE_EPS: Final = 1e-8
 DUAL_CLIP: Final = 3.0
 """Bound of the surrogate at negative advantages, times the advantage (1912.09729)."""
 
+MOVED_WEIGHTS: Final = 0.1
+"""Size of the noise that is added to weights to see what depends on them."""
+
 MAX_BROADCAST_ROWS: Final = 4096
 """Rows up to which a loss over all pairs of rows is computed: 16 million pairs."""
 
@@ -258,6 +261,37 @@ class LossGradients:
         assert gradient is not None
         return gradient, len(rows.log_ratio)
 
+    def detached(self) -> list[bool]:
+        """Return for each of the K parameters True where either the actor or the critic depends on it, and no gradient reaches it.
+
+        Parameters without a gradient that serve both are an encoder that is frozen on purpose.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            outputs = [rows.values.sum(), rows.log_probs.sum(), rows.entropy.sum()]
+            reachable = torch.stack([one for one in outputs if one.requires_grad]).sum()
+            gradients = torch.autograd.grad(reachable, self._parameters, allow_unused=True)
+        silent = [gradient is None for gradient in gradients]
+        actor, critic = self._changes(silent) if any(silent) else (False, False)
+        return silent if actor != critic else [False] * len(silent)
+
+    @torch.no_grad()
+    def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
+        """Return whether log-probabilities, and whether values, are others when these parameters are moved."""
+        moved = [parameter for parameter, one in zip(self._parameters, chosen, strict=True) if one]
+        weights = [parameter.data for parameter in moved]
+        with self._rows() as rows:
+            log_probs, values = rows.log_probs.clone(), rows.values.clone()
+        generator = torch.Generator().manual_seed(0)
+        try:
+            for parameter in moved:
+                noise = torch.rand(parameter.shape, generator=generator).to(parameter)
+                parameter.data = parameter.data + MOVED_WEIGHTS * noise
+            with self._rows() as rows:
+                return not torch.allclose(rows.log_probs, log_probs), not torch.allclose(rows.values, values)
+        finally:
+            for parameter, own in zip(moved, weights, strict=True):
+                parameter.data = own
+
     def _gradient(self, loss: Tensor | None) -> Tensor | None:
         if loss is None:
             return None
@@ -336,7 +370,8 @@ class GradientInputs:
         if gradient is None:
             return None
         rest, own = self.total(**{term: 0.0}), self.weight(term) * gradient / self.scale
-        candidates = [rest + factor * own for factor in (VALUE_FACTORS if term == "value" else (1.0,))]
+        is_another_value_loss = term == "value" and not torch.allclose(gradient / self.scale, self.terms[term])
+        candidates = [rest + factor * own for factor in (VALUE_FACTORS if is_another_value_loss else (1.0,))]
         return min(candidates, key=lambda one: float((one - self.claimed).abs().max()))
 
     def active(self, vector: Tensor) -> Tensor:
