@@ -286,6 +286,14 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, rollout_buffer_class=LateRewards),
         frozenset({"stored_rewards_step_before"}),
     ),
+    "rewards that are stored one step late, with the values after time limits": (
+        lambda seed: ppo(
+            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
+            seed=seed,
+            rollout_buffer_class=LateRewards,
+        ),
+        frozenset({"stored_rewards_step_before"}),
+    ),
     "observations that are stored one step late": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),
         frozenset({"transitions_stale", "replayed_log_probs_observation_after", "values_observation_after"}),

@@ -243,7 +243,7 @@ class RolloutRecorder:
         elif self._recurrent:
             ends_known = False
         else:  # the buffer has other rewards, and what was added after time limits has to be asked for
-            rewards -= buffer.gamma * self._values_after(time_limits)
+            rewards -= _added(rewards, paid, buffer.gamma * self._values_after(time_limits))
         last_values = self._asked_last_values(last_values)
         return CollectedRollout(
             values=buffer.values,
@@ -340,6 +340,13 @@ class RolloutRecorder:
         self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
         self._lengths += len(raw) - since
         return episodes
+
+
+def _added(stored: Array, paid: Array, bootstraps: Array) -> Array:
+    """Return what was added to the rewards after time limits [T, B], in the rows in which it is stored: one step late if they are."""
+    late = np.concatenate([np.zeros_like(bootstraps[:1]), bootstraps[:-1]])
+    is_late = len(stored) > 1 and np.allclose((stored - late)[1:], paid[:-1], rtol=1e-4, atol=1e-6)
+    return late if is_late else bootstraps
 
 
 def _agrees(summary: HeadColumns, heads: Sequence[HeadColumns]) -> bool:
