@@ -152,10 +152,19 @@ def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(
     assert not result.holds
 
 
+@pytest.mark.parametrize("updates", [6, 40])
+def test_a_configured_rise_from_nothing_to_the_end_is_a_fall_turned_round(updates: int) -> None:
+    """`lambda left: 1 - left`, where Stable-Baselines3 passes the share of the run that is left."""
+    result = followed(lambda over: over, updates)
+
+    assert [one.name for one in result.explanations] == ["rising"]
+
+
 @pytest.mark.parametrize(
     "rate",
     [
         lambda over: 1 - over,
+        lambda over: 0.1 + 0.9 * over,
         lambda over: max(0.0, 1 - 1.02 * over),
         lambda over: max(0.1, 1 - 2 * over),
         lambda over: 0.5 + 0.5 * math.cos(math.pi * ((3 * over) % 1)),
@@ -168,6 +177,7 @@ def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(
     ],
     ids=[
         "line",
+        "rise to the end",
         "nearly",
         "plateau",
         "warm_restarts",
