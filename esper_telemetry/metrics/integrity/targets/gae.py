@@ -245,6 +245,17 @@ def next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
     )
 
 
+def current_value_bootstrap(inputs: GaeInputs) -> Tensor:
+    """GAE whose bootstrap is the value of the step's own state: everywhere, or where the next one is that of row t + 1."""
+    inside = ~inputs.ended
+    inside[-1] = False
+    return closest_whole(
+        inputs,
+        gae(inputs, next_values=inputs.values * ~inputs.terminated),
+        gae(inputs, next_values=at(inside, inputs.values, inputs.next_values)),
+    )
+
+
 def time_limit_next_episode(inputs: GaeInputs) -> Tensor | None:
     """GAE whose bootstrap at a time limit is the value of the next episode's first state; the trace ends there."""
     if not bool(inputs.truncated.any()):
