@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
 from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
@@ -44,11 +44,12 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
+    advantages: Callable[[], EquationCheck] | None = None
     if gae_lambda is not None and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
-        check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
-        yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
-    yield partial(certain, facts, partial(_returns, rollout, facts))
+        advantages = partial(_advantages, rollout, float(gae_lambda), previous, facts)
+        yield partial(certain, facts, advantages, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
+    yield partial(certain, facts, partial(_returns, rollout, facts, advantages))
     if minibatches is not None and collected is not None:
         if facts.get(RECOMPUTED_FACT):
             minibatches, collected = _first_pass(minibatches, collected)
@@ -132,8 +133,13 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
-    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts."""
+def _returns(
+    rollout: RolloutEnd, facts: Mapping[str, Any], advantages: Callable[[], EquationCheck] | None
+) -> EquationCheck:
+    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts.
+
+    Stored advantages that equal GAE, normalised, are no part of returns: `advantages` is their check.
+    """
     several = rollout.last_values is not None and len(rollout.last_values) > 1
     columns: dict[str, Any] = {
         "rewards": rollout.rewards,
@@ -141,7 +147,7 @@ def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
         "ended": rollout.ended,
         "gamma": rollout.gamma,
     }
-    return check_returns(
+    check = check_returns(
         rollout.advantages,
         rollout.values,
         rollout.returns,
@@ -149,6 +155,18 @@ def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
         valid=rollout.valid,
         precision=facts.get("precision"),
     )
+    if advantages is None or not (check.matches and _is_standard(rollout)):
+        return check
+    if not any(one.hypothesis.name == "normalized" for one in advantages().explanations):
+        return check
+    normalized = next(one for one in RETURNS.hypotheses if one.name == "normalized")
+    return replace(check, error=1.0, explanations=(Explanation(normalized, check.error or 0.0),))
+
+
+def _is_standard(rollout: RolloutEnd) -> bool:
+    """Return True for advantages whose mean is 0 and whose standard deviation is 1."""
+    counted = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
+    return counted.numel() > 1 and abs(float(counted.mean())) < 1e-3 and abs(float(counted.std()) - 1.0) < 1e-2
 
 
 def _returns_in_use(
