@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
+from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
@@ -89,6 +90,32 @@ class OwnLoopPPO(PPO):
                 columns = (log_prob, data.old_log_prob, used, data.advantages, values.flatten())
                 minibatch = Minibatch(self, *columns, data.old_values, data.returns, entropy)
                 type(self).take_step(self, type(self).make_loss(minibatch))
+        self._n_updates += self.n_epochs
+
+
+class PaddedRecurrentPPO(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
+    """RecurrentPPO whose loop leaves the mask of the padding out of one term of the loss."""
+
+    padded = "policy"
+
+    def train(self) -> None:
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        for _ in range(self.n_epochs):
+            for data in self.rollout_buffer.get(self.batch_size):
+                mask = data.mask > 1e-8
+                arguments = (data.actions.long().flatten(), data.lstm_states, data.episode_starts)
+                values, log_prob, entropy = self.policy.evaluate_actions(data.observations, *arguments)
+                counted = data.advantages[mask]
+                used = (data.advantages - counted.mean()) / (counted.std() + 1e-8)
+                ratio = (log_prob - data.old_log_prob).exp()
+                terms = {
+                    "policy": -torch.min(used * ratio, used * ratio.clamp(0.8, 1.2)),
+                    "value": self.vf_coef * (data.returns - values.flatten()).square(),
+                    "entropy": -self.ent_coef * entropy,
+                }
+                means = [term.mean() if name == self.padded else term[mask].mean() for name, term in terms.items()]
+                right_step(self, torch.stack(means).sum())
         self._n_updates += self.n_epochs
 
 

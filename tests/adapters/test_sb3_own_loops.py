@@ -15,6 +15,7 @@ from sb3_own_loops import (
     STEP_MISTAKES,
     Minibatch,
     OwnLoopPPO,
+    PaddedRecurrentPPO,
     cartpole,
     right_step,
 )
@@ -210,6 +211,32 @@ def test_layers_that_are_cut_off_from_their_head_are_named(method: str, tmp_path
     cut_off(learner, method)
 
     assert named(first_record(learner, tmp_path)) == {"gradient_parts_missing"}
+
+
+@pytest.mark.parametrize("term", ["policy", "value", ""])
+def test_a_term_whose_mean_includes_padding_is_named(term: str, tmp_path: Path) -> None:
+    kind = type("Padded", (PaddedRecurrentPPO,), {"padded": term})
+    sizes = {"lstm_hidden_size": 8, "net_arch": [8]}
+    settings = {"n_steps": 48, "batch_size": 64, "n_epochs": 2, "ent_coef": 0.01, "seed": 3, "device": "cpu"}
+    learner = kind("MlpLstmPolicy", cartpole(3), policy_kwargs=sizes, **settings)
+
+    values = recorded_run(learner, tmp_path, steps=192).records[0].values
+
+    assert named(values) == ({f"gradient_{term}_padded"} if term else set())
+    assert failed(values) == ({"gradient"} if term else set())
+
+
+@pytest.mark.parametrize("delta", [1.0, 10.0])
+def test_a_huber_loss_is_no_mistake(delta: float, tmp_path: Path) -> None:
+    """Its weight is that of the mean squared error, so it has half the factor of ½ (V - R)²."""
+
+    def huber(b: Minibatch) -> torch.Tensor:
+        return b.loss(value=nn.functional.huber_loss(b.values, b.returns, delta=delta))
+
+    values = first_record(model(make_loss=huber, gae_lambda=1.0), tmp_path)
+
+    assert failed(values) == {"gradient"}
+    assert any(one.variant for one in equations()["gradient"].explanations(values))
 
 
 def test_an_encoder_that_is_frozen_for_actor_and_critic_is_no_mistake(tmp_path: Path) -> None:

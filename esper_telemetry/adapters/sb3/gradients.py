@@ -164,25 +164,26 @@ def loss_rows(
     The policy's class is asked, not the object, whose method may be what a trainer has changed.
     """
     valid = _valid_rows(samples)
-
-    def counted(column: Tensor) -> Tensor:
-        return column if valid is None else column[valid]
-
     with without_trace(policy):
         values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
-        yield LossRows(
-            log_ratio=counted(log_probs - samples.old_log_prob),
-            log_probs=counted(log_probs),
-            values=counted(values.flatten()),
-            entropy=counted(-log_probs if entropy is None else entropy),
-            advantages=counted(advantages),
-            old_values=counted(samples.old_values),
-            returns=counted(samples.returns),
-            raw_advantages=counted(samples.advantages),
-            clip=clip,
-            clip_value=clip_value,
-            clip_maximum=False,  # Stable-Baselines3 takes the squared error of the clipped value alone
-        )
+        columns = {
+            "log_ratio": log_probs - samples.old_log_prob,
+            "log_probs": log_probs,
+            "values": values.flatten(),
+            "entropy": -log_probs if entropy is None else entropy,
+            "advantages": advantages,
+            "old_values": samples.old_values,
+            "returns": samples.returns,
+            "raw_advantages": samples.advantages,
+        }
+        # Stable-Baselines3 takes the squared error of the clipped value alone
+        of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
+        if valid is None:
+            yield of_rows(**columns)
+            return
+        padding = of_rows(**{name: column[~valid] for name, column in columns.items()})
+        counted = {name: column[valid] for name, column in columns.items()}
+        yield of_rows(**counted, padding=None if bool(valid.all()) else padding)
 
 
 def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMinibatch:

@@ -78,7 +78,7 @@ TERM_NAMES: Final = {"policy": "policy loss", "value": "value loss", "entropy": 
 
 
 def _of_each_term(mistake: str) -> Iterator[Hypothesis]:
-    """Yield a mistake in each term: the other `sign`, `missing`, or `summed` over the rows."""
+    """Yield a mistake in each term: the other `sign`, `missing`, `summed` over the rows, or `padded`: a mean over padding too."""
     for term, words in TERM_NAMES.items():
         weight, symbol = {"policy": "", "value": "c_v ", "entropy": "c_e "}[term], f"L_{term}"
         says, equation, compute, advice = {
@@ -99,6 +99,12 @@ def _of_each_term(mistake: str) -> Iterator[Hypothesis]:
                 f"L + (N - 1) {weight}{symbol}",
                 partial(summed, terms=(term,)),
                 f"Take the mean of the {words} over the minibatch",
+            ),
+            "padded": (
+                f"a loss whose {words} is a mean over padding too",
+                f"L with {symbol} of rows and padding",
+                partial(_replaced, name=f"{term}_padded"),
+                f"Leave padding out of the {words} with the mask of the minibatch",
             ),
         }[mistake]
         yield Hypothesis(f"{term}_{mistake}", f"the gradient of {says}", f"g = ∇({equation})", compute, advice=advice)
@@ -175,6 +181,7 @@ GRADIENT = Equation(
             advice="Take the mean over the minibatch",
         ),
         *_of_each_term("summed"),
+        *_of_each_term("padded"),
         Hypothesis(
             name="critic_stopped",
             says="the gradient of a loss whose value term does not reach the shared parameters",
@@ -249,6 +256,26 @@ GRADIENT = Equation(
             "L_value = ½ mean (V_clip - R)²",
             variant=True,
             source="stable-baselines3, clip_range_vf",
+        ),
+        _alternative(
+            "value_huber_wide",
+            "the gradient of the Huber loss that is linear from 10 on",
+            "L = mean of ½ d² where |d| < 10, 10 |d| - 50 elsewhere, d = V - R",
+            variant=True,
+            source="2103.01955, appendix D",
+        ),
+        _alternative(
+            "value_huber_clipped",
+            "the gradient of the Huber loss of the clipped values",
+            "L = mean Huber(V_clip - R)",
+            variant=True,
+        ),
+        _alternative(
+            "value_huber_maximum",
+            "the gradient of the larger of the Huber losses of value and clipped value, linear from 10 on",
+            "L = mean max(Huber(V - R), Huber(V_clip - R))",
+            variant=True,
+            source="2103.01955, appendix D",
         ),
         *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample", "entropy_of_sample_sign": "sample_sign"}),
         Hypothesis(
