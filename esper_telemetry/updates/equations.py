@@ -88,7 +88,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
             resets=transitions.resets,
         )
         if rollout.rewards is not None:
-            yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)
+            raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None
+            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:

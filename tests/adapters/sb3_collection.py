@@ -168,6 +168,22 @@ class LateRewards(RolloutBuffer):
         super().add(obs, action, before, *rest, **named)
 
 
+class RawRewards(PPO):
+    """Stores the rewards from before normalisation, with nothing added after time limits."""
+
+    def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        add = rollout_buffer.add
+
+        def add_raw(obs: Any, action: Any, reward: Any, *rest: Any) -> None:
+            add(obs, action, env.get_original_reward(), *rest)
+
+        rollout_buffer.add = add_raw
+        try:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        finally:
+            del rollout_buffer.add
+
+
 class LateObservations(RolloutBuffer):
     """Stores each observation one step late."""
 
@@ -293,6 +309,15 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
             rollout_buffer_class=LateRewards,
         ),
         frozenset({"stored_rewards_step_before"}),
+    ),
+    "rewards that are stored as they were before normalisation": (
+        lambda seed: RawRewards(
+            "MlpPolicy",
+            VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
+            **SETTINGS,
+            seed=seed,
+        ),
+        frozenset({"stored_rewards_raw"}),
     ),
     "observations that are stored one step late": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),

@@ -231,6 +231,8 @@ class RolloutRecorder:
             ended[step] = dones
         time_limits = np.zeros_like(ended)
         episodes = self._episodes(paid, time_limits)
+        if self._stores_raw(rewards, ended):
+            paid = np.stack(self._raw_rewards).astype(rewards.dtype)
         stores_paid = np.array_equal(paid[~ended], rewards[~ended], equal_nan=True)
         heads, summary = self._heads, self._summary(self._policy, ended.shape)
         if self._whole:
@@ -283,6 +285,11 @@ class RolloutRecorder:
         for step, dones, rewards, _ in self._ends:
             paid[step] = np.where(dones, rewards, paid[step])
         return paid
+
+    def _stores_raw(self, stored: Array, ended: Array) -> bool:
+        """Return True where the buffer has the rewards from before the environments normalised them, as far as nothing is added to them."""
+        raw = [*self._raw_rewards]
+        return len(raw) == len(stored) and np.array_equal(np.stack(raw).astype(stored.dtype)[~ended], stored[~ended])
 
     def _final_values(self, rewards: Array, time_limits: Array, last_values: Tensor) -> Array | None:
         """Return the critic's estimates after time limits, [T, B], where rewards [T, B] had nothing added, or the value of another state.
