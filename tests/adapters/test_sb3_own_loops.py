@@ -247,6 +247,16 @@ def test_an_encoder_that_is_frozen_for_actor_and_critic_is_no_mistake(tmp_path: 
     assert not failed(first_record(learner, tmp_path))
 
 
+def test_a_run_of_a2c_that_is_shorter_than_a_record_is_checked(tmp_path: Path) -> None:
+    learner = MODELS["a2c"]()
+    hide_gradient_of_values(learner.policy)
+
+    (record,) = recorded_run(learner, tmp_path, steps=5 * learner.n_steps * learner.n_envs).records
+
+    assert "gradient_value_missing" in named(record.values)
+    assert EQUATION_KEY + "replayed_log_probs" in record.values
+
+
 def test_a_critic_that_is_cut_off_from_a_shared_trunk_is_named(tmp_path: Path) -> None:
     learner = MODELS["pictures"](ent_coef=0.01)
     policy = learner.policy
