@@ -31,6 +31,7 @@ from esper_telemetry.metrics.integrity.rollouts.actions import (
 )
 from esper_telemetry.metrics.integrity.rollouts.calibration import ActionInputs
 from esper_telemetry.metrics.integrity.rollouts.collection import (
+    FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     VALUES,
     check_replayed_log_probs,
@@ -49,9 +50,6 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.target_equations import BY_NAME, certain, target_checks
-
-FIRST_DIFFERENCE = 1e-2
-"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 

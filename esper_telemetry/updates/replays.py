@@ -32,6 +32,7 @@ from esper_telemetry.events import (
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.rollouts.collection import (
+    FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     check_replayed_log_probs,
     check_values,
@@ -267,9 +268,10 @@ class CollectionProbe:
             trained = training.flatten()[rows]
             # dropout and batch norm give other numbers in each pass: so the difference is known by its size alone
             similar = 1 / 4 < float((trained - acted).square().mean().sqrt() / ratio.square().mean().sqrt()) < 4
-            if similar:
-                other = {"other_mode": lambda: acted + ratio}
-                yield partial(check_replayed_log_probs, acted + ratio, acted, alternatives=other, precision=precision)
+            other = {"other_mode": lambda: acted + ratio} if similar else {}
+            check = check_replayed_log_probs(acted + ratio, acted, alternatives=other, precision=precision)
+            if similar or (check.error or 0.0) > FIRST_DIFFERENCE:
+                yield lambda: check
 
     def _repeat(self, precision: str | None) -> None:
         """Repeat the checks that were left to the worker."""

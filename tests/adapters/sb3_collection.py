@@ -242,6 +242,13 @@ class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
         return super().evaluate_actions(obs, actions, empty, starts)
 
 
+class OtherActionsInTraining(ActorCriticPolicy):
+    """Evaluates the actions of other rows of the minibatch."""
+
+    def evaluate_actions(self, obs: Any, actions: Any) -> Any:
+        return super().evaluate_actions(obs, actions.roll(1, 0))
+
+
 class UnmaskedInTraining(MaskableActorCriticPolicy):  # type: ignore[misc]
     def evaluate_actions(self, obs: Any, actions: Any, action_masks: Any = None) -> Any:
         return super().evaluate_actions(obs, actions)

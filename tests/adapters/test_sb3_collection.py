@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sb3_collection import HEALTHY, PROGRAMS, late_effects
+from sb3_collection import HEALTHY, PROGRAMS, OtherActionsInTraining, late_effects, ppo, vec_env
 from sb3_models import MINIBATCHES, MODELS, Parts, fingerprint, recorded_run
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -66,6 +66,16 @@ def test_the_mistake_is_named_and_no_other(program: str, seed: int, offload: boo
     # cut actions are seen twice: by their log-probabilities, and by how many lie at the bounds
     assert found - expected <= {"actions_cut_at_bounds"}
     assert "integrity/equation" in {alarm.type for alarm in run.alarms}
+
+
+def test_training_that_differs_from_acting_in_an_unknown_way_is_reported_without_a_name(tmp_path: Path) -> None:
+    model = ppo(vec_env(), OtherActionsInTraining)
+    with torch.no_grad():
+        model.policy.get_parameter("action_net.weight").mul_(100)
+    run = trained(model, tmp_path)
+
+    assert differences(run.records[1:]) == {"replayed_log_probs"}
+    assert explanations(run.records) == set()
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -72,7 +72,7 @@ def default_updates_per_record(model: Any) -> int:
     """
     if hasattr(model, "n_epochs"):
         return 1
-    planned = max(1, min(A2C_RECORD_TRANSITIONS, model._total_timesteps - model.num_timesteps))
+    planned = max(1, min(A2C_RECORD_TRANSITIONS, int(model._total_timesteps - model.num_timesteps)))
     return -(-planned // int(model.n_steps * model.n_envs))
 
 

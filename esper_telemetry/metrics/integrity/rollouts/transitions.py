@@ -63,6 +63,11 @@ def _final_observations(columns: TransitionInputs) -> Tensor | None:
     return torch.where(ended, columns.finals, columns.outcomes)[:-1] if bool(ended[:-1].any()) else None
 
 
+def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
+    repeated = columns.inputs[1:] == columns.inputs[:-1]
+    return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
+
+
 def _stale(columns: TransitionInputs) -> Tensor | None:
     return shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
 
@@ -95,6 +100,13 @@ TRANSITIONS = Equation(
             equation="o_{t+1} = o_t",
             compute=lambda columns: columns.inputs[:-1],
             advice="Assign what `env.step` returns to the observation that is acted on next.",
+        ),
+        Hypothesis(
+            name="sometimes_updated",
+            says="those of the step before in some steps, in which they are not updated",
+            equation="o_{t+1} = o_t in some steps",
+            compute=_sometimes_updated,
+            advice="Assign what `env.step` returns to the observation that is acted on next, in every step.",
         ),
         Hypothesis(
             name="stale",
