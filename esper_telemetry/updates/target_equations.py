@@ -15,9 +15,9 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
@@ -44,12 +44,13 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
-    advantages: Callable[[], EquationCheck] | None = None
+    inputs: GaeInputs | None = None
     if gae_lambda is not None and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
-        advantages = partial(_advantages, rollout, float(gae_lambda), previous, facts)
-        yield partial(certain, facts, advantages, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
-    yield partial(certain, facts, partial(_returns, rollout, facts, advantages))
+        inputs = _gae_inputs(rollout, float(gae_lambda), previous)
+        check = partial(_advantages, rollout, inputs, facts)
+        yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
+    yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
     if minibatches is not None and collected is not None:
         if facts.get(RECOMPUTED_FACT):
             minibatches, collected = _first_pass(minibatches, collected)
@@ -68,13 +69,11 @@ def certain(
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 
-def _advantages(
-    rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None, facts: Mapping[str, Any]
-) -> EquationCheck:
-    """Check the advantages of all rollouts that the record joins; where a script hides what follows time limits, of the others."""
+def _gae_inputs(rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None) -> GaeInputs | None:
+    """Return the columns of all rollouts that the record joins, side by side; None where they differ in length."""
     parts = 1 if rollout.last_values is None else len(rollout.last_values)
     if len(rollout.rewards) % parts:
-        return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
+        return None
 
     def side_by_side(column: Tensor) -> Tensor:
         """The rollouts, [K T, B], as [T, K B]."""
@@ -84,15 +83,15 @@ def _advantages(
     next_values = side_by_side(rollout.next_values).double()
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
-    limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
-    if limits is not None:
-        next_values = next_values.where(~limits, 0.0)
+    if rollout.time_limits is not None:
+        limits = side_by_side(rollout.time_limits)
+        next_values, terminated = next_values.where(~limits, 0.0), terminated & ~limits
     inputs = GaeInputs(
         rewards=side_by_side(rollout.rewards).double(),
         values=side_by_side(rollout.values).double(),
         next_values=next_values,
         ended=ended,
-        terminated=terminated if limits is None else terminated & ~limits,
+        terminated=terminated,
         following=next_values,
         claimed=side_by_side(rollout.advantages).double(),
         gamma=float(rollout.gamma),
@@ -102,14 +101,28 @@ def _advantages(
         previous=_previous(previous, rollout, gae_lambda),
         rollouts=parts,
     )
-    last = None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
-    check = compare_advantages(following_values(inputs, last), precision=facts.get("precision"))
-    if limits is None or check.matches or check.explanations or not inputs.gamma or not bool(limits.any()):
+    return following_values(inputs, _last_values(rollout))
+
+
+def _last_values(rollout: RolloutEnd) -> Tensor | None:
+    return None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
+
+
+def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the advantages; where a script hides what follows time limits, of the other steps."""
+    if inputs is None:
+        return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
+    check = compare_advantages(inputs, precision=facts.get("precision"))
+    if rollout.time_limits is None or check.matches or check.explanations or not inputs.gamma:
+        return check
+    limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
+    if not bool(limits.any()):
         return check
     # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
-    other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))
+    bootstrapped = following_values(bootstrapped, _last_values(rollout))
+    other = compare_advantages(bootstrapped, precision=facts.get("precision"))
     return other if other.matches or other.explanations else check
 
 
@@ -133,12 +146,11 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(
-    rollout: RolloutEnd, facts: Mapping[str, Any], advantages: Callable[[], EquationCheck] | None
-) -> EquationCheck:
+def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
     """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts.
 
-    Stored advantages that equal GAE, normalised, are no part of returns: `advantages` is their check.
+    Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
+    made of GAE that is normalised. `inputs` are those of GAE; None where it is not known.
     """
     several = rollout.last_values is not None and len(rollout.last_values) > 1
     columns: dict[str, Any] = {
@@ -147,20 +159,19 @@ def _returns(
         "ended": rollout.ended,
         "gamma": rollout.gamma,
     }
-    check = check_returns(
-        rollout.advantages,
-        rollout.values,
-        rollout.returns,
-        **({} if several else columns),
-        valid=rollout.valid,
-        precision=facts.get("precision"),
-    )
-    if advantages is None or not (check.matches and _is_standard(rollout)):
+    precision = facts.get("precision")
+    settings: dict[str, Any] = {**({} if several else columns), "valid": rollout.valid, "precision": precision}
+    check = check_returns(rollout.advantages, rollout.values, rollout.returns, **settings)
+    if inputs is None or several or check.error is None:
         return check
-    if not any(one.hypothesis.name == "normalized" for one in advantages().explanations):
-        return check
-    normalized = next(one for one in RETURNS.hypotheses if one.name == "normalized")
-    return replace(check, error=1.0, explanations=(Explanation(normalized, check.error or 0.0),))
+    if check.matches and _is_standard(rollout):
+        made_of = compare_advantages(inputs, precision=precision).explanations
+        if any(one.hypothesis.name == "normalized" for one in made_of):
+            return check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
+    if not check.matches and not check.explanations:
+        of_gae = check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
+        return of_gae if of_gae.matches else check
+    return check
 
 
 def _is_standard(rollout: RolloutEnd) -> bool:

@@ -135,6 +135,12 @@ class ReturnsFromNormalized(Buffer):
         self.returns = self.advantages + self.values
 
 
+class NormalizedByEnvironment(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages = (self.advantages - self.advantages.mean(0)) / (self.advantages.std(0) + 1e-8)
+
+
 class NormalizedAfterReturns(Buffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
@@ -269,6 +275,7 @@ def named(model: Any, equation: str, name: str) -> dict[str, str]:
         (OtherLambda, "advantages", "other_lambda"),
         (Stale, "advantages", "stale"),
         (NormalizedBeforeReturns, "returns", "normalized"),
+        (NormalizedByEnvironment, "advantages", "normalized_parts"),
     ],
 )
 def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, name: str, seed: int) -> None:
