@@ -150,11 +150,13 @@ def test_a_policy_that_cannot_be_copied_passes_the_rollout_itself(tmp_path: Path
     assert all({EQUATION_KEY + "values", "repr/drift_cos"} <= record.values.keys() for record in run.records)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_capacity_of_a_network_is_measured_with_observations_of_several_parts(
-    offload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    offload: bool, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = PPO("MultiInputPolicy", make_vec_env(Parts, 4, seed=1), **MINIBATCHES)
+    kwargs = {"share_features_extractor": shared}
+    model = PPO("MultiInputPolicy", make_vec_env(Parts, 4, seed=1), policy_kwargs=kwargs, **MINIBATCHES)
 
     run = recorded_run(model, tmp_path, level="debug", offload=offload)
 
