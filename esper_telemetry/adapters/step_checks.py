@@ -161,7 +161,7 @@ class StepProbe:
             return
         gradient = _gradient_of(objective.parameters.values())
         if step.previous is None or not torch.equal(gradient, step.previous):  # else the backward pass is still to come
-            self._step = step = step._replace(gradient=gradient)
+            self._step = step = step._replace(gradient=gradient, value_gradient=objective.value_gradient())
             if self._loss is not None:
                 self._telemetry.measure([partial(gradient_check, step, self._loss, gradient, self.precision)])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +33,9 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
 
-_PARTS_MISSING = next(one for one in GRADIENT.hypotheses if one.name == "parts_missing")
+_PARTS_MISSING, _OTHER_ERRORS = (
+    next(one for one in GRADIENT.hypotheses if one.name == name) for name in ("parts_missing", "other_errors")
+)
 
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
@@ -44,6 +47,7 @@ class MinibatchLoss(NamedTuple):
         gradients: of its terms and of alternatives to them.
         total: [d], of the whole loss, float64.
         rows: of the minibatch; None where they are not known.
+        of_errors: see `LossGradients.of_errors`.
         detached: returns for each of the K parameters True where an output depends on it that is detached from it.
     """
 
@@ -51,11 +55,12 @@ class MinibatchLoss(NamedTuple):
     total: Tensor
     rows: int | None
     detached: Callable[[], Sequence[bool]] = tuple
+    of_errors: Callable[[Tensor], Tensor | None] = lambda _: None
 
     @classmethod
     def of(cls, gradients: LossGradients, coefficients: Mapping[str, float]) -> MinibatchLoss:
         """Return the loss with these weights of its terms."""
-        return cls(gradients, *gradients.total(coefficients), gradients.detached)
+        return cls(gradients, *gradients.total(coefficients), gradients.detached, gradients.of_errors)
 
 
 class TermGradients(NamedTuple):
@@ -131,6 +136,7 @@ class CheckedStep(NamedTuple):
         max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
         by_name: as of `MinibatchObjective`.
         loss: what its gradient is recomputed from; None where it is not, or is already.
+        value_gradient: of the trainer's loss at the values, [N]; None where it is not known.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -153,6 +159,7 @@ class CheckedStep(NamedTuple):
     max_norm: float | None
     by_name: bool
     loss: PolicyPass | TermGradients | None = None
+    value_gradient: Tensor | None = None
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -214,7 +221,23 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         alternatives=loss.gradients,
         precision=precision,
     )
+    if not (check.matches or check.explanations) and step.value_gradient is not None:
+        check = _with_other_errors(check, step, loss, claimed)
     return _certain(check) if step.by_name else check
+
+
+def _with_other_errors(check: EquationCheck, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
+    """Return the check with the explanation that the value loss is another function of the errors, where the rest equals the reference."""
+    value, reference = (
+        (None if step.value_gradient is None else loss.of_errors(step.value_gradient)),
+        loss.gradients("value"),
+    )
+    if value is None or reference is None:
+        return check
+    error = same_gradient(claimed, loss.total - step.coefficients.get("value", 0.0) * reference + value, step.numels)
+    if error > check.tolerance:
+        return check
+    return replace(check, explanations=(Explanation(_OTHER_ERRORS, error),))
 
 
 def _clipping_check(step: CheckedStep, gradient: Tensor, precision: str | None) -> EquationCheck:

@@ -226,7 +226,7 @@ def test_a_term_whose_mean_includes_padding_is_named(term: str, tmp_path: Path) 
     assert failed(values) == ({"gradient"} if term else set())
 
 
-@pytest.mark.parametrize("delta", [1.0, 10.0])
+@pytest.mark.parametrize("delta", [1.0, 3.7, 10.0])
 def test_a_huber_loss_is_no_mistake(delta: float, tmp_path: Path) -> None:
     """Its weight is that of the mean squared error, so it has half the factor of ½ (V - R)²."""
 

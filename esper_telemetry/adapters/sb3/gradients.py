@@ -10,7 +10,7 @@ The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -220,9 +220,27 @@ def _mistaken(samples: Any, name: str) -> Any:
 
 
 def objective_event(
-    model: Any, samples: Any, parameters: Mapping[str, Tensor], *, epoch: int, step: int, gradient_step: int
+    model: Any,
+    samples: Any,
+    parameters: Mapping[str, Tensor],
+    *,
+    epoch: int,
+    step: int,
+    gradient_step: int,
+    value_gradients: Sequence[Tensor],
 ) -> MinibatchObjective:
-    """Return the event of a minibatch that `train` has taken from the buffer; `gradient_step` counts the optimizer's steps so far."""
+    """Return the event of a minibatch that `train` has taken from the buffer.
+
+    Args:
+        gradient_step: counts the optimizer's steps so far.
+        value_gradients: list to which the gradients of the loss at the values, [N, 1], are added in the backward pass.
+    """
+    valid = _valid_rows(samples)
+
+    def value_gradient() -> Tensor | None:
+        whole = torch.stack([one.flatten() for one in value_gradients]).sum(0) if value_gradients else None
+        return whole if whole is None or valid is None else whole[valid]
+
     # their value loss is the mean squared error, ours half of it
     coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
     rate = current_rate(model)
@@ -240,6 +258,7 @@ def objective_event(
         max_norm=model.max_grad_norm,
         learning_rate=rate,
         gradient_step=gradient_step,
+        value_gradient=value_gradient,
     )
 
 

@@ -71,6 +71,8 @@ class MinibatchObjective:
         gradient_step: steps of this optimizer so far; None where they are not counted.
         terms: gradients [d] of the terms, float64, from a source that has no `forward`, with coefficients that replace the others; returns
             None where it cannot give them.
+        value_gradient: returns the gradient [N] of the trainer's loss at the values, once its backward pass is over; None where it is not
+            known.
         by_name: the numbers come from variables that were found by their names: only a difference that a known mistake explains counts,
             and clipping is known only with a `max_norm`.
     """
@@ -86,4 +88,5 @@ class MinibatchObjective:
     learning_rate: float | None
     gradient_step: int | None
     terms: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, float]] | None] | None = None
+    value_gradient: Callable[[], Tensor | None] = lambda: None
     by_name: bool = False

@@ -20,11 +20,11 @@ Loss: TypeAlias = Callable[[LossRows], "Tensor | None"]
 ADVANTAGE_EPS: Final = 1e-8
 """Added to the standard deviation of advantages, as in Stable-Baselines3 and CleanRL."""
 
-WIDE_HUBER: Final = 10.0
-"""Error from which on the Huber loss is linear in MAPPO (2103.01955)."""
-
 DUAL_CLIP: Final = 3.0
 """Bound of the surrogate at negative advantages, times the advantage (1912.09729)."""
+
+ROUNDED_SHARE: Final = 1e-5
+"""Share of the largest gradient at a value that is rounding."""
 
 MOVED_WEIGHTS: Final = 0.1
 """Size of the noise that is added to weights to see what depends on them."""
@@ -47,14 +47,10 @@ def policy_loss(rows: LossRows, advantages: Tensor | None = None, choose: str = 
     return surrogate(rows.log_ratio.exp(), used, rows.clip, choose).mean()
 
 
-def near_values(rows: LossRows, clip: float) -> Tensor:
-    """Return the values [N], clipped to the old ones ± clip."""
-    return rows.old_values + (rows.values - rows.old_values).clamp(-clip, clip)
-
-
 def clipped_errors(rows: LossRows, clip: float) -> tuple[Tensor, Tensor]:
     """Return the squared errors [N] of the values and of the values clipped to the old ones ± clip."""
-    return (rows.values - rows.returns).square(), (near_values(rows, clip) - rows.returns).square()
+    near = rows.old_values + (rows.values - rows.old_values).clamp(-clip, clip)
+    return (rows.values - rows.returns).square(), (near - rows.returns).square()
 
 
 def value_loss(rows: LossRows) -> Tensor:
@@ -189,20 +185,6 @@ def _value_clip_no_maximum(rows: LossRows) -> Tensor | None:
     return None if rows.clip_value is None else 0.5 * clipped_errors(rows, rows.clip_value)[1].mean()
 
 
-def _huber(rows: LossRows, delta: float) -> Tensor:
-    """Return the Huber loss of the values."""
-    return torch.nn.functional.huber_loss(rows.values, rows.returns, delta=delta)
-
-
-def _huber_clipped(rows: LossRows, delta: float, *, maximum: bool) -> Tensor | None:
-    """Return the Huber loss of clipped values, or the larger one of that and of the values."""
-    if rows.clip_value is None:
-        return None
-    both = rows.values, near_values(rows, rows.clip_value)
-    losses = [torch.nn.functional.huber_loss(one, rows.returns, reduction="none", delta=delta) for one in both]
-    return (torch.maximum(*losses) if maximum else losses[1]).mean()
-
-
 def _with_padding(term: str, rows: LossRows) -> Tensor | None:
     """Return the mean of a term over the rows that count and the padding."""
     if rows.padding is None:
@@ -246,10 +228,10 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "value_clip_maximum": ("value", _value_clip_maximum),
     "value_clip_no_maximum": ("value", _value_clip_no_maximum),
     "value_clip_minimum": ("value", partial(_value_clip, choose="minimum")),
-    "value_huber": ("value", partial(_huber, delta=1.0)),
-    "value_huber_wide": ("value", partial(_huber, delta=WIDE_HUBER)),
-    "value_huber_clipped": ("value", partial(_huber_clipped, delta=1.0, maximum=False)),
-    "value_huber_maximum": ("value", partial(_huber_clipped, delta=WIDE_HUBER, maximum=True)),
+    "value_huber": (
+        "value",
+        lambda rows: torch.nn.functional.smooth_l1_loss(rows.values, rows.returns),
+    ),
     **{f"{term}_padded": (term, partial(_with_padding, term)) for term in ("policy", "value", "entropy")},
     "entropy_of_sample": ("entropy", lambda rows: rows.log_probs.mean()),
     "entropy_of_sample_sign": ("entropy", lambda rows: -rows.log_probs.mean()),
@@ -308,6 +290,23 @@ class LossGradients:
         silent = [gradient is None for gradient in gradients]
         actor, critic = self._changes(silent) if any(silent) else (False, False)
         return silent if actor != critic else [False] * len(silent)
+
+    def of_errors(self, at_values: Tensor) -> Tensor | None:
+        """Return the gradient [d] of a value loss from that at the values [N]; None unless this is an increasing function of V - R.
+
+        Rows whose values are clipped may have none.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            error = (rows.values - rows.returns).detach()
+            if at_values.shape != error.shape or not at_values.any():
+                return None
+            counted = torch.ones_like(error, dtype=torch.bool) if rows.clip_value is None else at_values != 0
+            slopes, order = at_values[counted], error[counted].argsort()
+            rounding = ROUNDED_SHARE * slopes.abs().max()
+            increasing = (slopes[order].diff() >= -rounding).all() and (
+                slopes * error[counted].sign() >= -rounding
+            ).all()
+            return self._gradient((rows.values * at_values).sum()) if increasing else None
 
     @torch.no_grad()
     def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
