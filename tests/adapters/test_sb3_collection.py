@@ -65,6 +65,7 @@ def test_the_mistake_is_named_and_no_other(program: str, seed: int, offload: boo
     assert expected <= found
     # cut actions are seen twice: by their log-probabilities, and by how many lie at the bounds
     assert found - expected <= {"actions_cut_at_bounds"}
+    assert all(any(label.startswith(name) for label in found) for name in differences(run.records))
     assert "integrity/equation" in {alarm.type for alarm in run.alarms}
 
 
