@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from esper_telemetry.core.equations.objective import LossRows
-from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.ratio import EXP_LIMIT
 
 Loss: TypeAlias = Callable[[LossRows], "Tensor | None"]
@@ -308,7 +308,7 @@ class LossGradients:
             ).all()
             return self._gradient((rows.values * at_values).sum()) if increasing else None
 
-    @torch.no_grad()
+    @no_grad
     def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
         """Return whether log-probabilities, and whether values, are others when these parameters are moved."""
         moved = [parameter for parameter, one in zip(self._parameters, chosen, strict=True) if one]
