@@ -138,7 +138,7 @@ class StepProbe:
             return
         began = time.thread_time()
         gradients = LossGradients(with_generators(partial(forward.rows, forward.policy), parameters), parameters)
-        self._loss = MinibatchLoss(gradients, *gradients.total(event.coefficients))
+        self._loss = MinibatchLoss.of(gradients, event.coefficients)
         expensive = time.thread_time() - began > EXPENSIVE_PASS_SECONDS
         if expensive and self._telemetry.update_level < Level.DEBUG:
             self._samples_without_pass = EXPENSIVE_PASS_PERIOD - 1
@@ -161,7 +161,7 @@ class StepProbe:
             return
         gradient = _gradient_of(objective.parameters.values())
         if step.previous is None or not torch.equal(gradient, step.previous):  # else the backward pass is still to come
-            self._step = step = step._replace(gradient=gradient)
+            self._step = step = step._replace(gradient=gradient, value_gradient=objective.value_gradient())
             if self._loss is not None:
                 self._telemetry.measure([partial(gradient_check, step, self._loss, gradient, self.precision)])
 

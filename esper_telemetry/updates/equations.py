@@ -31,6 +31,7 @@ from esper_telemetry.metrics.integrity.rollouts.actions import (
 )
 from esper_telemetry.metrics.integrity.rollouts.calibration import ActionInputs
 from esper_telemetry.metrics.integrity.rollouts.collection import (
+    FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     VALUES,
     check_replayed_log_probs,
@@ -49,9 +50,6 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.target_equations import BY_NAME, certain, target_checks
-
-FIRST_DIFFERENCE = 1e-2
-"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 
@@ -88,7 +86,8 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
             resets=transitions.resets,
         )
         if rollout.rewards is not None:
-            yield _explained(check_rewards, rollout.rewards, transitions.rewards, valid=valid)
+            raw = rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None
+            yield _explained(check_rewards, rollout.rewards, transitions.rewards, raw_rewards=raw, valid=valid)
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:

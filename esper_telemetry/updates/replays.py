@@ -32,6 +32,7 @@ from esper_telemetry.events import (
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.rollouts.collection import (
+    FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     check_replayed_log_probs,
     check_values,
@@ -209,6 +210,7 @@ class CollectionProbe:
         self._stored: GridColumn | None = None
         self._training: Tensor | None = None
         self._left: UpdateReplay | None = None
+        self._first_stored: Tensor | None = None
         self.needs_modes = False
 
     def leave_to_worker(self, replay: UpdateReplay) -> None:
@@ -239,6 +241,7 @@ class CollectionProbe:
         stored, trained = event.stored.detach().double(), event.trained.detach().double()
         if not FIRST_RATIO < float((trained - stored).abs().max()) < torch.inf:
             return
+        self._first_stored = stored
         self._repeat(precision)
         if self._stored is None:
             return
@@ -257,8 +260,8 @@ class CollectionProbe:
         differs = FIRST_RATIO < size < torch.inf
         if differs:
             self._repeat(precision)
-        stored, training = self._stored, self._training
-        self._stored = self._training = self._left = None
+        stored, training, first_stored = self._stored, self._training, self._first_stored
+        self._stored = self._training = self._left = self._first_stored = None
         if not differs or stored is None or rows is None or int(rows.max()) >= stored.numbers.numel():
             return
         self.needs_modes = True  # in the samples to come: what differs may depend on the mode in code of its own
@@ -267,9 +270,16 @@ class CollectionProbe:
             trained = training.flatten()[rows]
             # dropout and batch norm give other numbers in each pass: so the difference is known by its size alone
             similar = 1 / 4 < float((trained - acted).square().mean().sqrt() / ratio.square().mean().sqrt()) < 4
-            if similar:
-                other = {"other_mode": lambda: acted + ratio}
-                yield partial(check_replayed_log_probs, acted + ratio, acted, alternatives=other, precision=precision)
+            other = {"other_mode": lambda: acted + ratio} if similar else {}
+            check = check_replayed_log_probs(acted + ratio, acted, alternatives=other, precision=precision)
+            # stored log-probabilities that are not those of the stored actions are a difference of their own
+            is_sound = (
+                first_stored is not None
+                and first_stored.shape == acted.shape
+                and torch.allclose(first_stored, acted, rtol=0, atol=FIRST_RATIO)
+            )
+            if similar or (is_sound and (check.error or 0.0) > FIRST_DIFFERENCE):
+                yield lambda: check
 
     def _repeat(self, precision: str | None) -> None:
         """Repeat the checks that were left to the worker."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward
-from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
 from esper_telemetry.metrics.integrity.steps.loss_gradients import GradientsByName, LossGradients
@@ -32,6 +33,10 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
 
+_PARTS_MISSING, _OTHER_ERRORS = (
+    next(one for one in GRADIENT.hypotheses if one.name == name) for name in ("parts_missing", "other_errors")
+)
+
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
 
@@ -42,11 +47,20 @@ class MinibatchLoss(NamedTuple):
         gradients: of its terms and of alternatives to them.
         total: [d], of the whole loss, float64.
         rows: of the minibatch; None where they are not known.
+        of_errors: see `LossGradients.of_errors`.
+        detached: returns for each of the K parameters True where an output depends on it that is detached from it.
     """
 
     gradients: GradientsByName
     total: Tensor
     rows: int | None
+    detached: Callable[[], Sequence[bool]] = tuple
+    of_errors: Callable[[Tensor], Tensor | None] = lambda _: None
+
+    @classmethod
+    def of(cls, gradients: LossGradients, coefficients: Mapping[str, float]) -> MinibatchLoss:
+        """Return the loss with these weights of its terms."""
+        return cls(gradients, *gradients.total(coefficients), gradients.detached, gradients.of_errors)
 
 
 class TermGradients(NamedTuple):
@@ -80,7 +94,7 @@ class PolicyPass(NamedTuple):
         content = ContentUnpickler(self.content, [*parameters, *self.tensors])
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
-        return MinibatchLoss(gradients, *gradients.total(step.coefficients))
+        return MinibatchLoss.of(gradients, step.coefficients)
 
 
 def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer) -> PolicyPass | None:
@@ -122,6 +136,7 @@ class CheckedStep(NamedTuple):
         max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
         by_name: as of `MinibatchObjective`.
         loss: what its gradient is recomputed from; None where it is not, or is already.
+        value_gradient: of the trainer's loss at the values, [N]; None where it is not known.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -144,6 +159,7 @@ class CheckedStep(NamedTuple):
     max_norm: float | None
     by_name: bool
     loss: PolicyPass | TermGradients | None = None
+    value_gradient: Tensor | None = None
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -187,7 +203,11 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
     error = same_gradient(claimed, loss.total, step.numels)
     if error <= bound:
-        return EquationCheck(GRADIENT, error, bound)
+        # a detached part is missing from the trainer's gradient and from the recomputed one
+        silent = any(not part.any() for part in gradient.split(list(step.numels)) if len(part))
+        detached = silent and not step.by_name and any(loss.detached())
+        explanations = (Explanation(_PARTS_MISSING, 0.0),) if detached else ()
+        return EquationCheck(GRADIENT, 1.0 if detached else error, bound, explanations)
     terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
     check = compare_gradient(
         claimed,
@@ -201,7 +221,23 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         alternatives=loss.gradients,
         precision=precision,
     )
+    if not (check.matches or check.explanations) and step.value_gradient is not None:
+        check = _with_other_errors(check, step, loss, claimed)
     return _certain(check) if step.by_name else check
+
+
+def _with_other_errors(check: EquationCheck, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
+    """Return the check with the explanation that the value loss is another function of the errors, where the rest equals the reference."""
+    value, reference = (
+        (None if step.value_gradient is None else loss.of_errors(step.value_gradient)),
+        loss.gradients("value"),
+    )
+    if value is None or reference is None:
+        return check
+    error = same_gradient(claimed, loss.total - step.coefficients.get("value", 0.0) * reference + value, step.numels)
+    if error > check.tolerance:
+        return check
+    return replace(check, explanations=(Explanation(_OTHER_ERRORS, error),))
 
 
 def _clipping_check(step: CheckedStep, gradient: Tensor, precision: str | None) -> EquationCheck:

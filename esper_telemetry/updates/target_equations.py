@@ -17,7 +17,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
@@ -44,14 +44,16 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout is None or not rollout.advantages.numel():
         return
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
+    inputs: GaeInputs | None = None
     if (gae_lambda is not None or facts.get(BY_NAME)) and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
-        check = partial(_advantages, rollout, float(gae_lambda or 0), previous, facts)
+        inputs = _gae_inputs(rollout, float(gae_lambda or 0), previous)
+        check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
-            check = partial(_advantages_at_own_lambda, rollout, previous, facts)
+            inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
         yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
     if rollout.returns_known:
-        yield partial(certain, facts, partial(_returns, rollout, facts))
+        yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
     if minibatches is not None and collected is not None:
         if facts.get(RECOMPUTED_FACT):
             minibatches, collected = _first_pass(minibatches, collected)
@@ -70,13 +72,11 @@ def certain(
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 
-def _advantages(
-    rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None, facts: Mapping[str, Any]
-) -> EquationCheck:
-    """Check the advantages of all rollouts that the record joins; where a script hides what follows time limits, of the others."""
+def _gae_inputs(rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None) -> GaeInputs | None:
+    """Return the columns of all rollouts that the record joins, side by side; None where they differ in length."""
     parts = 1 if rollout.last_values is None else len(rollout.last_values)
     if len(rollout.rewards) % parts:
-        return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
+        return None
 
     def side_by_side(column: Tensor) -> Tensor:
         """The rollouts, [K T, B], as [T, K B]."""
@@ -86,15 +86,15 @@ def _advantages(
     next_values = side_by_side(rollout.next_values).double()
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
-    limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
-    if limits is not None:
-        next_values = next_values.where(~limits, 0.0)
+    if rollout.time_limits is not None:
+        limits = side_by_side(rollout.time_limits)
+        next_values, terminated = next_values.where(~limits, 0.0), terminated & ~limits
     inputs = GaeInputs(
         rewards=side_by_side(rollout.rewards).double(),
         values=side_by_side(rollout.values).double(),
         next_values=next_values,
         ended=ended,
-        terminated=terminated if limits is None else terminated & ~limits,
+        terminated=terminated,
         following=next_values,
         claimed=side_by_side(rollout.advantages).double(),
         gamma=float(rollout.gamma),
@@ -104,22 +104,36 @@ def _advantages(
         previous=_previous(previous, rollout, gae_lambda),
         rollouts=parts,
     )
-    last = None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
-    check = compare_advantages(following_values(inputs, last), precision=facts.get("precision"))
-    if limits is None or check.matches or check.explanations or not inputs.gamma or not bool(limits.any()):
+    return following_values(inputs, _last_values(rollout))
+
+
+def _last_values(rollout: RolloutEnd) -> Tensor | None:
+    return None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
+
+
+def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the advantages; where a script hides what follows time limits, of the other steps."""
+    if inputs is None:
+        return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
+    check = compare_advantages(inputs, precision=facts.get("precision"))
+    if rollout.time_limits is None or check.matches or check.explanations or not inputs.gamma:
+        return check
+    limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
+    if not bool(limits.any()):
         return check
     # the values after time limits that the claimed advantages imply may explain the numbers
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
-    other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))
+    bootstrapped = following_values(bootstrapped, _last_values(rollout))
+    other = compare_advantages(bootstrapped, precision=facts.get("precision"))
     return other if other.matches or other.explanations else check
 
 
 def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Mapping[str, Any]) -> EquationCheck:
     """Check the advantages of a program that does not say its lambda: at 1, else at the one that gives its advantages."""
-    check = _advantages(rollout, 1.0, previous, facts)
+    check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), facts)
     own = [one.fitted for one in check.explanations if one.hypothesis.name == "other_lambda" and one.fitted is not None]
-    return _advantages(rollout, round(own[0], 6), previous, facts) if own else check
+    return _advantages(rollout, _gae_inputs(rollout, round(own[0], 6), previous), facts) if own else check
 
 
 def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:
@@ -142,8 +156,12 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
-    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts."""
+def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts.
+
+    Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
+    made of GAE that is normalised. `inputs` are those of GAE; None where it is not known.
+    """
     several = rollout.last_values is not None and len(rollout.last_values) > 1
     columns: dict[str, Any] = {
         "rewards": rollout.rewards,
@@ -151,14 +169,25 @@ def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
         "ended": rollout.ended,
         "gamma": rollout.gamma,
     }
-    return check_returns(
-        rollout.advantages,
-        rollout.values,
-        rollout.returns,
-        **({} if several else columns),
-        valid=rollout.valid,
-        precision=facts.get("precision"),
-    )
+    precision = facts.get("precision")
+    settings: dict[str, Any] = {**({} if several else columns), "valid": rollout.valid, "precision": precision}
+    check = check_returns(rollout.advantages, rollout.values, rollout.returns, **settings)
+    if inputs is None or several or check.error is None:
+        return check
+    if check.matches and _is_standard(rollout):
+        made_of = compare_advantages(inputs, precision=precision).explanations
+        if any(one.hypothesis.name == "normalized" for one in made_of):
+            return check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
+    if not check.matches and not check.explanations:
+        of_gae = check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
+        return of_gae if of_gae.matches else check
+    return check
+
+
+def _is_standard(rollout: RolloutEnd) -> bool:
+    """Return True for advantages whose mean is 0 and whose standard deviation is 1."""
+    counted = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
+    return counted.numel() > 1 and abs(float(counted.mean())) < 1e-3 and abs(float(counted.std()) - 1.0) < 1e-2
 
 
 def _returns_in_use(

@@ -168,6 +168,22 @@ class LateRewards(RolloutBuffer):
         super().add(obs, action, before, *rest, **named)
 
 
+class RawRewards(PPO):
+    """Stores the rewards from before normalisation, with nothing added after time limits."""
+
+    def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        add = rollout_buffer.add
+
+        def add_raw(obs: Any, action: Any, reward: Any, *rest: Any) -> None:
+            add(obs, action, env.get_original_reward(), *rest)
+
+        rollout_buffer.add = add_raw
+        try:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        finally:
+            del rollout_buffer.add
+
+
 class LateObservations(RolloutBuffer):
     """Stores each observation one step late."""
 
@@ -224,6 +240,13 @@ class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
     def evaluate_actions(self, obs: Any, actions: Any, states: Any, starts: Any) -> Any:
         empty = type(states)(*(tuple(torch.zeros_like(part) for part in pair) for pair in states))
         return super().evaluate_actions(obs, actions, empty, starts)
+
+
+class OtherActionsInTraining(ActorCriticPolicy):
+    """Evaluates the actions of other rows of the minibatch."""
+
+    def evaluate_actions(self, obs: Any, actions: Any) -> Any:
+        return super().evaluate_actions(obs, actions.roll(1, 0))
 
 
 class UnmaskedInTraining(MaskableActorCriticPolicy):  # type: ignore[misc]
@@ -285,6 +308,23 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "rewards that are stored one step late": (
         lambda seed: ppo(vec_env("Pendulum-v1", seed=seed), seed=seed, rollout_buffer_class=LateRewards),
         frozenset({"stored_rewards_step_before"}),
+    ),
+    "rewards that are stored one step late, with the values after time limits": (
+        lambda seed: ppo(
+            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
+            seed=seed,
+            rollout_buffer_class=LateRewards,
+        ),
+        frozenset({"stored_rewards_step_before"}),
+    ),
+    "rewards that are stored as they were before normalisation": (
+        lambda seed: RawRewards(
+            "MlpPolicy",
+            VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
+            **SETTINGS,
+            seed=seed,
+        ),
+        frozenset({"stored_rewards_raw"}),
     ),
     "observations that are stored one step late": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),

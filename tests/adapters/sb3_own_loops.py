@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
+from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
@@ -89,6 +90,32 @@ class OwnLoopPPO(PPO):
                 columns = (log_prob, data.old_log_prob, used, data.advantages, values.flatten())
                 minibatch = Minibatch(self, *columns, data.old_values, data.returns, entropy)
                 type(self).take_step(self, type(self).make_loss(minibatch))
+        self._n_updates += self.n_epochs
+
+
+class PaddedRecurrentPPO(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
+    """RecurrentPPO whose loop leaves the mask of the padding out of one term of the loss."""
+
+    padded = "policy"
+
+    def train(self) -> None:
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        for _ in range(self.n_epochs):
+            for data in self.rollout_buffer.get(self.batch_size):
+                mask = data.mask > 1e-8
+                arguments = (data.actions.long().flatten(), data.lstm_states, data.episode_starts)
+                values, log_prob, entropy = self.policy.evaluate_actions(data.observations, *arguments)
+                counted = data.advantages[mask]
+                used = (data.advantages - counted.mean()) / (counted.std() + 1e-8)
+                ratio = (log_prob - data.old_log_prob).exp()
+                terms = {
+                    "policy": -torch.min(used * ratio, used * ratio.clamp(0.8, 1.2)),
+                    "value": self.vf_coef * (data.returns - values.flatten()).square(),
+                    "entropy": -self.ent_coef * entropy,
+                }
+                means = [term.mean() if name == self.padded else term[mask].mean() for name, term in terms.items()]
+                right_step(self, torch.stack(means).sum())
         self._n_updates += self.n_epochs
 
 
@@ -181,6 +208,11 @@ def clipped_maximum(b: Minibatch) -> Tensor:
     return b.loss(value=torch.max((b.values - b.returns).square(), (near - b.returns).square()).mean())
 
 
+def clipped_minimum(b: Minibatch) -> Tensor:
+    near = b.old_values + (b.values - b.old_values).clamp(-0.2, 0.2)
+    return b.loss(value=torch.min((b.values - b.returns).square(), (near - b.returns).square()).mean())
+
+
 def with_penalty(b: Minibatch) -> Tensor:
     squares = [p.square().sum() for p in b.model.policy.parameters()]
     return b.loss() + 0.005 * torch.stack(squares).sum()
@@ -216,6 +248,12 @@ LOSS_MISTAKES: Mapping[str, Loss] = {
     "target_advantages": lambda b: b.loss(value=b.value(b.raw_advantages)),
     "target_normalized": lambda b: b.loss(value=b.value(b.advantages)),
     "target_old_values": lambda b: b.loss(value=b.value(b.old_values)),
+    "target_shifted": lambda b: b.loss(value=b.value(b.returns.roll(1))),
+    "target_following": lambda b: b.loss(value=b.value(b.returns.roll(-1))),
+    "target_normalized_returns": lambda b: b.loss(value=b.value((b.returns - b.returns.mean()) / b.returns.std())),
+    "value_absolute": lambda b: b.loss(value=F.l1_loss(b.values, b.returns)),
+    "value_root": lambda b: b.loss(value=b.value().sqrt()),
+    "value_clip_minimum": clipped_minimum,
     "values_broadcast": lambda b: b.loss(value=(b.values.unsqueeze(1) - b.returns).square().mean()),
     "entropy_of_sample": lambda b: b.loss() + b.bonus() + b.model.ent_coef * b.log_prob.mean(),
     "entropy_of_sample_sign": lambda b: b.loss() + b.bonus() - b.model.ent_coef * b.log_prob.mean(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sb3_collection import HEALTHY, PROGRAMS, late_effects
+from sb3_collection import HEALTHY, PROGRAMS, OtherActionsInTraining, late_effects, ppo, vec_env
 from sb3_models import MINIBATCHES, MODELS, Parts, fingerprint, recorded_run
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -65,7 +65,18 @@ def test_the_mistake_is_named_and_no_other(program: str, seed: int, offload: boo
     assert expected <= found
     # cut actions are seen twice: by their log-probabilities, and by how many lie at the bounds
     assert found - expected <= {"actions_cut_at_bounds"}
+    assert all(any(label.startswith(name) for label in found) for name in differences(run.records))
     assert "integrity/equation" in {alarm.type for alarm in run.alarms}
+
+
+def test_training_that_differs_from_acting_in_an_unknown_way_is_reported_without_a_name(tmp_path: Path) -> None:
+    model = ppo(vec_env(), OtherActionsInTraining)
+    with torch.no_grad():
+        model.policy.get_parameter("action_net.weight").mul_(100)
+    run = trained(model, tmp_path)
+
+    assert differences(run.records[1:]) == {"replayed_log_probs"}
+    assert explanations(run.records) == set()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -140,11 +151,13 @@ def test_a_policy_that_cannot_be_copied_passes_the_rollout_itself(tmp_path: Path
     assert all({EQUATION_KEY + "values", "repr/drift_cos"} <= record.values.keys() for record in run.records)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_capacity_of_a_network_is_measured_with_observations_of_several_parts(
-    offload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    offload: bool, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = PPO("MultiInputPolicy", make_vec_env(Parts, 4, seed=1), **MINIBATCHES)
+    kwargs = {"share_features_extractor": shared}
+    model = PPO("MultiInputPolicy", make_vec_env(Parts, 4, seed=1), policy_kwargs=kwargs, **MINIBATCHES)
 
     run = recorded_run(model, tmp_path, level="debug", offload=offload)
 

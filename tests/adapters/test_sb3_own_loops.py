@@ -15,6 +15,7 @@ from sb3_own_loops import (
     STEP_MISTAKES,
     Minibatch,
     OwnLoopPPO,
+    PaddedRecurrentPPO,
     cartpole,
     right_step,
 )
@@ -128,12 +129,13 @@ def test_a_rate_that_the_loop_does_not_set_is_named_with_its_value(tmp_path: Pat
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
+    """It does not clear that parameter's gradient either."""
     learner = model()
     learner.policy.optimizer.param_groups[0]["params"].pop()
 
     values = first_record(learner, tmp_path)
 
-    assert named(values) == {"optimizer_step_left_out"}
+    assert named(values) == {"optimizer_step_left_out", "gradient_parts_not_cleared"}
 
 
 def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: Path) -> None:
@@ -144,10 +146,13 @@ def test_a_state_that_is_cleared_in_each_step_is_named_in_each_update(tmp_path: 
     assert [named(record.values) for record in run.records] == [{"optimizer_step_state_cleared"}] * 3
 
 
-def test_an_optimizer_that_is_new_in_each_update_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("another_object", [False, True])
+def test_an_optimizer_that_is_new_in_each_update_is_named(another_object: bool, tmp_path: Path) -> None:
     class Forgetful(OwnLoopPPO):
         def train(self) -> None:
             self.policy.optimizer.state.clear()
+            if another_object:
+                self.policy.optimizer = torch.optim.Adam(self.policy.parameters(), eps=1e-5)
             super().train()
 
     run = recorded_run(
@@ -190,6 +195,66 @@ def test_values_without_a_gradient_are_named_in_each_algorithm(name: str, tmp_pa
 
     label = "gradient_value_missing"
     assert label in named(run.records[0].values) <= {label} | ALIKE[label]
+
+
+def cut_off(learner: Any, method: str) -> None:
+    """Detach what the layers before a head compute, for acting and for training."""
+    extractor = learner.policy.mlp_extractor
+    compute = getattr(extractor, method)
+    vars(extractor)[method] = lambda features: compute(features).detach()
+
+
+@pytest.mark.parametrize("method", ["forward_actor", "forward_critic"])
+def test_layers_that_are_cut_off_from_their_head_are_named(method: str, tmp_path: Path) -> None:
+    """The live policy has the mistake, so the recomputed gradient has it too."""
+    learner = model()
+    cut_off(learner, method)
+
+    assert named(first_record(learner, tmp_path)) == {"gradient_parts_missing"}
+
+
+@pytest.mark.parametrize("term", ["policy", "value", ""])
+def test_a_term_whose_mean_includes_padding_is_named(term: str, tmp_path: Path) -> None:
+    kind = type("Padded", (PaddedRecurrentPPO,), {"padded": term})
+    sizes = {"lstm_hidden_size": 8, "net_arch": [8]}
+    settings = {"n_steps": 48, "batch_size": 64, "n_epochs": 2, "ent_coef": 0.01, "seed": 3, "device": "cpu"}
+    learner = kind("MlpLstmPolicy", cartpole(3), policy_kwargs=sizes, **settings)
+
+    values = recorded_run(learner, tmp_path, steps=192).records[0].values
+
+    assert named(values) == ({f"gradient_{term}_padded"} if term else set())
+    assert failed(values) == ({"gradient"} if term else set())
+
+
+@pytest.mark.parametrize("delta", [1.0, 3.7, 10.0])
+def test_a_huber_loss_is_no_mistake(delta: float, tmp_path: Path) -> None:
+    """Its weight is that of the mean squared error, so it has half the factor of ½ (V - R)²."""
+
+    def huber(b: Minibatch) -> torch.Tensor:
+        return b.loss(value=nn.functional.huber_loss(b.values, b.returns, delta=delta))
+
+    values = first_record(model(make_loss=huber, gae_lambda=1.0), tmp_path)
+
+    assert failed(values) == {"gradient"}
+    assert any(one.variant for one in equations()["gradient"].explanations(values))
+
+
+def test_an_encoder_that_is_frozen_for_actor_and_critic_is_no_mistake(tmp_path: Path) -> None:
+    learner = model()
+    for method in ("forward_actor", "forward_critic"):
+        cut_off(learner, method)
+
+    assert not failed(first_record(learner, tmp_path))
+
+
+def test_a_run_of_a2c_that_is_shorter_than_a_record_is_checked(tmp_path: Path) -> None:
+    learner = MODELS["a2c"]()
+    hide_gradient_of_values(learner.policy)
+
+    (record,) = recorded_run(learner, tmp_path, steps=5 * learner.n_steps * learner.n_envs).records
+
+    assert "gradient_value_missing" in named(record.values)
+    assert EQUATION_KEY + "replayed_log_probs" in record.values
 
 
 def test_a_critic_that_is_cut_off_from_a_shared_trunk_is_named(tmp_path: Path) -> None:

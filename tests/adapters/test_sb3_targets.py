@@ -128,6 +128,19 @@ class NormalizedBeforeReturns(Buffer):
         self.returns = normalized + self.values
 
 
+class ReturnsFromNormalized(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
+        self.returns = self.advantages + self.values
+
+
+class NormalizedByEnvironment(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages = (self.advantages - self.advantages.mean(0)) / (self.advantages.std(0) + 1e-8)
+
+
 class NormalizedAfterReturns(Buffer):
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
@@ -262,6 +275,7 @@ def named(model: Any, equation: str, name: str) -> dict[str, str]:
         (OtherLambda, "advantages", "other_lambda"),
         (Stale, "advantages", "stale"),
         (NormalizedBeforeReturns, "returns", "normalized"),
+        (NormalizedByEnvironment, "advantages", "normalized_parts"),
     ],
 )
 def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, name: str, seed: int) -> None:
@@ -306,6 +320,15 @@ def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> N
     assert results(records, "advantages")[1] == {"normalized"}
     assert results(records, "returns")[1] == {"normalized_after"}
     assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+
+
+def test_returns_that_are_made_of_stored_normalised_advantages_are_named() -> None:
+    """They equal the stored columns, A + V, but the stored advantages are no longer those of GAE."""
+    records, sentences = run(broken(ReturnsFromNormalized))
+
+    assert results(records, "advantages")[1] == {"normalized"}
+    assert results(records, "returns")[1] == {"normalized"}
+    assert "the returns equal" in sentences["integrity/equation"]
 
 
 def cliff(envs: int) -> Any:

@@ -105,6 +105,8 @@ class ModelListener:
         self._replay: CallbackReplay | None = None
         self._older_weights: list[Tensor] = []
         self._learning = False
+        self._optimizer: Any = None
+        self._stop_following: Remover = lambda: None
         self._started = time.perf_counter(), time.process_time()
         self._always: list[Remover] = self._collecting_taps()
         self._for_update: list[Remover] = []
@@ -248,12 +250,14 @@ class ModelListener:
         """Taps on what is called while minibatches are learned from."""
         model, minibatches = self._model, self._minibatches
         policy, buffer = model.policy, model.rollout_buffer
-        handle = policy.optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._optimizer = None
+        self._follow_optimizer()
         taps = [
             self._listen(buffer, "get", minibatches.after_pass),
             self._listen(buffer, "_get_samples", minibatches.after_samples),
+            self._listen(buffer, "_get_samples", self._follow_optimizer),
             self._listen(policy, "evaluate_actions", minibatches.after_evaluation),
-            handle.remove,
+            lambda: self._stop_following(),
         ]
         if self._hooks.wants(TrunkBackward):
             trunk = TrunkListener(policy, self._hooks, minibatches.place, self._session.attempt)
@@ -265,6 +269,14 @@ class ModelListener:
             minibatches.when_clipping_is_seen = self._listen(policy, "parameters", minibatches.after_parameters)
             taps.append(minibatches.when_clipping_is_seen)
         return taps
+
+    def _follow_optimizer(self, *_: Any) -> None:
+        """Listen to the steps of the policy's optimizer, which may be another object than in the last minibatch."""
+        optimizer = self._model.policy.optimizer
+        if optimizer is not self._optimizer:
+            self._stop_following()
+            self._optimizer = optimizer
+            self._stop_following = optimizer.register_step_post_hook(self._after_optimizer_step).remove
 
     def _keep_last_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
         self._last_values = kwargs["last_values"] if "last_values" in kwargs else args[0]

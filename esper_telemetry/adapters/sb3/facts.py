@@ -66,8 +66,14 @@ def minibatches_of(model: Any) -> int:
 
 
 def default_updates_per_record(model: Any) -> int:
-    """1 where a rollout is learned from in several passes; for A2C, whose updates are single steps, those of 2048 transitions."""
-    return 1 if hasattr(model, "n_epochs") else -(-A2C_RECORD_TRANSITIONS // int(model.n_steps * model.n_envs))
+    """1 where a rollout is learned from in several passes; for A2C, whose updates are single steps, those of 2048 transitions.
+
+    A run that is shorter has a single record, whose last update is checked; those of a record that does not become full are not.
+    """
+    if hasattr(model, "n_epochs"):
+        return 1
+    planned = max(1, min(A2C_RECORD_TRANSITIONS, int(model._total_timesteps - model.num_timesteps)))
+    return -(-planned // int(model.n_steps * model.n_envs))
 
 
 def config_of(model: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -164,25 +164,26 @@ def loss_rows(
     The policy's class is asked, not the object, whose method may be what a trainer has changed.
     """
     valid = _valid_rows(samples)
-
-    def counted(column: Tensor) -> Tensor:
-        return column if valid is None else column[valid]
-
     with without_trace(policy):
         values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
-        yield LossRows(
-            log_ratio=counted(log_probs - samples.old_log_prob),
-            log_probs=counted(log_probs),
-            values=counted(values.flatten()),
-            entropy=counted(-log_probs if entropy is None else entropy),
-            advantages=counted(advantages),
-            old_values=counted(samples.old_values),
-            returns=counted(samples.returns),
-            raw_advantages=counted(samples.advantages),
-            clip=clip,
-            clip_value=clip_value,
-            clip_maximum=False,  # Stable-Baselines3 takes the squared error of the clipped value alone
-        )
+        columns = {
+            "log_ratio": log_probs - samples.old_log_prob,
+            "log_probs": log_probs,
+            "values": values.flatten(),
+            "entropy": -log_probs if entropy is None else entropy,
+            "advantages": advantages,
+            "old_values": samples.old_values,
+            "returns": samples.returns,
+            "raw_advantages": samples.advantages,
+        }
+        # Stable-Baselines3 takes the squared error of the clipped value alone
+        of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
+        if valid is None:
+            yield of_rows(**columns)
+            return
+        padding = of_rows(**{name: column[~valid] for name, column in columns.items()})
+        counted = {name: column[valid] for name, column in columns.items()}
+        yield of_rows(**counted, padding=None if bool(valid.all()) else padding)
 
 
 def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMinibatch:
@@ -219,9 +220,27 @@ def _mistaken(samples: Any, name: str) -> Any:
 
 
 def objective_event(
-    model: Any, samples: Any, parameters: Mapping[str, Tensor], *, epoch: int, step: int, gradient_step: int
+    model: Any,
+    samples: Any,
+    parameters: Mapping[str, Tensor],
+    *,
+    epoch: int,
+    step: int,
+    gradient_step: int,
+    value_gradients: Sequence[Tensor],
 ) -> MinibatchObjective:
-    """Return the event of a minibatch that `train` has taken from the buffer; `gradient_step` counts the optimizer's steps so far."""
+    """Return the event of a minibatch that `train` has taken from the buffer.
+
+    Args:
+        gradient_step: counts the optimizer's steps so far.
+        value_gradients: list to which the gradients of the loss at the values, [N, 1], are added in the backward pass.
+    """
+    valid = _valid_rows(samples)
+
+    def value_gradient() -> Tensor | None:
+        whole = torch.stack([one.flatten() for one in value_gradients]).sum(0) if value_gradients else None
+        return whole if whole is None or valid is None else whole[valid]
+
     # their value loss is the mean squared error, ours half of it
     coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
     rate = current_rate(model)
@@ -239,6 +258,7 @@ def objective_event(
         max_norm=model.max_grad_norm,
         learning_rate=rate,
         gradient_step=gradient_step,
+        value_gradient=value_gradient,
     )
 
 

@@ -195,6 +195,7 @@ class MinibatchListener:
         self._samples: Any = None
         self._raw_advantages: Any = None
         self._gradients_of_log_probs: list[Any] = []
+        self._value_gradients: list[Tensor] | None = None
         self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
         self._emitted = False
@@ -209,9 +210,14 @@ class MinibatchListener:
         self.finish()
         if self.step == 0 and self.epoch == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(0, 0, partial(shard_gradients, self._model, samples)))
+        self._value_gradients = None
         if self._hooks.wants(MinibatchObjective):
+            self._value_gradients = []
             counts = {"epoch": max(self.epoch, 0), "step": self.step, "gradient_step": self._gradient_step + self.step}
-            self._hooks.emit(objective_event(self._model, samples, self._parameters, **counts))
+            event = objective_event(
+                self._model, samples, self._parameters, value_gradients=self._value_gradients, **counts
+            )
+            self._hooks.emit(event)
         self._samples, self._numbers = samples, args[0]
 
     def after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -222,6 +228,8 @@ class MinibatchListener:
         values, log_probs, entropy = result
         self._samples = self._numbers = None
         self._emitted = False
+        if self._value_gradients is not None and values.requires_grad:
+            values.register_hook(self._value_gradients.append)
         self._open = (
             max(self.epoch, 0),
             self._place,

@@ -31,6 +31,9 @@ PART_ROWS = 512
 MAX_GRADIENT_ENVS = 4
 """Environments through whose time gradients are taken."""
 
+ACTOR_PARTS = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
+"""Networks between observations and the actor's latents."""
+
 NONLINEAR = (nn.ReLU, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Mish, nn.Softplus)
 
 Observations: TypeAlias = "Tensor | dict[str, Tensor]"
@@ -159,12 +162,13 @@ class CallbackReplay:
 
     def copy(self) -> Copy:
         """See `PolicyReplay`; of observations with several parts, the copy is given their numbers."""
-        # copies of the networks between observations and the actor's latents, and of no others
-        names = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
+        # copies of the networks between observations and the actor's latents, and of no others; `extract_features` asks both extractors
+        names = (*ACTOR_PARTS, "vf_features_extractor")
         parts = {name: getattr(self._policy, name) for name in names if hasattr(self._policy, name)}
         policy = copy.copy(self._policy)
         vars(policy)["_modules"] = copy.deepcopy(parts)
-        parameters = {id(p): p for part in policy.children() for p in part.parameters() if p.requires_grad}
+        actor = [part for name, part in policy.named_children() if name in ACTOR_PARTS]
+        parameters = {id(p): p for part in actor for p in part.parameters() if p.requires_grad}
         observations = self._observations
         inputs = observations if isinstance(observations, Tensor) else torch.arange(len(self._part))
 

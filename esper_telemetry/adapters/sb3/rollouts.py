@@ -231,6 +231,8 @@ class RolloutRecorder:
             ended[step] = dones
         time_limits = np.zeros_like(ended)
         episodes = self._episodes(paid, time_limits)
+        if self._stores_raw(rewards, ended):
+            paid = np.stack(self._raw_rewards).astype(rewards.dtype)
         stores_paid = np.array_equal(paid[~ended], rewards[~ended], equal_nan=True)
         heads, summary = self._heads, self._summary(self._policy, ended.shape)
         if self._whole:
@@ -243,7 +245,7 @@ class RolloutRecorder:
         elif self._recurrent:
             ends_known = False
         else:  # the buffer has other rewards, and what was added after time limits has to be asked for
-            rewards -= buffer.gamma * self._values_after(time_limits)
+            rewards -= _added(rewards, paid, buffer.gamma * self._values_after(time_limits))
         last_values = self._asked_last_values(last_values)
         return CollectedRollout(
             values=buffer.values,
@@ -283,6 +285,11 @@ class RolloutRecorder:
         for step, dones, rewards, _ in self._ends:
             paid[step] = np.where(dones, rewards, paid[step])
         return paid
+
+    def _stores_raw(self, stored: Array, ended: Array) -> bool:
+        """Return True where the buffer has the rewards from before the environments normalised them, as far as nothing is added to them."""
+        raw = [*self._raw_rewards]
+        return len(raw) == len(stored) and np.array_equal(np.stack(raw).astype(stored.dtype)[~ended], stored[~ended])
 
     def _final_values(self, rewards: Array, time_limits: Array, last_values: Tensor) -> Array | None:
         """Return the critic's estimates after time limits, [T, B], where rewards [T, B] had nothing added, or the value of another state.
@@ -340,6 +347,13 @@ class RolloutRecorder:
         self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
         self._lengths += len(raw) - since
         return episodes
+
+
+def _added(stored: Array, paid: Array, bootstraps: Array) -> Array:
+    """Return what was added to the rewards after time limits [T, B], in the rows in which it is stored: one step late if they are."""
+    late = np.concatenate([np.zeros_like(bootstraps[:1]), bootstraps[:-1]])
+    is_late = len(stored) > 1 and np.allclose((stored - late)[1:], paid[:-1], rtol=1e-4, atol=1e-6)
+    return late if is_late else bootstraps
 
 
 def _agrees(summary: HeadColumns, heads: Sequence[HeadColumns]) -> bool:

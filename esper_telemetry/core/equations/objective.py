@@ -25,6 +25,7 @@ class LossRows:
         clip: range of the ratio; None for a policy gradient without a ratio.
         clip_value: range of the values; None where they are not clipped.
         clip_maximum: the value loss of a row is the larger one of that of the value and that of the clipped value.
+        padding: rows of the minibatch that do not count, as a mistaken loss reads them; None where there are none.
     """
 
     log_ratio: Tensor
@@ -38,6 +39,7 @@ class LossRows:
     clip: float | None = None
     clip_value: float | None = None
     clip_maximum: bool = True
+    padding: LossRows | None = None
 
 
 class MinibatchForward(NamedTuple):
@@ -69,6 +71,8 @@ class MinibatchObjective:
         gradient_step: steps of this optimizer so far; None where they are not counted.
         terms: gradients [d] of the terms, float64, from a source that has no `forward`, with coefficients that replace the others; returns
             None where it cannot give them.
+        value_gradient: returns the gradient [N] of the trainer's loss at the values, once its backward pass is over; None where it is not
+            known.
         by_name: the numbers come from variables that were found by their names: only a difference that a known mistake explains counts,
             and clipping is known only with a `max_norm`.
     """
@@ -84,4 +88,5 @@ class MinibatchObjective:
     learning_rate: float | None
     gradient_step: int | None
     terms: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, float]] | None] | None = None
+    value_gradient: Callable[[], Tensor | None] = lambda: None
     by_name: bool = False

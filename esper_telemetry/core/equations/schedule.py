@@ -75,6 +75,8 @@ class RateSchedule:
         straight = np.allclose(
             curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
         )
+        if straight and curve[0] < MAX_RISING_START * curve[-1]:
+            curve.reverse()  # the share that is over was taken for the one that is left: the run rises where it should fall
         return cls(initial=curve[0], final=curve[-1], curve=() if straight else tuple(curve), **settings)
 
     def fact(self) -> dict[str, Any]:
@@ -155,6 +157,9 @@ def _defect_of(curve: Array) -> tuple[str, float]:
         return "restarting", period / last
     return "", 1.0
 
+
+MAX_RISING_START: Final = 0.05
+"""First rate, as a share of the last one, up to which a straight rise over the whole run is a fall that was turned round."""
 
 MIN_IDLE_SHARE: Final = 0.1
 """Share of a run with a rate of 0 at its end, from which on a curve ends too soon."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.equations.schedule import (
+    MIN_TOLERANCE,
     Array,
     RateSchedule,
     ScheduleInputs,
@@ -87,6 +88,17 @@ def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] |
         return None
     since = progress - period * np.floor(progress / period + 1e-6)
     return float(period), inputs.schedule.initial + way * speed * since
+
+
+def _fit_late_start(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run that is over when a schedule begins to move, and rates that then follow it, or go through all of it."""
+    moved = np.flatnonzero(np.abs(rates - rates[0]) > MIN_TOLERANCE * abs(inputs.schedule.initial))
+    if not _anneals(inputs) or not len(moved) or moved[0] < 2 or len(rates) - moved[0] < 2:
+        return None
+    start = inputs.progress[moved[0] - 1]
+    rest = inputs.line(), inputs.at(np.maximum(0, (inputs.progress - start) / (1 - start)))
+    ways = [np.where(inputs.progress <= start, inputs.schedule.initial, after) for after in rest]
+    return float(start), min(ways, key=lambda values: float(np.abs(values - rates).max()))
 
 
 def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
@@ -241,6 +253,14 @@ SCHEDULES = Equation(
             fit=_fit_early_end,
             parameter="p",
             advice="Give the schedule the number of updates of the whole run.",
+        ),
+        Hypothesis(
+            name="starting_late",
+            says="a schedule that starts too late, after a share of the run of",
+            equation="lr = lr_0 where n < p N",
+            fit=_fit_late_start,
+            parameter="p",
+            advice="Set the rate in every update, from the first one on.",
         ),
         Hypothesis(
             name="negative",

@@ -199,6 +199,13 @@ def current_value(c: Columns) -> Array:
     return with_next(c, c.values * ~c.terminated)
 
 
+def current_value_inside(c: Columns) -> Array:
+    """The loop has the right value after the last step, and adds the one after a time limit to the reward."""
+    inside = ~c.done
+    inside[-1] = False
+    return with_next(c, np.where(inside, c.values, c.next_values))
+
+
 def values_exchanged(c: Columns) -> Array:
     return backward(c, c.rewards + c.gamma * c.values - c.next_values, c.gamma * c.lam * ~c.done)
 
@@ -325,7 +332,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "no_last_bootstrap": [lambda c: with_last(c, 0.0)],
     "old_last_bootstrap": [lambda c: with_last(c, c.values[-1])],
     "other_last_value": [lambda c: with_last(c, c.last + 1.5)],
-    "current_value_bootstrap": [current_value],
+    "current_value_bootstrap": [current_value, current_value_inside],
     "values_exchanged": [values_exchanged],
     "not_flipped": [lambda c: right(c)[::-1].copy()],
     "forward": [forward, forward_with_ends],

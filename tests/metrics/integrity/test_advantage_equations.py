@@ -140,6 +140,15 @@ def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> Non
     assert {"ends_ignored", "time_limit_no_end"} <= names(check(c, run_on))
 
 
+def test_ends_that_all_environments_share_are_no_ends_of_others() -> None:
+    """Time limits that fall on the same steps everywhere, as in Pendulum: the flags of other environments are the right ones."""
+    c = random_rollout(0)
+    together = np.broadcast_to(np.arange(len(c.values))[:, None] % 9 == 8, c.values.shape)
+    c = replace(c, terminated=np.zeros_like(together), truncated=together)
+
+    assert names(check(c, PROGRAMS["time_limit_as_termination"][0](c))) == {"time_limit_as_termination"}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "parameter", "value"),
     [

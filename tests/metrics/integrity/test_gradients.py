@@ -124,6 +124,26 @@ def test_a_gradient_that_was_not_cleared_is_the_sum_with_the_one_before(seed: in
     )
 
 
+def test_parameters_that_were_not_cleared_are_told_from_the_others() -> None:
+    """The optimizer, which clears the gradients, lacks the actor's parameters."""
+    of, before = terms(0), weighted(terms(100))
+    gradients = weighted(of)
+
+    result = check({**gradients, "actor": gradients["actor"] + before["actor"]}, of, previous=before)
+
+    assert names(result) == ["parts_not_cleared"]
+
+
+def test_a_weight_is_not_fitted_to_a_single_number() -> None:
+    """The entropy depends on one parameter of one entry, so any gradient of that has some weight of the entropy."""
+    of = {"policy": {"log_std": torch.tensor([0.3])}, "entropy": {"log_std": torch.tensor([-1.0])}}
+
+    result = check({"log_std": torch.tensor([0.7])}, of)
+
+    assert not result.matches
+    assert names(result) == []
+
+
 def test_a_penalty_on_the_weights_is_named_with_its_weight() -> None:
     of, weights = terms(0), weighted(terms(7))
 
@@ -141,6 +161,17 @@ def test_a_critic_that_leaks_into_a_trunk_is_named() -> None:
     result = check(weighted(whole), stopped, alternatives={"critic_leaks": whole["value"]})
 
     assert names(result) == ["critic_leaks"]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_another_value_loss_is_recognised_wherever_its_half_is_placed(factor: float) -> None:
+    of, huber = terms(0), terms(100)["value"]
+    gradients = {name: g + factor * 0.5 * huber[name] for name, g in weighted(of, value=0.0).items()}
+
+    result = check(gradients, of, alternatives={"value_huber": huber})
+
+    assert names(result) == ["value_huber"]
+    assert result.holds
 
 
 def test_a_gradient_clipped_by_its_norm_is_no_mistake() -> None:

@@ -26,6 +26,7 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
     "cosine": lambda p: (1 + np.cos(np.pi * p)) / 2,
     "restarting": lambda p: 1 - (4 * p + 1e-9) % 1,
     "ending_early": lambda p: np.maximum(0, 1 - p / 0.7),
+    "starting_late": lambda p: np.where(p <= 0.5, 1.0, 1 - p),
     "negative": lambda p: 1 - p / 0.7,
     "unfinished": lambda p: 1 - 0.6 * p,
     "warm_up": lambda p: np.where(p < 0.2, p / 0.2, 1 - (p - 0.2) / 0.8),
@@ -152,10 +153,26 @@ def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(
     assert not result.holds
 
 
+def test_a_schedule_that_starts_late_and_goes_all_its_way_is_named() -> None:
+    result = check(np.minimum(1.0, 2 - 2 * np.arange(1, 41) / 40))
+
+    assert [one.hypothesis.name for one in result.explanations] == ["starting_late"]
+    assert result.explanations[0].fitted == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("updates", [6, 40])
+def test_a_configured_rise_from_nothing_to_the_end_is_a_fall_turned_round(updates: int) -> None:
+    """`lambda left: 1 - left`, where Stable-Baselines3 passes the share of the run that is left."""
+    result = followed(lambda over: over, updates)
+
+    assert [one.name for one in result.explanations] == ["rising"]
+
+
 @pytest.mark.parametrize(
     "rate",
     [
         lambda over: 1 - over,
+        lambda over: 0.1 + 0.9 * over,
         lambda over: max(0.0, 1 - 1.02 * over),
         lambda over: max(0.1, 1 - 2 * over),
         lambda over: 0.5 + 0.5 * math.cos(math.pi * ((3 * over) % 1)),
@@ -168,6 +185,7 @@ def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(
     ],
     ids=[
         "line",
+        "rise to the end",
         "nearly",
         "plateau",
         "warm_restarts",

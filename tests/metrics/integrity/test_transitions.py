@@ -57,6 +57,16 @@ def test_observations_that_follow_one_another_match(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_observations_that_are_not_updated_in_some_steps_are_named(seed: int) -> None:
+    data = rollout(seed)
+    kept = torch.arange(STEPS).view(-1, 1, 1) % 3 == 2
+
+    result = check(data, torch.where(kept, delayed(data.observations), data.observations))
+
+    assert names(result) == ["sometimes_updated"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["never_updated", "stale", "next_stored", "final_observation", "other_environment"])
 def test_a_mistake_is_named(seed: int, mistake: str) -> None:
     data = rollout(seed)

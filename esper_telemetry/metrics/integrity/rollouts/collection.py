@@ -23,6 +23,9 @@ from esper_telemetry.metrics.statistics import same_shape
 REPLAY_TOLERANCE = 1.0
 """Factor of the tolerances. Healthy runs in single precision: at most 2.5e-7, with an LSTM and without."""
 
+FIRST_DIFFERENCE = 1e-2
+"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
+
 Alternatives = Mapping[str, Callable[[], "ArrayLike | None"]]
 """Passes of the policy over other inputs, by the names of hypotheses."""
 

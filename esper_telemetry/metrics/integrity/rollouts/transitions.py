@@ -63,6 +63,11 @@ def _final_observations(columns: TransitionInputs) -> Tensor | None:
     return torch.where(ended, columns.finals, columns.outcomes)[:-1] if bool(ended[:-1].any()) else None
 
 
+def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
+    repeated = columns.inputs[1:] == columns.inputs[:-1]
+    return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
+
+
 def _stale(columns: TransitionInputs) -> Tensor | None:
     return shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
 
@@ -95,6 +100,13 @@ TRANSITIONS = Equation(
             equation="o_{t+1} = o_t",
             compute=lambda columns: columns.inputs[:-1],
             advice="Assign what `env.step` returns to the observation that is acted on next.",
+        ),
+        Hypothesis(
+            name="sometimes_updated",
+            says="those of the step before in some steps, in which they are not updated",
+            equation="o_{t+1} = o_t in some steps",
+            compute=_sometimes_updated,
+            advice="Assign what `env.step` returns to the observation that is acted on next, in every step.",
         ),
         Hypothesis(
             name="stale",
@@ -137,9 +149,9 @@ TRANSITIONS = Equation(
 )
 
 
-def _best_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
     """The reference in the order of environments that comes closest to the first column."""
-    own, reference = columns
+    own, reference = columns[:2]
     if reference.shape[1] < 2:
         return None
     orders = [reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1), reference[:, :1].expand_as(reference)]
@@ -153,8 +165,8 @@ def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
     return own if same else None
 
 
-def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
-    def compute(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+def _other_step(steps: int) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
+    def compute(columns: tuple[Tensor, ...]) -> Tensor | None:
         return shifted(columns[1], steps, columns[0])
 
     return compute
@@ -190,6 +202,13 @@ STORED_REWARDS = Equation(
             equation="r_{t,b} = reward of a_{t,σ(b)}",
             compute=_best_order,
             advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+        Hypothesis(
+            name="raw",
+            says="those before normalisation",
+            equation="r_t is the reward before it is normalised",
+            compute=lambda columns: columns[2] if len(columns) > 2 else None,
+            advice="Store the normalised rewards that the environments return, or do not normalise them.",
         ),
     ),
 )
@@ -341,19 +360,23 @@ def compare_transitions(
 
 
 @inference_mode
-def check_rewards(rewards: ArrayLike, paid: ArrayLike, *, valid: ArrayLike | None = None) -> EquationCheck:
+def check_rewards(
+    rewards: ArrayLike, paid: ArrayLike, *, raw_rewards: ArrayLike | None = None, valid: ArrayLike | None = None
+) -> EquationCheck:
     """Return the comparison of stored rewards [T, B] with those that each step of the environments returned.
 
     Args:
         rewards: that were stored, before anything is added to them.
         paid: that the environments returned, same shape.
+        raw_rewards: before the environments normalised them, same shape; None where they do not.
         valid: same shape, bool; None where every entry counts.
     """
     stored = as_tensor(rewards).detach().double()
-    returned = as_tensor(paid, stored).detach().double()
-    same_shape(rewards=stored, paid=returned)
+    others = [as_tensor(one, stored).detach().double() for one in (paid, raw_rewards) if one is not None]
+    for one in others:
+        same_shape(rewards=stored, paid=one)
     settings: dict[str, Any] = {"valid": as_mask(valid, stored)}
-    return compare(STORED_REWARDS, (stored, returned), stored, **settings)
+    return compare(STORED_REWARDS, (stored, *others), stored, **settings)
 
 
 @inference_mode

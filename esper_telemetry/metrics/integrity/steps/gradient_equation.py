@@ -24,6 +24,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
     fit_weight,
     leaks,
     parts_missing,
+    parts_with_previous,
     stopped,
     sum_with_previous,
     summed,
@@ -67,6 +68,11 @@ VALUE_ALTERNATIVES: Final = {
     "target_advantages": "advantage_target",
     "target_normalized": "normalized_advantage_target",
     "target_old_values": "old_value_target",
+    "target_shifted": "shifted_rows",
+    "target_following": "following_rows",
+    "target_normalized_returns": "normalized_returns",
+    "value_absolute": "absolute",
+    "value_root": "root",
     "values_broadcast": "broadcast",
     "value_clipped": "clipped",
     "value_clip_minimum": "minimum",
@@ -77,7 +83,7 @@ TERM_NAMES: Final = {"policy": "policy loss", "value": "value loss", "entropy": 
 
 
 def _of_each_term(mistake: str) -> Iterator[Hypothesis]:
-    """Yield a mistake in each term: the other `sign`, `missing`, or `summed` over the rows."""
+    """Yield a mistake in each term: the other `sign`, `missing`, `summed` over the rows, or `padded`: a mean over padding too."""
     for term, words in TERM_NAMES.items():
         weight, symbol = {"policy": "", "value": "c_v ", "entropy": "c_e "}[term], f"L_{term}"
         says, equation, compute, advice = {
@@ -98,6 +104,12 @@ def _of_each_term(mistake: str) -> Iterator[Hypothesis]:
                 f"L + (N - 1) {weight}{symbol}",
                 partial(summed, terms=(term,)),
                 f"Take the mean of the {words} over the minibatch",
+            ),
+            "padded": (
+                f"a loss whose {words} is a mean over padding too",
+                f"L with {symbol} of rows and padding",
+                partial(_replaced, name=f"{term}_padded"),
+                f"Leave padding out of the {words} with the mask of the minibatch",
             ),
         }[mistake]
         yield Hypothesis(f"{term}_{mistake}", f"the gradient of {says}", f"g = ∇({equation})", compute, advice=advice)
@@ -127,6 +139,14 @@ GRADIENT = Equation(
             compute=sum_with_previous,
             source="torch.optim.Optimizer.zero_grad",
             advice="Call optimizer.zero_grad() before each backward pass",
+        ),
+        Hypothesis(
+            name="parts_not_cleared",
+            says="the gradient of the loss, in some parameters added to the one before",
+            equation="g_k = ∇L_k in some parameters, ∇L_k + g_{k-1} in others",
+            compute=parts_with_previous,
+            source="torch.optim.Optimizer.zero_grad",
+            advice="Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has",
         ),
         Hypothesis(
             name="zero",
@@ -166,6 +186,7 @@ GRADIENT = Equation(
             advice="Take the mean over the minibatch",
         ),
         *_of_each_term("summed"),
+        *_of_each_term("padded"),
         Hypothesis(
             name="critic_stopped",
             says="the gradient of a loss whose value term does not reach the shared parameters",
@@ -242,6 +263,13 @@ GRADIENT = Equation(
             source="stable-baselines3, clip_range_vf",
         ),
         *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample", "entropy_of_sample_sign": "sample_sign"}),
+        Hypothesis(  # see `LossGradients.of_errors`; robust losses have thresholds that no setting shows
+            name="other_errors",
+            says="the gradient of a loss whose value term is another increasing function of the size of the error",
+            equation="L_value = mean f(|V - R|), f increasing and convex",
+            variant=True,
+            source="2006.05990 (Andrychowicz et al.), 3.4: the Huber loss",
+        ),
         Hypothesis(
             name="clipped_already",
             says="the gradient of the loss, clipped by its norm",

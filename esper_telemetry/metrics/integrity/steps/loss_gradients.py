@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from esper_telemetry.core.equations.objective import LossRows
-from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.ratio import EXP_LIMIT
 
 Loss: TypeAlias = Callable[[LossRows], "Tensor | None"]
@@ -22,6 +22,12 @@ ADVANTAGE_EPS: Final = 1e-8
 
 DUAL_CLIP: Final = 3.0
 """Bound of the surrogate at negative advantages, times the advantage (1912.09729)."""
+
+ROUNDED_SHARE: Final = 1e-5
+"""Share of the largest gradient at a value that is rounding."""
+
+MOVED_WEIGHTS: Final = 0.1
+"""Size of the noise that is added to weights to see what depends on them."""
 
 MAX_BROADCAST_ROWS: Final = 4096
 """Rows up to which a loss over all pairs of rows is computed: 16 million pairs."""
@@ -159,20 +165,32 @@ def _value_unclipped(rows: LossRows) -> Tensor | None:
 
 
 def _value_clipped(rows: LossRows) -> Tensor | None:
-    if rows.clip_value is not None or rows.clip is None:
-        return None
-    return 0.5 * torch.maximum(*clipped_errors(rows, rows.clip)).mean()
+    return _value_clip(rows, "maximum") if rows.clip_value is None else None
+
+
+def _value_clip_maximum(rows: LossRows) -> Tensor | None:
+    return None if rows.clip_value is None else _value_clip(rows, "maximum")
 
 
 def _value_clip(rows: LossRows, choose: str) -> Tensor | None:
-    if rows.clip_value is None:
+    """Clip values by their own range, or by that of the ratio where the settings have none."""
+    clip = rows.clip if rows.clip_value is None else rows.clip_value
+    if clip is None:
         return None
-    error, near = clipped_errors(rows, rows.clip_value)
+    error, near = clipped_errors(rows, clip)
     return 0.5 * {"maximum": torch.maximum, "minimum": torch.minimum}[choose](error, near).mean()
 
 
 def _value_clip_no_maximum(rows: LossRows) -> Tensor | None:
     return None if rows.clip_value is None else 0.5 * clipped_errors(rows, rows.clip_value)[1].mean()
+
+
+def _with_padding(term: str, rows: LossRows) -> Tensor | None:
+    """Return the mean of a term over the rows that count and the padding."""
+    if rows.padding is None:
+        return None
+    parts = [(len(part.values), TERM_LOSSES[term](part)) for part in (rows, rows.padding)]
+    return torch.stack([count * loss for count, loss in parts]).sum() / sum(count for count, _ in parts)
 
 
 def _kl_expectation(rows: LossRows) -> Tensor:
@@ -199,16 +217,22 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "target_advantages": ("value", lambda rows: _target(rows, rows.raw_advantages)),
     "target_normalized": ("value", _target_normalized),
     "target_old_values": ("value", lambda rows: _target(rows, rows.old_values)),
+    "target_shifted": ("value", lambda rows: _target(rows, rows.returns.roll(1))),
+    "target_following": ("value", lambda rows: _target(rows, rows.returns.roll(-1))),
+    "target_normalized_returns": ("value", lambda rows: _target(rows, standardized(rows.returns))),
+    "value_absolute": ("value", lambda rows: 0.5 * (rows.values - rows.returns).abs().mean()),
+    "value_root": ("value", lambda rows: 0.5 * (rows.values - rows.returns).square().mean().sqrt()),
     "values_broadcast": ("value", _values_broadcast),
     "value_unclipped": ("value", _value_unclipped),
     "value_clipped": ("value", _value_clipped),
-    "value_clip_maximum": ("value", partial(_value_clip, choose="maximum")),
+    "value_clip_maximum": ("value", _value_clip_maximum),
     "value_clip_no_maximum": ("value", _value_clip_no_maximum),
     "value_clip_minimum": ("value", partial(_value_clip, choose="minimum")),
     "value_huber": (
         "value",
         lambda rows: torch.nn.functional.smooth_l1_loss(rows.values, rows.returns),
     ),
+    **{f"{term}_padded": (term, partial(_with_padding, term)) for term in ("policy", "value", "entropy")},
     "entropy_of_sample": ("entropy", lambda rows: rows.log_probs.mean()),
     "entropy_of_sample_sign": ("entropy", lambda rows: -rows.log_probs.mean()),
     "kl_difference": ("penalty", lambda rows: -rows.log_ratio.mean()),
@@ -254,6 +278,54 @@ class LossGradients:
         assert gradient is not None
         return gradient, len(rows.log_ratio)
 
+    def detached(self) -> list[bool]:
+        """Return for each of the K parameters True where either the actor or the critic depends on it, and no gradient reaches it.
+
+        Parameters without a gradient that serve both are an encoder that is frozen on purpose.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            outputs = [rows.values.sum(), rows.log_probs.sum(), rows.entropy.sum()]
+            reachable = torch.stack([one for one in outputs if one.requires_grad]).sum()
+            gradients = torch.autograd.grad(reachable, self._parameters, allow_unused=True)
+        silent = [gradient is None for gradient in gradients]
+        actor, critic = self._changes(silent) if any(silent) else (False, False)
+        return silent if actor != critic else [False] * len(silent)
+
+    def of_errors(self, at_values: Tensor) -> Tensor | None:
+        """Return the gradient [d] of a value loss from that at the values [N]; None unless this is an increasing function of V - R.
+
+        Rows whose values are clipped may have none.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            error = (rows.values - rows.returns).detach()
+            if at_values.shape != error.shape or not at_values.any():
+                return None
+            counted = torch.ones_like(error, dtype=torch.bool) if rows.clip_value is None else at_values != 0
+            slopes, order = at_values[counted], error[counted].argsort()
+            rounding = ROUNDED_SHARE * slopes.abs().max()
+            increasing = (slopes[order].diff() >= -rounding).all() and (
+                slopes * error[counted].sign() >= -rounding
+            ).all()
+            return self._gradient((rows.values * at_values).sum()) if increasing else None
+
+    @no_grad
+    def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
+        """Return whether log-probabilities, and whether values, are others when these parameters are moved."""
+        moved = [parameter for parameter, one in zip(self._parameters, chosen, strict=True) if one]
+        weights = [parameter.data for parameter in moved]
+        with self._rows() as rows:
+            log_probs, values = rows.log_probs.clone(), rows.values.clone()
+        generator = torch.Generator().manual_seed(0)
+        try:
+            for parameter in moved:
+                noise = torch.rand(parameter.shape, generator=generator).to(parameter)
+                parameter.data = parameter.data + MOVED_WEIGHTS * noise
+            with self._rows() as rows:
+                return not torch.allclose(rows.log_probs, log_probs), not torch.allclose(rows.values, values)
+        finally:
+            for parameter, own in zip(moved, weights, strict=True):
+                parameter.data = own
+
     def _gradient(self, loss: Tensor | None) -> Tensor | None:
         if loss is None:
             return None
@@ -265,6 +337,9 @@ class LossGradients:
 
 TERMS: Final = ("policy", "value", "entropy")
 """Terms of the loss, in the order in which they are added."""
+
+VALUE_FACTORS: Final = (1.0, 0.5, 2.0)
+"""Factors of a value loss in programs that place the ½ elsewhere."""
 
 NEGLIGIBLE_SHARE: Final = 1e-3
 """Size of a parameter's gradient, next to the largest one of the same loss, that may be rounding: that of a bias before a
@@ -320,10 +395,18 @@ class GradientInputs:
         return self.coefficients.get(term, 0.0) if term in self.terms else 0.0
 
     def replaced(self, name: str) -> Tensor | None:
-        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative."""
+        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative.
+
+        A value loss has the factor that is nearest to the trainer's: some programs leave the ½ out, and some have it in the weight too.
+        """
         term = ALTERNATIVE_LOSSES[name][0]
         gradient = self.alternatives(name) if self.weight(term) else None
-        return None if gradient is None else self.total(**{term: 0.0}) + self.weight(term) * gradient / self.scale
+        if gradient is None:
+            return None
+        rest, own = self.total(**{term: 0.0}), self.weight(term) * gradient / self.scale
+        is_another_value_loss = term == "value" and not torch.allclose(gradient / self.scale, self.terms[term])
+        candidates = [rest + factor * own for factor in (VALUE_FACTORS if is_another_value_loss else (1.0,))]
+        return min(candidates, key=lambda one: float((one - self.claimed).abs().max()))
 
     def active(self, vector: Tensor) -> Tensor:
         """Return [d], bool: the entry's parameter has a gradient in `vector`."""
@@ -336,15 +419,19 @@ def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
     return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
 
 
+def largest_entries(vector: Tensor, numels: Sequence[int]) -> Tensor:
+    """Return the largest magnitude of each of the K parameters, [K]; 0 of one without entries."""
+    return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
+
+
 def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
     """Return [d], the largest magnitude of each parameter's entries, and at least `NEGLIGIBLE_SHARE` of the largest one in its terms."""
-
-    def largest(vector: Tensor) -> Tensor:
-        return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
-
-    scale, floor = largest(claimed), torch.zeros(len(numels), dtype=torch.float64, device=claimed.device)
+    scale, floor = (
+        largest_entries(claimed, numels),
+        torch.zeros(len(numels), dtype=torch.float64, device=claimed.device),
+    )
     for term in terms:
-        magnitudes = largest(term)
+        magnitudes = largest_entries(term, numels)
         scale = torch.maximum(scale, magnitudes)
         floor = torch.maximum(floor, torch.where(magnitudes > 0, NEGLIGIBLE_SHARE * magnitudes.max(), 0.0))
     scale = torch.maximum(scale, floor)
@@ -354,6 +441,17 @@ def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[in
 def sum_with_previous(inputs: GradientInputs) -> Tensor | None:
     """Return the sum of the gradient and of the one that stood there before; None where none did."""
     return None if inputs.previous is None or not inputs.previous.any() else inputs.total() + inputs.previous
+
+
+def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
+    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None where that is all or nothing."""
+    total, whole = inputs.total(), sum_with_previous(inputs)
+    if whole is None:
+        return None
+
+    errors = [largest_entries(vector - inputs.claimed, inputs.numels) for vector in (whole, total)]
+    nearer = errors[0] < errors[1]
+    return torch.where(spread(nearer, inputs.numels), whole, total) if 0 < int(nearer.sum()) < len(nearer) else None
 
 
 def parts_missing(inputs: GradientInputs) -> Tensor | None:
@@ -403,12 +501,15 @@ def leaks(inputs: GradientInputs) -> Tensor | None:
 
 
 def fitted(base: Tensor, direction: Tensor, numbers: Tensor) -> tuple[float, Tensor] | None:
-    """Return the factor c, by least squares over every second entry, and base + c direction; None where nothing depends on c."""
-    direction_part = direction[::2]
-    square = direction_part @ direction_part
-    if not square > 0:
+    """Return the factor c, by least squares over every second entry that depends on it, and base + c direction.
+
+    None where fewer than two entries depend on c: any number fits one.
+    """
+    entries = direction.nonzero().flatten()
+    if len(entries) < 2:
         return None
-    factor = float(((numbers - base)[::2] @ direction_part) / square)
+    part = direction[entries[::2]]
+    factor = float((numbers - base)[entries[::2]] @ part / (part @ part))
     return factor, base + factor * direction
 
 

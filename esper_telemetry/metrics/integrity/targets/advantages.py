@@ -133,7 +133,7 @@ MISTAKES = (
         "current_value_bootstrap",
         "GAE that bootstraps each step with the value of its own state",
         "δ_t = r_t + γ V_t - V_t",
-        lambda inputs: gae(inputs, next_values=inputs.values * ~inputs.terminated),
+        estimates.current_value_bootstrap,
         advice="The next value is that of row t + 1.",
     ),
     Hypothesis(

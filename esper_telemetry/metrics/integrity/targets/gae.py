@@ -144,16 +144,17 @@ def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
 
 
 def with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
-    """Return GAE in which other flags say where episodes end, the nearest of several; None where no episode ends.
+    """Return GAE in which other flags say where episodes end, the nearest of several; None where no episode ends, or none are other flags.
 
     The flags stop bootstrap and trace. A trainer adds the value of a time limit's last state to the reward, or not; or it uses the
     wrong flags for the trace alone; and the trace may run through rows that do not count.
     """
-    if not bool(inputs.ended.any()):
+    others = [cut for cut in flags if not torch.equal(cut, inputs.ended)]
+    if not others or not bool(inputs.ended.any()):
         return None
     candidates: list[Tensor] = []
     bases = [inputs] if inputs.valid is None else [inputs, replace(inputs, valid=None)]
-    for cut, base in product(flags, bases):
+    for cut, base in product(others, bases):
         goes_on = inputs.following * ~cut
         candidates += [
             gae(base, rewards=inputs.bootstrapped_rewards, next_values=goes_on, cut=cut),
@@ -252,6 +253,17 @@ def next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
         gae(inputs, next_values=everywhere),
         gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=everywhere),
         gae(inputs, next_values=at(inputs.terminated, everywhere, inputs.next_values)),
+    )
+
+
+def current_value_bootstrap(inputs: GaeInputs) -> Tensor:
+    """GAE whose bootstrap is the value of the step's own state: everywhere, or where the next one is that of row t + 1."""
+    inside = ~inputs.ended
+    inside[-1] = False
+    return closest_whole(
+        inputs,
+        gae(inputs, next_values=inputs.values * ~inputs.terminated),
+        gae(inputs, next_values=at(inside, inputs.values, inputs.next_values)),
     )
 
 
