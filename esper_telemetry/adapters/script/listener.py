@@ -27,6 +27,7 @@ from esper_telemetry.adapters.script.minibatches import (
     PassFinder,
     ScriptMinibatch,
     losses_of,
+    unused_entropy,
     without_graph,
     zero_ratio,
 )
@@ -126,6 +127,8 @@ class ScriptListener:
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
         self._facts: Mapping[str, Any] = {}
+        self._stated: Mapping[str, float] = {}
+        self._first_rate = 0.0
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
@@ -167,6 +170,7 @@ class ScriptListener:
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
+            self._first_rate = self._first_rate if self.updates else self._learning_rate
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
@@ -268,12 +272,20 @@ class ScriptListener:
                 parameters={**self._named_parameters(optimizer), **more},
                 optimizer=optimizer,
                 max_norm=self._max_norm(optimizer, variables),
-                learning_rate=None,
+                learning_rate=self._stated_rate(optimizer),
                 gradient_step=None if self._several else self._gradient_step,
                 terms=terms,
                 by_name=True,
             )
         )
+
+    def _stated_rate(self, optimizer: Optimizer) -> float | None:
+        """The learning rate of the settings where that of the only optimizer has not changed since the first update; None elsewhere."""
+        rate = float(optimizer.param_groups[0]["lr"])
+        constant = (
+            self.updates > 0 and not self._several and len(optimizer.param_groups) == 1 and rate == self._first_rate
+        )
+        return self._stated.get("learning_rate") if constant else None
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
         """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
@@ -346,6 +358,7 @@ class ScriptListener:
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True
         self._begin(self)
+        self._stated = settings.stated_numbers(variables)
         variables = variables.with_constants(names.source_constants())
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
@@ -503,6 +516,8 @@ class ScriptListener:
                 returns = rollout.targets(returns, places)
             if value is not None and value.loss is None and value.values is not None and returns is not None:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
+            if minibatch.entropy is None and minibatch.total is not None and self._stated.get("entropy_coef"):
+                minibatch = minibatch._replace(entropy=unused_entropy(minibatch.heads))
             losses = losses_of(minibatch._replace(value=value), self._weights())
             if losses:
                 self.findings[LOSSES] = None

@@ -125,13 +125,13 @@ class EntropyTerm(NamedTuple):
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
         weight: of the loss; negative where entropy is punished, 0 where it was computed and left out.
-        edge: where gradients of the entropies go on; of their negatives where `negated`.
+        edge: where gradients of the entropies go on; of their negatives where `negated`; None where the graph has none.
     """
 
     entropies: Tensor
     loss: Tensor
     weight: float
-    edge: GradientEdge
+    edge: GradientEdge | None
     negated: bool = False
 
 

@@ -8,6 +8,7 @@ Shapes: N rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -26,6 +27,9 @@ SAME_WEIGHT = 0.02
 HALF_SQUARE = (1.0, 2.0)
 """Factors that the weight of a squared error may have beside its setting: it is half of the square, or the square."""
 
+
+GAUSSIAN_ENTROPY = 0.5 + 0.5 * math.log(2 * math.pi)
+"""Entropy in nats of a Gaussian whose logarithm of σ is 0."""
 
 MIN_PASS = 0.75
 """Share of a rollout's transitions that a pass over it has at least."""
@@ -163,6 +167,16 @@ def losses_of(minibatch: ScriptMinibatch, weights: Mapping[str, float]) -> dict[
     if minibatch.total is not None:
         losses["total"] = minibatch.total / scale
     return losses
+
+
+def unused_entropy(heads: HeadColumns) -> EntropyTerm | None:
+    """Return the entropy of a minibatch's distributions as a term that its loss lacks; None without any distribution."""
+    means = [-(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() for logits in heads.logits.values()]
+    means += [(log_std + GAUSSIAN_ENTROPY).sum(-1).mean() for log_std in heads.log_std.values()]
+    if not means:
+        return None
+    entropy = torch.stack(means).sum()
+    return EntropyTerm(entropy, -entropy, 0.0, None)
 
 
 def common_factor(

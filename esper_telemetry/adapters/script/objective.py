@@ -104,7 +104,7 @@ def _terms(
     if value is not None:
         gradients["value"] = _through(loss, value.edge, value.values, _value_slope(reading), parameters)
         weights["value"] = value.weight / scale or settings.get("value", 1.0)
-    if entropy is not None and (entropy.weight or settings.get("entropy")):
+    if entropy is not None and entropy.edge is not None and (entropy.weight or settings.get("entropy")):
         negative = bool(entropy.negated)
         own = _through(loss, entropy.edge, entropy.entropies, _entropy_slope(reading), parameters)
         gradients["entropy"] = None if own is None else (-own if negative else own)

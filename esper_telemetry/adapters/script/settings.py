@@ -56,7 +56,15 @@ FACTS: Mapping[str, Aliases] = {
 }
 """Settings that alarms read."""
 
-MAX_NORM: Aliases = ("max_grad_norm", "MAX_GRAD_NORM", "max_gradient_norm")
+MAX_NORM: Aliases = (
+    "max_grad_norm",
+    "MAX_GRAD_NORM",
+    "max_gradient_norm",
+    "grad_clip",
+    "clip_grad_norm",
+    "grad_clip_norm",
+    "max_norm",
+)
 SCALERS: Aliases = ("scaler", "grad_scaler", "amp_scaler")
 NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
 ANNEALS: Aliases = (
@@ -74,6 +82,12 @@ def find_coefficients(variables: Variables) -> dict[str, float]:
     """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
     weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
     return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def stated_numbers(variables: Variables) -> dict[str, float]:
+    """Return the settings of `FACTS` that are numbers of variables or their members, by fact."""
+    numbers = {fact: variables.find(names, as_number) for fact, names in FACTS.items() if fact != "env"}
+    return {fact: number for fact, number in numbers.items() if number is not None}
 
 
 def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:

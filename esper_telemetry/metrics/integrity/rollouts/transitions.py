@@ -7,6 +7,7 @@ Shapes: T steps, B environments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,12 @@ def _other_step(steps: int) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
     return compute
 
 
+MIN_CELL_COUNT = 20
+"""Actions for each pair of choices from which on their independence is tested."""
+
+MAX_DEPENDENCE = 3.0
+"""Standard deviations of the chi-square statistic up to which choices count as independent."""
+
 STORED_REWARDS = Equation(
     name="stored_rewards",
     rank=12,
@@ -229,6 +236,21 @@ def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Ten
     return (factor, factor * sent) if factor > 0 else None
 
 
+def _unrelated(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Return the actions that arrived where they do not depend on those that were sent, by a test of independence of a few choices."""
+    arrived, sent = columns
+    rows, row = sent.reshape(-1).unique(return_inverse=True)
+    cells, cell = arrived.reshape(-1).unique(return_inverse=True)
+    count, size = len(rows) * len(cells), sent.numel()
+    if min(len(rows), len(cells)) < 2 or size < MIN_CELL_COUNT * count:
+        return None
+    table = torch.bincount(row * len(cells) + cell, minlength=count).reshape(len(rows), len(cells)).double()
+    expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / size
+    freedom = (len(rows) - 1) * (len(cells) - 1)
+    excess = float(((table - expected).square() / expected).sum()) - freedom
+    return arrived if excess < MAX_DEPENDENCE * math.sqrt(2 * freedom) else None
+
+
 EXECUTED = Equation(
     name="executed_actions",
     rank=13,
@@ -253,6 +275,13 @@ EXECUTED = Equation(
             equation="executed a_t = a_{t-1}",
             compute=_other_step(-1),
             advice="Step the environments with the actions that were chosen for this step.",
+        ),
+        Hypothesis(
+            name="unrelated",
+            says="choices that do not depend on them",
+            equation="executed a_t independent of a_t",
+            compute=_unrelated,
+            advice="Step the environments with the actions that the policy chose and the rollout stores.",
         ),
         Hypothesis(
             name="late",
