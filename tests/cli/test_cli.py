@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import gymnasium
 import pytest
+from forked import run_python
 
 from esper_telemetry import PPO, RunStatus, Telemetry, __version__, make_env, read_run
 from esper_telemetry.cli.main import main
@@ -364,7 +365,7 @@ def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.C
 
 @pytest.mark.parametrize("arguments", [["train", "--env", "CartPol-v1"], ["--nonsense"]], ids=" ".join)
 def test_a_mistake_in_a_terminal_is_the_same_sentence_without_a_traceback(arguments: list[str], here: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "esper_telemetry", *arguments], capture_output=True, text=True)
+    done = run_python("-m", "esper_telemetry", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("esper-telemetry: ")
