@@ -73,6 +73,7 @@ def _server() -> subprocess.Popen[bytes]:
 def serve() -> None:
     """Fork for each line of standard input, and answer with the exit code of the process."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
+
     import esper_telemetry.cli.run
     import esper_telemetry.cli.train
     import esper_telemetry.ppo.environments.gymnasium  # noqa: F401

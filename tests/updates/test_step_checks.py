@@ -97,7 +97,7 @@ def test_a_changed_step_of_the_update_is_named(mistake: str, trunk: bool, tmp_pa
     source = trainer(shared_trunk=trunk)
     source.steps = MISTAKES[mistake](source.steps)
 
-    for values in records(source, tmp_path):
+    for values in records(source, tmp_path, updates=2):
         assert mistake in named(values) <= {mistake} | ALIKE.get(mistake, set())
 
 
