@@ -6,6 +6,7 @@ The start of a fresh one is tested in `tests/cli/test_command_processes.py` and 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -73,10 +74,14 @@ def _server() -> subprocess.Popen[bytes]:
 def serve() -> None:
     """Fork for each line of standard input, and answer with the exit code of the process."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    import torch._dynamo  # noqa: F401  # takes a second of a core; torch's optimizers import it at their first step
+
     import esper_telemetry.cli.run
     import esper_telemetry.cli.train
     import esper_telemetry.ppo.environments.gymnasium  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # what is imported stays, so no process need look at it again when it ends, which would copy it
     requests, answers = os.fdopen(os.dup(0)), os.dup(1)
     while line := requests.readline():
         pid = os.fork()

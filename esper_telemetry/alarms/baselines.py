@@ -105,7 +105,8 @@ class Baselines:
         scaled = [nan] * len(self._rows)
         for key, row in self._rows.items():
             if key in values:
-                scaled[row] = self._scaled(key, values[key])
+                value, size = values[key], abs(values[key])
+                scaled[row] = value if key in self._linear else log10(size) if size > 0 else nan
         self._x = np.array(scaled)
         filled = self._values[:, : max(1, int(self._count.max(initial=0)))]  # the rest is empty: most runs are short
         median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
@@ -202,10 +203,3 @@ class Baselines:
         self._lowest = np.append(self._lowest, np.nan)
         self._peak = np.append(self._peak, np.nan)
         self._trough = np.append(self._trough, np.nan)
-
-    def _scaled(self, key: str, value: float) -> float:
-        """The value as its history holds it."""
-        if key in self._linear:
-            return value
-        size = abs(value)
-        return log10(size) if size > 0 else nan

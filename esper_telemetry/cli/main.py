@@ -279,7 +279,10 @@ COMMANDS: Final[dict[str, type]] = {
     "workspace": Workspace,
     "metrics": Metrics,
 }
-MODULES: Final = dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs")
+MODULES: Final = {
+    **dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs"),
+    **dict.fromkeys(("watch", "report", "compare"), "views"),
+}
 """Modules of the commands whose module has another name."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -94,6 +94,20 @@ def greedy_agreement(
     return GreedyAgreement(s.mean(s.values))
 
 
+def _divergence(slots: Sequence[float]) -> float:
+    counts = np.array(slots).reshape(2, -1)
+    totals = counts.sum(axis=1, keepdims=True)
+    if not totals.all():
+        return NAN
+    p = counts / totals
+    return min(1.0, max(0.0, (_entropy(p.mean(axis=0)) - (_entropy(p[0]) + _entropy(p[1])) / 2) / math.log(2)))
+
+
+def _entropy(p: Array) -> float:
+    positive = p[p > 0]
+    return float(-positive @ np.log(positive))
+
+
 @dataclass(frozen=True, slots=True)
 class HistogramShift(AdditiveReduction):
     """Jensen-Shannon divergence of two histograms over ln 2: 0 for the same mix, 1 for disjoint ones.
@@ -105,24 +119,11 @@ class HistogramShift(AdditiveReduction):
     counts: Tensor
     previous: Tensor
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {"shift": lambda s: _divergence(np.array(s).reshape(2, -1))}
+    statistics: ClassVar[Mapping[str, Statistic]] = {"shift": _divergence}
 
     def slots(self) -> tuple[Slot, ...]:
         """Return all counts, then all previous counts."""
         return (*self.counts.unbind(-1), *self.previous.unbind(-1))
-
-
-def _divergence(counts: Array) -> float:
-    totals = counts.sum(axis=1, keepdims=True)
-    if not totals.all():
-        return NAN
-    p = counts / totals
-    return min(1.0, max(0.0, (_entropy(p.mean(axis=0)) - (_entropy(p[0]) + _entropy(p[1])) / 2) / math.log(2)))
-
-
-def _entropy(p: Array) -> float:
-    positive = p[p > 0]
-    return float(-positive @ np.log(positive))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,14 @@ def action_shift(head: str, counts: Tensor, previous: Tensor) -> ActionShift:
     return ActionShift(segment(head), HistogramShift(counts.detach(), previous.detach()))
 
 
+def _distance(slots: Sequence[float]) -> float:
+    count, previous_count = slots[:2]
+    total, previous, spread = np.array(slots[2:]).reshape(3, -1)
+    if not (count and previous_count and (spread > 0).all()):
+        return NAN
+    return float(np.mean(np.abs(total / count - previous / previous_count) / (spread / count)))
+
+
 @dataclass(frozen=True, slots=True)
 class StandardizedShift(AdditiveReduction):
     """Mean over dimensions of the distance between two mean actions, in units of σ.
@@ -186,22 +195,13 @@ class StandardizedShift(AdditiveReduction):
     previous: Tensor
     spread: Tensor
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {
-        "shift": lambda s: _distance(s[0], s[1], np.array(s[2:]).reshape(3, -1))
-    }
+    statistics: ClassVar[Mapping[str, Statistic]] = {"shift": _distance}
 
     def slots(self) -> tuple[Slot, ...]:
         """Return both counts, then all three sums."""
         return (
             self.count, self.previous_count, *self.total.unbind(-1), *self.previous.unbind(-1), *self.spread.unbind(-1)
         )  # fmt: skip
-
-
-def _distance(count: float, previous_count: float, parts: Array) -> float:
-    total, previous, spread = parts
-    if not (count and previous_count and (spread > 0).all()):
-        return NAN
-    return float(np.mean(np.abs(total / count - previous / previous_count) / (spread / count)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A head of a factored policy is *relevant* on the rows where its choice has an ef
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -189,22 +189,17 @@ def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
     if not rows:
         return MarginalEntropy(NAN, NAN, NAN)
     marginal = largest = 0.0
-    for head_rows, p, allowed in _heads(slots[3 + len(sizes) :], sizes):
+    start = 3 + len(sizes)
+    for size in sizes:  # of each head: its rows, summed probabilities and counts of validity
+        middle, end = start + 1 + size, start + 1 + 2 * size
+        head_rows, p, allowed = slots[start], np.array(slots[start + 1 : middle]), np.array(slots[middle:end])
+        start = end
         positive = p[p > 0] / head_rows
         marginal -= head_rows / rows * float(positive @ np.log(positive))
         largest += head_rows / rows * math.log(max(1, int((allowed > 0).sum())))
     return MarginalEntropy(
         marginal, min(1.0, marginal / largest) if largest else NAN, max(0.0, marginal - entropy / rows)
     )
-
-
-def _heads(slots: Sequence[float], sizes: Sequence[int]) -> Iterator[tuple[float, Array, Array]]:
-    """Yield for each head its rows, summed probabilities and counts of validity."""
-    start = 0
-    for size in sizes:
-        middle, end = start + 1 + size, start + 1 + 2 * size
-        yield slots[start], np.array(slots[start + 1 : middle]), np.array(slots[middle:end])
-        start = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ EVALUATION_FAMILY = MetricFamily(
 )
 
 
+def _mean_of_latest(slots: Sequence[float]) -> float:
+    values = [value for end, value in zip(slots[:RECENT], slots[RECENT:], strict=True) if end > -math.inf]
+    return math.fsum(values) / len(values) if values else NAN
+
+
 @dataclass(frozen=True, slots=True)
 class Latest(Reduction):
     """The latest values of several processes, `RECENT` at most.
@@ -62,7 +67,7 @@ class Latest(Reduction):
     ends: tuple[float, ...]
     values: tuple[float, ...]
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: _mean_of_latest(s)}
+    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": _mean_of_latest}
 
     def slots(self) -> tuple[Slot, ...]:
         """Return all times, then all values."""
@@ -82,11 +87,6 @@ def latest(ends: Sequence[float], values: Sequence[float]) -> Latest:
     finite = [(end, value) for end, value in zip(ends, values, strict=True) if math.isfinite(value)][-RECENT:]
     filled = [(-math.inf, 0.0)] * (RECENT - len(finite)) + finite
     return Latest(tuple([float(end) for end, _ in filled]), tuple([float(value) for _, value in filled]))
-
-
-def _mean_of_latest(slots: Sequence[float]) -> float:
-    values = [value for end, value in zip(slots[:RECENT], slots[RECENT:], strict=True) if end > -math.inf]
-    return math.fsum(values) / len(values) if values else NAN
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,22 +267,15 @@ def entropy_gradients(
     clipped = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
     pull = torch.where(clipped, 0.0, a * r)
     mask = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
-    squares = [
-        _squares(
-            z.double(), actions[head], pull, mask if relevant is None or head not in relevant else mask & relevant[head]
-        )
-        for head, z in logits.items()
-    ]
+    squares = []  # squared norms [2, M] of both gradients at each head's logits, times the number of rows
+    for head, z in logits.items():
+        policy_slope = torch.softmax(z.double(), -1) - torch.nn.functional.one_hot(actions[head].long(), z.shape[-1])
+        gradients = torch.stack([entropy_slope(z.double()), pull.unsqueeze(-1) * policy_slope])
+        counted = mask if relevant is None or head not in relevant else mask & relevant[head]
+        counted = counted & torch.isfinite(gradients).all(-1).all(0)
+        squares.append(torch.where(counted.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2)))
     bonus, policy = torch.stack(squares).sum(0).unbind()
     return EntropyGradient(norm_ratio(entropy_coef**2 * bonus, policy))
-
-
-def _squares(z: Tensor, actions: Tensor, pull: Tensor, mask: Tensor) -> Tensor:
-    """Return the squared norms [2, M] of the gradients of the entropy and of the policy loss at the logits, times the number of rows."""
-    chosen = torch.nn.functional.one_hot(actions.long(), z.shape[-1])
-    gradients = torch.stack([entropy_slope(z), pull.unsqueeze(-1) * (torch.softmax(z, -1) - chosen)])
-    mask = mask & torch.isfinite(gradients).all(-1).all(0)
-    return torch.where(mask.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2))
 
 
 def entropy_slope(logits: Tensor) -> Tensor:

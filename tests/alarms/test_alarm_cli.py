@@ -44,6 +44,7 @@ def test_a_threshold_that_does_not_exist_is_named_and_nothing_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody's KL is below this bound; the last words of the command say so."""
     assert run([*SHORT, "--threshold", "kl_spike_low=1e-9", "--threshold", "kl_spike_high=1e-8"]) == 0

@@ -47,6 +47,7 @@ def test_a_run_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert read_run(tmp_path / "run").info.facts["reward_threshold"] == 475
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_policy_that_does_not_move_is_flat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "run", 26_000, learning_rate=1e-9)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_python
 from journals import add, begun, end
 from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, statuses
 from waiting import wait_until
@@ -195,8 +196,7 @@ def test_telemetry_that_nobody_closes_says_in_one_line_what_goes_on(tmp_path: Pa
             telemetry.flush(env_step=update)
     """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    done = run_python("-c", textwrap.dedent(code), tmp_path, env={**os.environ, "PYTHONPATH": path})
 
     assert done.stderr.splitlines() == [
         "esper-telemetry: not everything is delivered yet: slow (3 records). A background process goes on for 5 minutes at most; "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from backends_read import BACKEND_SECONDS, all_backends_have
+from forked import run_python
 from waiting import wait_until
 
 from esper_telemetry.sinks.mlflow.database import ensure_database
@@ -42,13 +43,18 @@ class Finished(NamedTuple):
 
 
 def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
-    """`esper-telemetry train` with the console and all three backends, in a process group of its own.
+    """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
+    return trained(run_dir, *with_all_sinks(run_dir, env), *options)
+
+
+def with_all_sinks(run_dir: Path, env: str) -> tuple[str, ...]:
+    """Make the run directory, and return options for a run in it with the console and all three backends.
 
     MLflow's database is there already: to make the tables of another takes MLflow three seconds.
     """
     run_dir.mkdir(parents=True)
     shutil.copy(Path(empty_database().name) / "mlflow.db", run_dir)
-    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), *CLOSING, *SINKS, *options)
+    return "--env", env, "--run-dir", str(run_dir), *CLOSING, *SINKS
 
 
 def python_path() -> str:
@@ -75,6 +81,14 @@ def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": python_path()},
         start_new_session=True,
     )
+
+
+def trained_in_fork(run_dir: Path, *options: str, one_core: bool = False) -> Ended:
+    """Run `esper-telemetry train` with these options, beside the run directory, to its end."""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    words = ("-m", "esper_telemetry", "train", *options)
+    done = run_python(*words, cwd=run_dir.parent, env=environment, one_core=one_core)
+    return Ended(done.returncode, done.stdout, WAITING.sub("", done.stderr))
 
 
 WAITING = re.compile(r"^esper-telemetry: delivering to .*\n", re.MULTILINE)

@@ -16,7 +16,16 @@ from backends_read import (
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started
+from command_line import (
+    ENDLESS,
+    SLOW,
+    Ended,
+    ended,
+    in_full_swing,
+    started,
+    trained_in_fork,
+    with_all_sinks,
+)
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -68,7 +77,7 @@ def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: 
 def test_an_exception_in_training_fails_the_run_everywhere_and_is_shown(tmp_path: Path) -> None:
     """The simulator crashes in the third rollout, so there are two records."""
     run_dir = tmp_path / "failed"
-    command = ended(started(run_dir, env="broken_environments:Crashing-v0"))
+    command = trained_in_fork(run_dir, *with_all_sinks(run_dir, "broken_environments:Crashing-v0"))
 
     assert command.code == 1
     assert command.stderr.startswith("Traceback (most recent call last):\n")

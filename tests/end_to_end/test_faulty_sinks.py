@@ -67,6 +67,7 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning
 
 
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("in_process", [True, False], ids=["in a thread", "in the child process"])
 def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_end(
     in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -98,6 +99,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_client_that_dies_is_started_again_and_gets_the_rest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,8 @@ from backends_read import (
 )
 from broken_environments import STUCK_MARK
 from command_line import ENDLESS, SINKS, SLOW
-from torchrun import PATIENCE_SECONDS, TRAIN, output, pid_of, started, until
+from forked import run_python
+from torchrun import LAUNCHER, TRAIN, environment, output, pid_of, started, until
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -39,11 +40,10 @@ def test_two_ranks_learn_and_speak_with_one_voice(tmp_path: Path) -> None:
     """16 environments, 8 in each process; a record counts the steps of both."""
     options = ("--env", "CartPole-v1", "--num-envs", "16", "--total-steps", "12000", "--run-dir", "run")
     every = ("--eval-every", "6000", "--checkpoint-every", "6000")
-    with started(*TRAIN, *options, *every, cwd=tmp_path) as launcher:
-        stdout, stderr = output(launcher, PATIENCE_SECONDS)
+    done = run_python(*LAUNCHER, *TRAIN, *options, *every, cwd=tmp_path, env=environment(), one_core=False)
 
-    assert launcher.returncode == 0, stderr
-    assert stdout.count("finished after") == stdout.count("preset CartPole-v1") == 1
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished after") == done.stdout.count("preset CartPole-v1") == 1
     run = read_run(tmp_path / "run")
     assert run.status is RunStatus.FINISHED
     assert run.info.facts["ranks"] == 2 and run.info.facts["num_envs"] == 16

@@ -19,8 +19,17 @@ from backends_read import (
     wandb_exit_codes,
 )
 from broken_environments import KILLED
-from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, python_path, started, trained
-from forked import run_python
+from command_line import (
+    ENDLESS,
+    SLOW,
+    Ended,
+    ended,
+    in_full_swing,
+    started,
+    trained,
+    trained_in_fork,
+    with_all_sinks,
+)
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
@@ -64,13 +73,11 @@ class Resumed(NamedTuple):
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     options = (*SETTINGS, *EVALUATION, "--policy", request.param)
     cut = tmp_path_factory.mktemp("cut") / "run"
-    killed = ended(started(cut, *options, env=KILLING))
-    resumed = ended(trained(cut, "--resume", str(cut)), seconds=120)
+    killed = trained_in_fork(cut, *with_all_sinks(cut, KILLING), *options)
+    resumed = trained_in_fork(cut, "--resume", str(cut))
     whole = tmp_path_factory.mktemp("whole") / "run"
     (whole.parent / KILLED).touch()
-    words = ("train", "--env", KILLING, "--run-dir", str(whole), *options)
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    run_python("-m", "esper_telemetry", *words, cwd=whole.parent, env=environment).check_returncode()
+    assert trained_in_fork(whole, "--env", KILLING, "--run-dir", str(whole), *options, one_core=True).code == 0
     return Resumed(whole, cut, killed, resumed)
 
 

@@ -14,20 +14,20 @@ from command_line import python_path
 from waiting import wait_until
 
 TRAIN = ("-m", "esper_telemetry", "train")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PATIENCE_SECONDS = 120.0
 
 
 @contextmanager
 def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """`torchrun --nproc-per-node 2` with this program; whatever is left of it in the end is killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = subprocess.Popen(
-        [*command, *program],
+        [sys.executable, *LAUNCHER, *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+        env=environment(),
     )
     try:
         yield launcher
@@ -36,6 +36,11 @@ def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.communicate()
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of the launcher."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 def output(launcher: subprocess.Popen[str], seconds: float) -> tuple[str, str]:

@@ -257,8 +257,15 @@ def test_watching_changes_nothing(settings: dict[str, Any]) -> None:
     assert equal(weights(bare), weights(watched))
 
 
-@pytest.mark.parametrize("settings", KINDS[1:], ids=str)
-@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        *(("mlp", kind) for kind in KINDS[1:]),
+        *(pytest.param("lstm", kind, marks=pytest.mark.slow) for kind in KINDS[1:-1]),
+        ("lstm", KINDS[-1]),
+    ],
+    ids=str,
+)
 def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str) -> None:
     """The reward is -(action - 0.7)² in bounds of [-2, 2]; a policy that stays at its start gets about -1 or less."""
     trainer = PPO(Target(), PPOConfig(

@@ -66,8 +66,6 @@ JOURNAL = "cannot write to run directory"
 REPORTS = re.compile("send the rest with|not everything is delivered yet")
 """In the lines with which `close` reports what is not delivered."""
 
-TRAINED = [pytest.param(name, marks=[pytest.mark.sb3] if name == "sb3" else []) for name in TRAININGS]
-
 Call = Callable[..., Any]
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -150,28 +148,43 @@ def check(warnings: list[str], expected: tuple[str, ...]) -> None:
         assert any(re.search(pattern, warning) for warning in warnings), (pattern, warnings)
 
 
+WITHOUT_WORKER = (
+    *("lock of the trainer", "lock of the sink process", "log of the sink process", "small files", "reader", "thread"),
+)
+"""Resources of the trainer and the sinks, which `make test` refuses to a run without a worker: to start one takes two seconds of a core."""
+
 OF_EACH_PART = ("mapping", "process", "journal, full disk", "thread")
 """Resources that all trainers are refused in `make test`: who trains makes no difference to telemetry's parts."""
 
 
-def marks(training: str, refusal: str) -> list[pytest.MarkDecorator]:
+def marks(training: str, refusal: str, offload: bool) -> list[pytest.MarkDecorator]:
     if training == "sb3":
         return [pytest.mark.sb3]
-    return [pytest.mark.slow] if training == "own_loop" and refusal not in OF_EACH_PART else []
+    is_repeated = training == "own_loop" and refusal not in OF_EACH_PART
+    return [pytest.mark.slow] if is_repeated or (offload and refusal in WITHOUT_WORKER) else []
 
 
 @pytest.mark.parametrize(
-    ("training", "refusal"),
-    [pytest.param(*case, marks=marks(*case)) for case in product(TRAININGS, MONKEY)],
+    ("training", "refusal", "offload"),
+    [
+        pytest.param(*case, marks=marks(*case))
+        for case in product(TRAININGS, MONKEY, (True, False))
+        if case[2] or case[1] in WITHOUT_WORKER
+    ],
 )
 def test_training_ends_as_without_telemetry(
-    training: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    training: str,
+    refusal: str,
+    offload: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = untouched(training)
     patch, patterns = MONKEY[refusal]
     sinks: list[SinkLike] = [PrometheusSink(tmp_path / "metrics.prom")] if SINKS in patterns else [ignore]
     patch(monkeypatch)
-    with Telemetry(sinks, run_dir=tmp_path / "run", offload=True, close_timeout=120.0) as telemetry:
+    with Telemetry(sinks, run_dir=tmp_path / "run", offload=offload, close_timeout=120.0) as telemetry:
         weights = TRAININGS[training](telemetry, nothing)
     monkeypatch.undo()
 
@@ -189,8 +202,16 @@ def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.Log
     check(warnings_of(caplog), (f"sink prometheus:{port} failed .*in use",))
 
 
-@pytest.mark.parametrize("training", TRAINED)
-@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize(
+    ("training", "readable"),
+    [
+        pytest.param("bundled", True, marks=pytest.mark.slow),
+        ("bundled", False),
+        ("own_loop", True),
+        pytest.param("own_loop", False, marks=pytest.mark.slow),
+        *(pytest.param("sb3", readable, marks=pytest.mark.sb3) for readable in (True, False)),
+    ],
+)
 def test_a_worker_that_is_killed_in_the_middle_is_replaced_even_where_no_file_can_be_opened(
     training: str, readable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,7 +260,7 @@ REAL = [
     ("bundled", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl")),
     ("bundled", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
     pytest.param("own_loop", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl"), marks=pytest.mark.slow),
-    ("own_loop", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
+    pytest.param("own_loop", "file_size", "middle", ("cannot write to .*journal.jsonl",), marks=pytest.mark.slow),
     ("bundled", "descriptors", "start", (JOURNAL,)),
     pytest.param("bundled", "descriptors", "middle", ("cannot save .*cursors.json",), marks=pytest.mark.slow),
     pytest.param("own_loop", "descriptors", "start", (JOURNAL,), marks=pytest.mark.slow),
@@ -277,16 +298,12 @@ def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
 def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that_no_checkpoint_is_there(
     tmp_path: Path,
 ) -> None:
-    options = ["train", "--env", "CartPole-v1", "--total-steps", "4096", "--run-dir", "run"]
-    command = subprocess.run(
-        [sys.executable, "-m", "esper_telemetry", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 10, 60 << 10)),
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 10, 60 << 10));"
+        "from esper_telemetry.__main__ import main; main()"
     )
+    options = ["train", "--env", "CartPole-v1", "--total-steps", "4096", "--run-dir", "run"]
+    command = run_python("-c", code, *options, cwd=tmp_path, one_core=False)
 
     assert "Traceback" not in command.stderr
     messages = [line for line in command.stderr.splitlines() if "esper-telemetry: cannot" in line]

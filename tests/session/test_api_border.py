@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
+from forked import run_python
 from torch import nn
 
 from esper_telemetry import Metric, MetricGroup, Record, RunStatus, Telemetry, attach, read_run, reports, value_fit
@@ -684,7 +685,7 @@ def test_a_function_that_returns_has_not_killed_the_run(tmp_path: Path) -> None:
         "gc.collect()\n"
     )
 
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+    run_python("-c", code, cwd=tmp_path)
 
     assert read_run(tmp_path / "run").status is RunStatus.FINISHED
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_python
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
@@ -103,7 +102,7 @@ def test_a_killed_run_without_an_end_gets_one_before_it_goes_on(tmp_path: Path) 
         "import os, sys; from esper_telemetry import Telemetry\n"
         "telemetry = Telemetry(run_dir=sys.argv[1]); telemetry.flush(env_step=1); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    run_python("-c", script, tmp_path)
     assert read_contents(tmp_path).status is None
 
     Telemetry(run_dir=tmp_path, resume=True).close()

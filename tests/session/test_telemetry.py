@@ -6,13 +6,12 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 from esper_telemetry import (
     Level,
@@ -303,7 +302,7 @@ def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> N
 def test_a_script_that_closes_nothing_ends_as_it_ended(tmp_path: Path, end: str, status: RunStatus) -> None:
     code = f"from esper_telemetry import Telemetry; t = Telemetry(run_dir='run'); t.flush(env_step=1); {end}"
 
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+    run_python("-c", code, cwd=tmp_path)
 
     assert read_run(tmp_path / "run").status is status
 

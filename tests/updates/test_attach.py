@@ -33,7 +33,11 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
 
 
 @pytest.mark.parametrize(
-    "settings", [{"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None, "policy": "lstm"}]
+    "settings",
+    [
+        {"shared_trunk": True, "entropy_coef": 0.01},
+        pytest.param({"max_grad_norm": None, "policy": "lstm"}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_worker_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
     in_worker = values_of(tmp_path / "worker", offload=True, **settings)

@@ -292,8 +292,12 @@ REPLAYED = {"policy/kl_post", "repr/drift_cos", "repr/capacity_loss"}
 
 @pytest.mark.parametrize(
     "make",
-    [trainer, recall, lambda: trainer(shared_trunk=True), lambda: recall(policy="gru")],
-    ids=["mlp", "lstm", "shared", "gru"],
+    [
+        pytest.param(trainer, id="mlp", marks=pytest.mark.slow),
+        pytest.param(recall, id="lstm"),
+        pytest.param(lambda: trainer(shared_trunk=True), id="shared"),
+        pytest.param(lambda: recall(policy="gru"), id="gru", marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_shows_the_rollout_to_a_copy_of_the_policy(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ def test_a_changed_step_of_the_update_is_named(mistake: str, trunk: bool, tmp_pa
     source = trainer(shared_trunk=trunk)
     source.steps = MISTAKES[mistake](source.steps)
 
-    for values in records(source, tmp_path):
+    for values in records(source, tmp_path, updates=2):
         assert mistake in named(values) <= {mistake} | ALIKE.get(mistake, set())
 
 
@@ -149,7 +149,15 @@ def no_pass(*arguments: object) -> None:
     raise AssertionError("the policy itself passes the minibatch")
 
 
-@pytest.mark.parametrize("changes", [{}, {"shared_trunk": True}, {"policy": "lstm"}, {"clip_value": 0.2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"shared_trunk": True},
+        {"policy": "lstm"},
+        pytest.param({"clip_value": 0.2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +171,9 @@ def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
         assert named(one) == named(other) == set()
 
 
-@pytest.mark.parametrize("mistake", ["gradient_policy_sign", "gradient_value_summed"])
+@pytest.mark.parametrize(
+    "mistake", ["gradient_policy_sign", pytest.param("gradient_value_summed", marks=pytest.mark.slow)]
+)
 def test_a_worker_names_what_explains_a_gradient(mistake: str, tmp_path: Path) -> None:
     source = trainer()
     source.steps = MISTAKES[mistake](source.steps)

@@ -58,7 +58,7 @@ class ReturnCourse:
 
     first: ReturnLevel = field(default_factory=ReturnLevel)
     latest: ReturnLevel = field(default_factory=ReturnLevel)
-    _risen: tuple[bool | None] | None = None
+    _risen: bool | None = None
     """Answer of `risen`, which several rules ask for in each update."""
 
     def add(self, values: Mapping[str, float]) -> None:
@@ -81,15 +81,10 @@ class ReturnCourse:
     @property
     def risen(self) -> bool | None:
         """True where the latest returns are clearly above the first ones; None before there are enough of both."""
-        if self._risen is None:
-            self._risen = (self._compare(),)
-        return self._risen[0]
-
-    def _compare(self) -> bool | None:
-        if not self.latest.full:
-            return None
-        (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
-        return bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
+        if self._risen is None and self.latest.full:
+            (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
+            self._risen = bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
+        return self._risen
 
     def sentence(self, update: int) -> str:
         """Return the course up to this update in words, `By update 7 the return has not risen: 21.3, and 20.9 at first.`; empty before

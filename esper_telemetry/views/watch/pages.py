@@ -173,9 +173,11 @@ def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Li
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
         return [*lines, Line(Text(title, "bold")), *shown]
     lines += _incidents(views, width)
-    for panel in _panels(views):
-        charts = (line for key in panel[1] for line in _chart_lines(views, key, state, width))
-        lines += _section(panel[0], charts)
+    questions: dict[str, dict[str, None]] = {}  # the first key of each chart, of all runs together
+    for panel in (panel for view in views for panel in view.panels()):
+        questions.setdefault(panel.question, {}).update(dict.fromkeys(chart.lines[0].key for chart in panel.charts))
+    for question, first_keys in questions.items():
+        lines += _section(question, (line for key in first_keys for line in _chart_lines(views, key, state, width)))
     problems = dict.fromkeys(problem for view in views for problem in view.problems)
     lines += _section("Plugins", (Line(part) for problem in problems for part in wrapped(problem, width, "yellow")))
     lines += _section("Last events", _events(views, width))
@@ -198,15 +200,6 @@ def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
         parts += wrapped(f"{lines} of the journal could not be read: left out", width - 2, "yellow")
     for part in parts:
         yield Line(part if index is None else run_mark(index).append_text(part))
-
-
-def _panels(views: Sequence[RunView]) -> list[tuple[str, list[str]]]:
-    """Return questions with the first key of each chart, of all runs together."""
-    questions: dict[str, dict[str, None]] = {}
-    for view in views:
-        for panel in view.panels():
-            questions.setdefault(panel.question, {}).update(dict.fromkeys(chart.lines[0].key for chart in panel.charts))
-    return [(question, list(keys)) for question, keys in questions.items()]
 
 
 def _chart_lines(

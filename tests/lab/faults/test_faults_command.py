@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.cli.arguments import WrongUse
@@ -126,7 +127,7 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing(
 
 
 def test_wrong_use_ends_with_two() -> None:
-    done = command("score", "--envs", "NoSuchTask-v0")
+    done = run_python("-m", "esper_telemetry.lab.faults", "score", "--envs", "NoSuchTask-v0")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("faults: ")

@@ -197,6 +197,7 @@ def test_wrong_use_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("policy", ["lstm", "heuristic"])
 def test_the_command_line_trains_and_runs_scripts(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

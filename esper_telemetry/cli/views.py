@@ -1,0 +1,87 @@
+"""`esper-telemetry watch`, `report` and `compare`: show runs in the terminal as they go on, as a page, and side by side.
+
+A command imports the views that it shows when it runs: each needs others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+
+if TYPE_CHECKING:
+    from esper_telemetry.cli.main import Compare, Report, Watch
+
+
+def watch(options: Watch) -> int:
+    """Show the runs until the reader leaves."""
+    if not options.runs:
+        raise WrongUse("watch needs a run directory; see esper-telemetry watch --help")
+    try:
+        from esper_telemetry.views.watch.app import WatchApp
+    except ModuleNotFoundError as missing:
+        raise WrongUse(f"watch needs {missing.name}: pip install 'esper-telemetry[views]'") from None
+    with wrong_use(), without_warnings():
+        app = WatchApp(options.runs, wait=options.wait)
+        # Textual draws on stderr
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise ValueError("watch needs a terminal; in a pipe, `esper-telemetry diagnose` says how the run is")
+        app.run()
+    return 0
+
+
+def report(options: Report) -> int:
+    """Write runs as one HTML file, or their verdicts as Markdown, and print where it is."""
+    from esper_telemetry.importers.source import READERS, read_source
+    from esper_telemetry.sinks.pages import REPORT_NAME
+    from esper_telemetry.views.report import report_html, report_markdown, write_report
+    from esper_telemetry.views.run_view import open_view
+
+    if not options.run_dirs and not options.source:
+        raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
+    output = Path(options.output).expanduser() if options.output else None
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        reason = "it is a directory" if output.is_dir() else f"there is no directory {output.parent}"
+        raise WrongUse(f"the report cannot be written to {options.output}: {reason}")
+    with wrong_use():
+        for address in options.source:
+            if address.partition(":")[0] not in READERS:
+                read_source(address)  # refuses it
+        with without_warnings():
+            views = [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]
+        text = report_markdown(views) if options.format == "markdown" else report_html(views)
+        if options.format == "markdown" and output is None:
+            print(text)
+            return 0
+        run_dir = views[0].run_dir if len(views) == 1 else None
+        path = output or (run_dir or Path()) / REPORT_NAME
+        write_report(path, text)
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def compare(options: Compare) -> int:
+    """Print in what groups of seeds differ, also as JSON, and write it as a page."""
+    from esper_telemetry.views.compare import comparison
+    from esper_telemetry.views.compare.runs import find_runs, read_compared
+    from esper_telemetry.views.compare.text import print_comparison
+
+    with wrong_use(), without_warnings():
+        output = Path(options.output).expanduser() if options.output else None
+        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+            raise ValueError(f"{options.output} cannot be written: it is a folder, or its folder does not exist")
+        result = comparison([read_compared(place) for place in find_runs(options.runs)])
+        if output is not None:
+            from esper_telemetry.views.compare.page import comparison_page
+
+            output.write_text(comparison_page(result), encoding="utf-8")
+    if options.json:
+        print(json.dumps(result.as_dict(), indent=1))
+    else:
+        print_comparison(result)
+        if output is not None:
+            print(f"\nwrote {output}")
+    return 0
