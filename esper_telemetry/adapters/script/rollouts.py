@@ -195,6 +195,7 @@ class RolloutFinder:
                 held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
                 if held and "log_probs" not in self._found:
                     self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
+        self._identify_advantages(grids, wanted)
         self._identify_sum(grids)
         self._identify_returns()
         self._identify_difference(grids)
@@ -214,6 +215,21 @@ class RolloutFinder:
         self._identify_rewards(grids)
         self._identify_next_values(grids)
 
+    def _identify_advantages(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
+        """Find the advantages that the loss has normalised: in the minibatch's rows they differ from its own by a factor and an offset."""
+        known: dict[str, Tensor] = {role: self._found[role][: self.steps] for role in ("log_probs", "returns") if role in self._found}
+        own = wanted["advantages"]
+        if own is None or not known or "advantages" in self._found:
+            return
+        rows = RowFinder(known).rows_of(None, {role: wanted[role] for role in known})
+        if rows is None or len(rows) != own.numel():
+            return
+        for grid in grids:
+            free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
+            if free and correlation(grid.reshape(-1)[rows.to(grid.device)], own) > SAME_SHAPE:
+                self._found["advantages"] = grid
+                return
+
     def _identify_sum(self, grids: list[Tensor]) -> None:
         """Find the returns and the advantages by their difference, the values of the first minibatch, whatever its loss makes of them."""
         found = self._found.get("values")
@@ -228,7 +244,8 @@ class RolloutFinder:
             for advantages, other in zip(arrays, sums, strict=True):
                 near = advantages is not returns and abs(own - other - total) <= most * values.numel()
                 if near and float((returns.double() - advantages.double() - values).abs().max()) <= most:
-                    self._found.update(returns=returns, advantages=advantages)
+                    self._found["returns"] = returns
+                    self._found.setdefault("advantages", advantages)
                     return
 
     def _identify_returns(self) -> None:
