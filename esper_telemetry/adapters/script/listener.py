@@ -40,7 +40,7 @@ from esper_telemetry.adapters.script.recorders import (
     RecordedLstm,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
@@ -122,6 +122,9 @@ class ScriptListener:
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
+        self._first_rate: float | None = None
+        self._early: list[set[int]] = [set(), {0}]
+        self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -164,6 +167,7 @@ class ScriptListener:
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
+            self._first_rate = self._learning_rate if self._first_rate is None else self._first_rate
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
@@ -259,18 +263,33 @@ class ScriptListener:
             MinibatchObjective(
                 epoch=self._epoch,
                 step=self._step,
-                steps=3 + self.updates % 2 if self._several else None,  # of two optimizers the one and the other
+                steps=self._steps_with_turns() if self._several else None,
                 forward=None,
                 coefficients={},
                 parameters={**self._named_parameters(optimizer), **more},
                 optimizer=optimizer,
                 max_norm=self._max_norm(optimizer, variables),
-                learning_rate=None,
+                learning_rate=self._rate_of_settings(optimizer, variables),
                 gradient_step=None if self._several else self._gradient_step,
                 terms=terms,
                 by_name=True,
             )
         )
+
+    def _steps_with_turns(self) -> int:
+        """A number of steps by which one optimizer is checked in one update, and another one in the next: they take turns, or the one takes
+        all of its steps before the other.
+        """
+        in_turns = self._early[0] != self._early[1]
+        return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
+
+    def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
+        """The learning rate that the settings say of the only optimizer, where its own is constant and no other setting says that."""
+        rate = float(optimizer.param_groups[0]["lr"])
+        if self._several or not self.updates or rate != self._first_rate:
+            return None
+        others = (value for name, value in variables.named_values() if settings.is_rate(name))
+        return None if any(names.as_number(value) == rate for value in others) else self._facts.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
         """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
@@ -307,6 +326,8 @@ class ScriptListener:
         for reading in call.readings:
             self._add_reading(reading, call.variables)
         self._emit_minibatches()
+        if self._step in (1, 2):
+            self._early[self._step - 1] = own
         self._step += 1
         self._gradient_step += 1
 
@@ -317,6 +338,7 @@ class ScriptListener:
         self._emit_minibatches(all_of_them=True)
         self.open = False
         self.updates += 1
+        self._last_steps = self._step
         scalars = self.scalars.take()
         if scalars:
             self.findings[SCALARS] = None
@@ -386,8 +408,7 @@ class ScriptListener:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._rollout = rollout
-        columns = ("log_probs", "returns", "values", "advantages")
-        self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in columns})
+        self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in COLUMNS})
         lstm = self.lstm.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))

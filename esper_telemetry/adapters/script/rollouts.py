@@ -27,7 +27,7 @@ VALUES: Aliases = (
     *("values", "vals", "values_buf", "val_buf", "value_buf", "vs", "state_values", "old_values", "value_preds"),
     *("b_values", "batch_values", "flat_values", "value_estimates"),
 )
-ADVANTAGES: Aliases = ("b_advantages", "b_adv", "advantages", "advs", "adv_buf", "advantages_buf", "batch_advantages")
+ADVANTAGES: Aliases = ("advantages", "b_advantages", "b_adv", "advs", "adv_buf", "advantages_buf", "batch_advantages")
 RETURNS: Aliases = ("returns", "rets", "ret_buf", "returns_buf", "b_returns", "batch_returns", "value_targets")
 LOG_PROBS: Aliases = (
     *("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs", "old_log_probs", "logprob_a_hoder"),
@@ -99,6 +99,10 @@ class ScriptRollout(NamedTuple):
             if float((targets - own).abs().max()) <= SAME_NUMBER * float(own.abs().max()):
                 return stored.to(targets)
         return targets
+
+
+COLUMNS = ("log_probs", "values", "returns", "advantages")
+"""Columns of a rollout that its minibatches have too."""
 
 
 class RolloutFinder:
@@ -516,8 +520,13 @@ class RowFinder:
         return False
 
     def _rows_with(self, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The transitions with these numbers, found by a column that has all of them, those whose numbers lie furthest apart first."""
-        for name in sorted(own, key=lambda name: -self._apart[name]):
+        """The transitions with these numbers, found by a column that has all of them.
+
+        Columns come first that tell most transitions apart, among them those of the networks' outputs: a script may mix up advantages.
+        """
+        enough = len(self._columns["log_probs"]) // 2
+        telling = [name for name in COLUMNS if name in own and self._apart[name] > enough]
+        for name in [*telling, *sorted(own.keys() - set(telling), key=lambda name: -self._apart[name])]:
             rows = self._rows_by(name, own)
             if rows is not None:
                 return rows
