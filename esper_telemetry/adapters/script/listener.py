@@ -56,6 +56,7 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
+from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
 DEFAULT_GAMMA = 0.99
 """Discount factor of scripts that do not say theirs."""
@@ -401,14 +402,20 @@ class ScriptListener:
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
-        actions = self._actions_of(finder, None if first is None else first.inputs)
+        observations = finder.observations(None if first is None else first.inputs)
+        actions = self._actions_of(finder, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._rollout = rollout
-        self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in COLUMNS})
+        self._rows = None
+        if rollout is not None:
+            own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
+            if observations is not None:
+                own["inputs"] = checksums(observations.float()).to(rollout.values.device)
+            self._rows = RowFinder(own)
         lstm = self.lstm.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -416,7 +423,7 @@ class ScriptListener:
             limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
             self._emit_rollout(rollout, actions, lstm, limits)
 
-    def _actions_of(self, finder: RolloutFinder, inputs: Tensor | None) -> RolloutActions | None:
+    def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
         heads = self.distributions.take_rollout(finder.steps, finder.envs)
         actions, log_probs, ended = finder.actions(self.distributions.chosen), finder.log_probs, finder.ended
@@ -434,7 +441,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            transitions=self.environments.transitions(finder.observations(inputs), actions),
+            transitions=self.environments.transitions(observations, actions),
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 
@@ -494,6 +501,7 @@ class ScriptListener:
                 left_out=reading.left_out,
                 heads=heads,
                 rows=names.find_rows(variables, count),
+                inputs=_input_checksums(reading.inputs, count),
             )
         )
 
@@ -541,6 +549,12 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _input_checksums(inputs: Tensor | None, count: int) -> Tensor | None:
+    if inputs is None or len(inputs) != count:
+        return None
+    return checksums(inputs.reshape(1, count, -1).float())[0]
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

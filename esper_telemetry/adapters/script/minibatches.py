@@ -36,6 +36,7 @@ class ScriptMinibatch(NamedTuple):
         left_out: estimates of the critic that no loss of the minibatch depends on, so far.
         heads: distributions of its rows.
         rows: [N], transitions of the rollout by the script's own variable; None where it has none.
+        inputs: [N], checksums of the policy's inputs.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class ScriptMinibatch(NamedTuple):
     left_out: ValueTerm | None
     heads: HeadColumns
     rows: Tensor | None
+    inputs: Tensor | None = None
 
     @property
     def complete(self) -> bool:
@@ -61,6 +63,7 @@ class ScriptMinibatch(NamedTuple):
             "returns": None if value is None else value.returns,
             "values": None if value is None else value.old_values,
             "advantages": self.policy.advantages,
+            "inputs": self.inputs,
         }
 
 
