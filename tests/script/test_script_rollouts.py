@@ -218,3 +218,13 @@ def test_flags_are_no_rewards_where_these_are_constant() -> None:
     rewards = rollout_of(arrays, reading_of(log_probs, advantages)).rewards
 
     assert rewards is not None and torch.equal(rewards.flatten(), arrays["r"])
+
+
+def test_returns_that_a_script_calls_rewards_are_none() -> None:
+    draw = torch.Generator().manual_seed(10)
+    log_probs, returns, values = (torch.randn(32, generator=draw) for _ in range(3))
+    buffer = {"rewards": [1.0] * 32}
+    arrays = {"rewards": returns, "v": values, "z": log_probs, "a": returns - values, "buffer": buffer}
+    rewards = rollout_of(arrays, reading_of(log_probs, returns - values)).rewards
+
+    assert rewards is not None and rewards.flatten().tolist() == buffer["rewards"]

@@ -254,11 +254,19 @@ class RolloutFinder:
             grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
         ]
         paid = self._paid.to(torch.float32)
-        named = self._variables.find(REWARDS, self._in_grid)
+
+        def accept(value: object) -> Tensor | None:
+            grid = self._in_grid(value)  # a script may call its returns rewards
+            known = grid is None or any(torch.equal(grid, found[: self.steps]) for found in self._found.values())
+            return None if known else grid
+
+        named = self._variables.find(REWARDS, accept)
         same = [grid for grid in others if torch.equal(grid.to(torch.float32), paid)]
         if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
             self._found["rewards"] = same[0]
-        elif named is None:
+        elif named is not None:
+            self._found["rewards"] = named
+        else:
             close = [(correlation(grid, paid), -place) for place, grid in enumerate(others)]
             best = max(close, default=(0.0, 0))
             self._found["rewards"] = others[-best[1]] if best[0] > MIN_CORRELATION else paid.clone()
