@@ -228,3 +228,19 @@ def test_returns_that_a_script_calls_rewards_are_none() -> None:
     rewards = rollout_of(arrays, reading_of(log_probs, returns - values)).rewards
 
     assert rewards is not None and rewards.flatten().tolist() == buffer["rewards"]
+
+
+def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_advantages() -> None:
+    draw = torch.Generator().manual_seed(11)
+    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    arrays = {
+        "rewards": torch.ones(32),
+        "values": values,
+        "z": log_probs,
+        "a": advantages,
+        "returns": advantages.clone(),
+    }
+    rollout = rollout_of(arrays, reading_of(log_probs, advantages)).rollout(0.5)
+
+    assert rollout is not None
+    assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))

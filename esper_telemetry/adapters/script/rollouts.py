@@ -408,7 +408,8 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         following = self._found.get("next_values")
         shown = self._variables.find(NEXT_VALUES, self._in_grid) if following is None else following
-        implied = None if not gamma else (returns - rewards) / gamma
+        mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
+        implied = None if not gamma else ((advantages + values if mistaken else returns) - rewards) / gamma
         limits = None if self._limits is None else self._limits.to(values.device)
         if last is None and shown is not None:
             last = torch.where(ended[-1], values[-1], shown[-1].to(values))
