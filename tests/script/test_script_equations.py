@@ -12,12 +12,14 @@ from test_script_runs import SCRIPTS, python, with_telemetry
 from torch import Tensor, nn
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.equations import equation_checks
@@ -324,3 +326,48 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
 
     assert not differs((8,))
     assert differs((4, 4))
+
+
+def test_an_optimizer_with_another_rate_than_the_settings_say_is_noticed() -> None:
+    """Not in its first update, where the rate may still change, and not where another setting says its rate."""
+    weights = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weights], lr=0.5)
+
+    def rates(**settings: float) -> list[float | None]:
+        listener = ScriptListener(lambda _: None, lambda _: None)
+        announced: list[MinibatchObjective] = []
+        listener.hooks.on(MinibatchObjective, announced.append)
+        for _ in range(2):
+            old = torch.zeros(3)
+            loss = -((weights - old).exp() * torch.arange(3.0)).mean()
+            variables = Variables([{"lr": 0.1, **settings, "loss": loss}])
+            listener.before_backward(loss)
+            loss.backward()
+            listener.before_step(optimizer, variables)
+            listener.after_step(optimizer)
+            listener.end_update()
+        return [one.learning_rate for one in announced]
+
+    assert rates() == [None, 0.1]
+    assert rates(critic_lr=0.5) == [None, None]
+
+
+@pytest.mark.parametrize(("in_turns", "due"), [(True, [1, 2, 1]), (False, [1, 6, 1])])
+def test_of_two_optimizers_each_is_checked_whether_they_take_turns_or_not(in_turns: bool, due: list[int]) -> None:
+    optimizers = [torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.5) for _ in range(2)]
+    order = [0, 1] * 4 if in_turns else [0] * 4 + [1] * 4
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    announced: list[MinibatchObjective] = []
+    listener.hooks.on(MinibatchObjective, announced.append)
+    for _ in range(4):
+        for place in order:
+            (weights,) = optimizers[place].param_groups[0]["params"]
+            loss = -((weights - weights.detach()).exp() * torch.arange(3.0)).mean()
+            listener.before_backward(loss)
+            loss.backward()
+            listener.before_step(optimizers[place], Variables([{"loss": loss}]))
+            listener.after_step(optimizers[place])
+        listener.end_update()
+
+    last = [one.steps for one in announced if one.step == 7]
+    assert [steps - 2 for steps in last if steps is not None][1:] == [due[1], due[2], due[1]]

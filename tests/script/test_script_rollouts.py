@@ -187,3 +187,60 @@ def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
     assert taps.error is None and ends is not None and rewards is not None
     assert rewards.flatten().tolist() == [2, 2]
     assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]
+
+
+def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
+    draw = torch.Generator().manual_seed(7)
+    rollout = {name: torch.randn(64, 1, generator=draw) for name in ("log_probs", "advantages", "inputs")}
+    rows = torch.randperm(64, generator=draw)[:16]
+    own = {name: column.flatten()[rows] for name, column in rollout.items()}
+
+    for name in own:
+        mixed: dict[str, Tensor | None] = {**own, name: own[name].roll(1)}
+        found = RowFinder(rollout).rows_of(None, mixed)
+        assert found is not None and torch.equal(found, rows)
+    assert RowFinder(rollout).rows_of(None, {"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
+
+
+def test_two_equal_transitions_among_others_are_both_visited() -> None:
+    rollout = columns(log_probs=torch.randn(64, 1, generator=torch.Generator().manual_seed(8)))
+    for column in rollout.values():
+        column[1] = column[0]
+    rows = RowFinder(rollout).rows_of(None, {name: column.flatten() for name, column in rollout.items()})
+
+    assert rows is not None and rows.sort().values.tolist() == list(range(64))
+
+
+def test_flags_are_no_rewards_where_these_are_constant() -> None:
+    draw = torch.Generator().manual_seed(9)
+    log_probs, advantages = (torch.randn(32, generator=draw) for _ in range(2))
+    arrays = {"mask": torch.ones(32), "r": torch.full((32,), 0.01), "z": log_probs, "a": advantages}
+    rewards = rollout_of(arrays, reading_of(log_probs, advantages)).rewards
+
+    assert rewards is not None and torch.equal(rewards.flatten(), arrays["r"])
+
+
+def test_returns_that_a_script_calls_rewards_are_none() -> None:
+    draw = torch.Generator().manual_seed(10)
+    log_probs, returns, values = (torch.randn(32, generator=draw) for _ in range(3))
+    buffer = {"rewards": [1.0] * 32}
+    arrays = {"rewards": returns, "v": values, "z": log_probs, "a": returns - values, "buffer": buffer}
+    rewards = rollout_of(arrays, reading_of(log_probs, returns - values)).rewards
+
+    assert rewards is not None and rewards.flatten().tolist() == buffer["rewards"]
+
+
+def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_advantages() -> None:
+    draw = torch.Generator().manual_seed(11)
+    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    arrays = {
+        "rewards": torch.ones(32),
+        "values": values,
+        "z": log_probs,
+        "a": advantages,
+        "returns": advantages.clone(),
+    }
+    rollout = rollout_of(arrays, reading_of(log_probs, advantages)).rollout(0.5)
+
+    assert rollout is not None
+    assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))

@@ -42,7 +42,7 @@ from esper_telemetry.adapters.script.recorders import (
     RecordedLstm,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
@@ -58,6 +58,7 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
+from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
 DEFAULT_GAMMA = 0.99
 """Discount factor of scripts that do not say theirs."""
@@ -126,9 +127,11 @@ class ScriptListener:
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
+        self._first_rate: float | None = None
+        self._early: list[set[int]] = [set(), {0}]
+        self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._stated: Mapping[str, float] = {}
-        self._first_rate = 0.0
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
@@ -170,7 +173,7 @@ class ScriptListener:
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
-            self._first_rate = self._first_rate if self.updates else self._learning_rate
+            self._first_rate = self._learning_rate if self._first_rate is None else self._first_rate
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
@@ -266,26 +269,33 @@ class ScriptListener:
             MinibatchObjective(
                 epoch=self._epoch,
                 step=self._step,
-                steps=3 + self.updates % 2 if self._several else None,  # of two optimizers the one and the other
+                steps=self._steps_with_turns() if self._several else None,
                 forward=None,
                 coefficients={},
                 parameters={**self._named_parameters(optimizer), **more},
                 optimizer=optimizer,
                 max_norm=self._max_norm(optimizer, variables),
-                learning_rate=self._stated_rate(optimizer),
+                learning_rate=self._rate_of_settings(optimizer, variables),
                 gradient_step=None if self._several else self._gradient_step,
                 terms=terms,
                 by_name=True,
             )
         )
 
-    def _stated_rate(self, optimizer: Optimizer) -> float | None:
-        """The learning rate of the settings where that of the only optimizer has not changed since the first update; None elsewhere."""
+    def _steps_with_turns(self) -> int:
+        """A number of steps by which one optimizer is checked in one update, and another one in the next: they take turns, or the one takes
+        all of its steps before the other.
+        """
+        in_turns = self._early[0] != self._early[1]
+        return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
+
+    def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
+        """The learning rate that the settings say of the only optimizer, where its own is constant and no other setting says that."""
         rate = float(optimizer.param_groups[0]["lr"])
-        constant = (
-            self.updates > 0 and not self._several and len(optimizer.param_groups) == 1 and rate == self._first_rate
-        )
-        return self._stated.get("learning_rate") if constant else None
+        if self._several or not self.updates or rate != self._first_rate:
+            return None
+        others = (value for name, value in variables.named_values() if settings.is_rate(name))
+        return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
         """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
@@ -322,6 +332,8 @@ class ScriptListener:
         for reading in call.readings:
             self._add_reading(reading, call.variables)
         self._emit_minibatches()
+        if self._step in (1, 2):
+            self._early[self._step - 1] = own
         self._step += 1
         self._gradient_step += 1
 
@@ -332,6 +344,7 @@ class ScriptListener:
         self._emit_minibatches(all_of_them=True)
         self.open = False
         self.updates += 1
+        self._last_steps = self._step
         scalars = self.scalars.take()
         if scalars:
             self.findings[SCALARS] = None
@@ -396,15 +409,20 @@ class ScriptListener:
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
-        actions = self._actions_of(finder, None if first is None else first.inputs)
+        observations = finder.observations(None if first is None else first.inputs)
+        actions = self._actions_of(finder, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         self._rollout, self._size = rollout, collected
-        columns = ("log_probs", "returns", "values", "advantages")
-        self._rows = None if rollout is None else RowFinder({name: getattr(rollout, name) for name in columns})
+        self._rows = None
+        if rollout is not None:
+            own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
+            if observations is not None:
+                own["inputs"] = checksums(observations.float()).to(rollout.values.device)
+            self._rows = RowFinder(own)
         lstm = self.lstm.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -412,7 +430,7 @@ class ScriptListener:
             limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
             self._emit_rollout(rollout, actions, lstm, limits)
 
-    def _actions_of(self, finder: RolloutFinder, inputs: Tensor | None) -> RolloutActions | None:
+    def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
         heads = self.distributions.take_rollout(finder.steps, finder.envs)
         actions, log_probs, ended = finder.actions(self.distributions.chosen), finder.log_probs, finder.ended
@@ -430,7 +448,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            transitions=self.environments.transitions(finder.observations(inputs), actions),
+            transitions=self.environments.transitions(observations, actions),
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 
@@ -493,6 +511,7 @@ class ScriptListener:
                 left_out=reading.left_out,
                 heads=heads,
                 rows=names.find_rows(variables, count),
+                inputs=_input_checksums(reading.inputs, count),
             )
         )
 
@@ -566,6 +585,12 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _input_checksums(inputs: Tensor | None, count: int) -> Tensor | None:
+    if inputs is None or len(inputs) != count:
+        return None
+    return checksums(inputs.reshape(1, count, -1).float())[0]
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

@@ -45,6 +45,7 @@ class ScriptMinibatch(NamedTuple):
         left_out: estimates of the critic that no loss of the minibatch depends on, so far.
         heads: distributions of its rows.
         rows: [N], transitions of the rollout by the script's own variable; None where it has none.
+        inputs: [N], checksums of the policy's inputs.
     """
 
     epoch: int
@@ -56,6 +57,7 @@ class ScriptMinibatch(NamedTuple):
     left_out: ValueTerm | None
     heads: HeadColumns
     rows: Tensor | None
+    inputs: Tensor | None = None
 
     @property
     def complete(self) -> bool:
@@ -70,6 +72,7 @@ class ScriptMinibatch(NamedTuple):
             "returns": None if value is None else value.returns,
             "values": None if value is None else value.old_values,
             "advantages": self.policy.advantages,
+            "inputs": self.inputs,
         }
 
 

@@ -22,12 +22,15 @@ from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, as_tensor, stacked
 from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
-REWARDS: Aliases = ("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf", "r_hoder", "b_rewards", "batch_rewards")
+REWARDS: Aliases = (
+    *("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf", "r_hoder", "b_rewards", "batch_rewards", "reward"),
+    *("rs", "r"),
+)
 VALUES: Aliases = (
     *("values", "vals", "values_buf", "val_buf", "value_buf", "vs", "state_values", "old_values", "value_preds"),
     *("b_values", "batch_values", "flat_values", "value_estimates"),
 )
-ADVANTAGES: Aliases = ("b_advantages", "b_adv", "advantages", "advs", "adv_buf", "advantages_buf", "batch_advantages")
+ADVANTAGES: Aliases = ("advantages", "b_advantages", "b_adv", "advs", "adv_buf", "advantages_buf", "batch_advantages")
 RETURNS: Aliases = ("returns", "rets", "ret_buf", "returns_buf", "b_returns", "batch_returns", "value_targets")
 LOG_PROBS: Aliases = (
     *("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs", "old_log_probs", "logprob_a_hoder"),
@@ -53,6 +56,9 @@ MIN_SHARE = 0.99
 
 MAX_SHARED_NUMBERS = 1 << 14
 """Rows of a minibatch whose number several transitions have that are looked at one by one."""
+
+MIN_SAME_ROWS = 0.75
+"""Share of a minibatch's rows in which two columns agree that name the same transitions."""
 
 MIN_DISTINCT = 8
 """Different numbers from which on finding them in an array is no chance."""
@@ -99,6 +105,10 @@ class ScriptRollout(NamedTuple):
             if float((targets - own).abs().max()) <= SAME_NUMBER * float(own.abs().max()):
                 return stored.to(targets)
         return targets
+
+
+COLUMNS = ("inputs", "log_probs", "values", "returns", "advantages")
+"""Columns of a rollout that its minibatches have too; `inputs` are checksums of observations."""
 
 
 class RolloutFinder:
@@ -217,7 +227,9 @@ class RolloutFinder:
 
     def _identify_advantages(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
         """Find the advantages that the loss has normalised: in the minibatch's rows they differ from its own by a factor and an offset."""
-        known: dict[str, Tensor] = {role: self._found[role][: self.steps] for role in ("log_probs", "returns") if role in self._found}
+        known: dict[str, Tensor] = {
+            role: self._found[role][: self.steps] for role in ("log_probs", "returns") if role in self._found
+        }
         own = wanted["advantages"]
         if own is None or not known or "advantages" in self._found:
             return
@@ -287,10 +299,19 @@ class RolloutFinder:
             grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
         ]
         paid = self._paid.to(torch.float32)
+
+        def accept(value: object) -> Tensor | None:
+            grid = self._in_grid(value)  # a script may call its returns rewards
+            known = grid is None or any(torch.equal(grid, found[: self.steps]) for found in self._found.values())
+            return None if known else grid
+
+        named = self._variables.find(REWARDS, accept)
         same = [grid for grid in others if torch.equal(grid.to(torch.float32), paid)]
-        if same:
+        if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
             self._found["rewards"] = same[0]
-        elif self._variables.find(REWARDS, self._in_grid) is None:
+        elif named is not None:
+            self._found["rewards"] = named
+        else:
             close = [(correlation(grid, paid), -place) for place, grid in enumerate(others)]
             best = max(close, default=(0.0, 0))
             self._found["rewards"] = others[-best[1]] if best[0] > MIN_CORRELATION else paid.clone()
@@ -438,7 +459,8 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         following = self._found.get("next_values")
         shown = self._variables.find(NEXT_VALUES, self._in_grid) if following is None else following
-        implied = None if not gamma else (returns - rewards) / gamma
+        mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
+        implied = None if not gamma else ((advantages + values if mistaken else returns) - rewards) / gamma
         limits = None if self._limits is None else self._limits.to(values.device)
         if last is None and shown is not None:
             last = torch.where(ended[-1], values[-1], shown[-1].to(values))
@@ -487,6 +509,11 @@ def _last_values(implied: Tensor, values: Tensor, ended: Tensor) -> Tensor:
     return values if left_out else torch.where(ended, values, implied)
 
 
+def _same_rows(one: Tensor, other: Tensor) -> bool:
+    """Return True for the same transitions, up to some that are equal."""
+    return len(one) == len(other) and float((one == other).double().mean()) >= MIN_SAME_ROWS
+
+
 def _varies(array: Tensor) -> bool:
     return bool((array != array.reshape(-1)[0]).any())
 
@@ -525,6 +552,13 @@ def correlation(one: Tensor, other: Tensor) -> float:
     first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
     size = float(first.norm() * second.norm())
     return float(first @ second) / size if size > 0 else 0.0
+
+
+class Candidates(NamedTuple):
+    """Transitions [N] of a minibatch, and by place all those that are equal to the one there."""
+
+    rows: Tensor
+    equal: Mapping[int, Tensor]
 
 
 class RowFinder:
@@ -576,15 +610,29 @@ class RowFinder:
         return False
 
     def _rows_with(self, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The transitions with these numbers, found by a column that has all of them, those whose numbers lie furthest apart first."""
+        """The transitions with these numbers, by the columns that tell most transitions apart.
+
+        A script may mix up one of its columns: then the transitions are those of most others.
+        """
+        enough = len(self._columns["log_probs"]) // 2
+        telling = [name for name in COLUMNS if name in own and self._apart[name] > enough]
+        found: list[Candidates] = []
+        for name in telling:
+            candidates = self._candidates(name, own)
+            if candidates is not None:
+                if any(_same_rows(candidates.rows, other.rows) for other in found):
+                    return self._in_turns(candidates)
+                found.append(candidates)
+        if found:
+            return self._in_turns(found[0]) if len(found) == 1 else None
         for name in sorted(own, key=lambda name: -self._apart[name]):
-            rows = self._rows_by(name, own)
-            if rows is not None:
-                return rows
+            candidates = self._candidates(name, own)
+            if candidates is not None:
+                return self._in_turns(candidates)
         return None
 
-    def _rows_by(self, first: str, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The transitions with these numbers in one column; where several have a number, the one that is nearest in all columns."""
+    def _candidates(self, first: str, own: Mapping[str, Tensor]) -> Candidates | None:
+        """The transitions with these numbers in one column; where several have a number, those that are nearest in all columns."""
         table, order = self._columns[first].sort(stable=True)
         limit = self._limits[first]
         low = torch.searchsorted(table, own[first] - limit)
@@ -595,6 +643,7 @@ class RowFinder:
         several = (high - low > 1).nonzero().reshape(-1).tolist()
         if len(several) > MAX_SHARED_NUMBERS:
             return None
+        equal: dict[int, Tensor] = {}
         for place in several:
             candidates = order[low[place] : high[place]]
             distances = torch.zeros_like(candidates, dtype=torch.float64)
@@ -602,12 +651,18 @@ class RowFinder:
                 apart = (self._columns[name][candidates] - column[place]).abs()
                 if float(apart.min()) <= self._limits[name]:  # else the column is another one than the rollout's
                     distances += apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)
-            candidates = candidates[distances == distances.min()]
-            key = int(candidates[0])
-            turn = self._turns.get(key, 0)  # of equal transitions one after the other: a pass has each of them once
-            rows[place] = candidates[turn % len(candidates)]
+            equal[place] = candidates[distances == distances.min()]
+            rows[place] = equal[place][0]
+        return Candidates(rows, equal)
+
+    def _in_turns(self, candidates: Candidates) -> Tensor:
+        """Return the transitions, of equal ones one after the other: a pass has each of them once."""
+        for place, equal in candidates.equal.items():
+            key = int(equal[0])
+            turn = self._turns.get(key, 0)
+            candidates.rows[place] = equal[turn % len(equal)]
             self._turns[key] = turn + 1
-        return rows
+        return candidates.rows
 
 
 def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:

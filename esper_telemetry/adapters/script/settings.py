@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,11 @@ ANNEALS: Aliases = (
     "ANNEAL_LR",
 )
 CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
+
+
+def is_rate(name: str) -> bool:
+    """Return True for the name of a learning rate, also of one network's."""
+    return re.search(r"(^|_)lr(_|$)|rate", name.lower()) is not None
 
 
 def find_coefficients(variables: Variables) -> dict[str, float]:

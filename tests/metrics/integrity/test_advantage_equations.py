@@ -131,6 +131,16 @@ def test_one_wrong_row_has_no_explanation_that_changes_others(place: tuple[int, 
     assert names(check(c, advantages)) <= {"other_last_value"}
 
 
+@pytest.mark.parametrize("step", [0, -1])
+def test_constant_rewards_are_no_rewards_of_another_step(step: int) -> None:
+    c = random_rollout(3, ends=0.3)
+    c = replace(c, rewards=np.ones_like(c.rewards))
+    rewards = c.rewards.copy()
+    rewards[step] = 0.25
+
+    assert not names(check(c, right(replace(c, rewards=rewards)))) & {"rewards_early", "rewards_late"}
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> None:
     """Every end is a time limit here: to bootstrap ends and to bootstrap time limits with the next episode's value are the same."""

@@ -411,20 +411,31 @@ def broadcast_mean(inputs: GaeInputs) -> Tensor | None:
 # rewards
 
 
-def rewards_late(inputs: GaeInputs) -> Tensor:
-    """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed."""
+def rewards_late(inputs: GaeInputs) -> Tensor | None:
+    """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed.
+
+    None of constant rewards, which are the same in the step before: the first row alone would decide.
+    """
+    if _constant(inputs.rewards):
+        return None
     shifted = [gae(inputs, rewards=rewards) for rewards in _of_stored(inputs, lambda rewards: rewards.roll(1, 0))]
     for one in shifted:
         one[0] = inputs.claimed[0]
     return closest_whole(inputs, *shifted)
 
 
-def rewards_early(inputs: GaeInputs) -> Tensor:
-    """GAE from the rewards of the step after; the reward after the last one is that which gives its row."""
+def rewards_early(inputs: GaeInputs) -> Tensor | None:
+    """GAE from the rewards of the step after; the reward after the last one is that which gives its row. None of constant rewards."""
+    if _constant(inputs.rewards):
+        return None
     shifted = _of_stored(inputs, lambda rewards: rewards.roll(-1, 0))
     for one in shifted:
         one[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
     return closest_whole(inputs, *(gae(inputs, rewards=one) for one in shifted))
+
+
+def _constant(rewards: Tensor) -> bool:
+    return torch.equal(rewards[1:], rewards[:-1])
 
 
 def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
