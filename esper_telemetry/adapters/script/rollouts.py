@@ -323,13 +323,14 @@ class RolloutFinder:
             return
         if limits is not None and bool(limits.any()):
             for grid in grids:
-                if len(grid) == self.steps and torch.equal(grid != 0, limits.to(grid.device)):
-                    self._found["limit_values"] = grid
+                free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
+                if free and torch.equal(grid != 0, limits.to(grid.device)) and not bool((grid[limits] == 1).all()):
+                    self._found["limit_values"] = grid  # flags are 1
         if len(values) != self.steps:
             return
         within = ~ends[:-1].to(values.device)
         for grid in grids:
-            if grid is not values and len(grid) == self.steps and bool(within.any()):
+            if len(grid) == self.steps and bool(within.any()) and not torch.equal(grid, values):
                 difference = (grid[:-1] - values[1:]).abs()[within]
                 if float(difference.max()) <= SAME_NUMBER * max(1.0, float(values.abs().max())):
                     self._found["next_values"] = grid
