@@ -193,7 +193,10 @@ def read_loss(
         outputs: of its distributions, with graphs.
         values: of layers with one unit, with graphs, the last one at the end.
     """
-    if loss.grad_fn is None or loss.numel() != 1 or loss._backward_hooks:
+    held = [*held, *outputs.log_probs, *outputs.entropies, *values, loss]
+    # a hook of the script would see a second backward pass, and `retain_grad` would add its gradients
+    listens = any(one.grad_fn is not None and (one._backward_hooks or one.retains_grad) for one in held)
+    if loss.grad_fn is None or loss.numel() != 1 or listens:
         return None
     try:
         return _LossReader(loss, held, outputs, values).read()
@@ -208,9 +211,8 @@ def graph_of(output: Tensor) -> Collection[Node]:
 
 class _LossReader:
     def __init__(
-        self, loss: Tensor, held: Iterable[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
+        self, loss: Tensor, held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
     ) -> None:
-        held = [*held, *outputs.log_probs, *outputs.entropies, *values]
         self.loss, self.outputs, self.values = loss, outputs, values
         self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
         self._walk()

@@ -161,6 +161,14 @@ def test_actions_that_arrive_some_steps_late_are_named_with_their_delay(delay: i
     assert (explanation.hypothesis.name, explanation.fitted) == ("late", delay)
 
 
+def test_actions_that_do_not_depend_on_those_sent_are_named_and_other_numbers_for_them_are_not() -> None:
+    torch.manual_seed(0)
+    sent = torch.randint(0, 3, (64, 4))
+
+    assert names(check_executed(sent, torch.randint(0, 3, (64, 4)))) == ["unrelated"]
+    assert names(check_executed(sent, 2 - sent)) == []
+
+
 def test_actions_in_other_units_are_a_variant() -> None:
     sent = torch.randn(STEPS, ENVS)
     result = check_executed(sent, 0.05 * sent)

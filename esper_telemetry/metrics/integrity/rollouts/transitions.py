@@ -236,9 +236,11 @@ def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Ten
     return (factor, factor * sent) if factor > 0 else None
 
 
-def _unrelated(columns: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Return the actions that arrived where they do not depend on those that were sent, by a test of independence of a few choices."""
-    arrived, sent = columns
+def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
+    """Return the share of equal actions, and those that arrived, where these do not depend on those that were sent: the test is that of
+    independence of a few choices.
+    """
+    sent = columns[1]
     rows, row = sent.reshape(-1).unique(return_inverse=True)
     cells, cell = arrived.reshape(-1).unique(return_inverse=True)
     count, size = len(rows) * len(cells), sent.numel()
@@ -248,7 +250,11 @@ def _unrelated(columns: tuple[Tensor, Tensor]) -> Tensor | None:
     expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / size
     freedom = (len(rows) - 1) * (len(cells) - 1)
     excess = float(((table - expected).square() / expected).sum()) - freedom
-    return arrived if excess < MAX_DEPENDENCE * math.sqrt(2 * freedom) else None
+    return (
+        (float((arrived == sent).double().mean()), arrived)
+        if excess < MAX_DEPENDENCE * math.sqrt(2 * freedom)
+        else None
+    )
 
 
 EXECUTED = Equation(
@@ -277,19 +283,20 @@ EXECUTED = Equation(
             advice="Step the environments with the actions that were chosen for this step.",
         ),
         Hypothesis(
-            name="unrelated",
-            says="choices that do not depend on them",
-            equation="executed a_t independent of a_t",
-            compute=_unrelated,
-            advice="Step the environments with the actions that the policy chose and the rollout stores.",
-        ),
-        Hypothesis(
             name="late",
             says="those of earlier steps,",
             equation="executed a_t = a_{t-k}",
             fit=_steps_late,
             parameter="delay",
             advice="Step the environments with the actions of this step; where the delay is intended, show the agent those to come.",
+        ),
+        Hypothesis(
+            name="unrelated",
+            says="choices that do not depend on them,",
+            equation="executed a_t independent of a_t",
+            fit=_unrelated,
+            parameter="share of equal ones",
+            advice="Step the environments with the actions that the policy chose and the rollout stores.",
         ),
         Hypothesis(  # see `effects`; an environment may answer late by design, as actuators and networks do
             name="late_effect",

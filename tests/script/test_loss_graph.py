@@ -1,0 +1,167 @@
+"""Terms of losses as their graphs show them, and the passes of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.nn import functional as F
+
+from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LossReading, read_loss
+from esper_telemetry.adapters.script.minibatches import PassFinder, common_factor
+
+ROWS, CLIP = 16, 0.2
+
+Error = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The critic's loss of estimates, targets and estimates at collection; with its clip and its weight as half a squared error."""
+
+
+class Rows:
+    """Rows of a minibatch with a policy and a critic of one layer each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        states = torch.randn(ROWS, 3)
+        distribution = Categorical(logits=nn.Linear(3, 2)(states))
+        self.log_probs, self.entropy = distribution.log_prob(torch.arange(ROWS) % 2), distribution.entropy()
+        self.output = nn.Linear(3, 1)(states)
+        self.values = self.output.view(-1)
+        self.old_log_probs = self.log_probs.detach() - 0.1 * torch.randn(ROWS)
+        self.ratio = (self.log_probs - self.old_log_probs).exp()
+        self.advantages, self.returns = torch.randn(ROWS), torch.randn(ROWS)
+        self.old_values = self.values.detach() + 0.1 * torch.randn(ROWS)
+
+    def surrogate(self, ratio: Tensor | None = None) -> Tensor:
+        """The clipped surrogate loss."""
+        ratio = self.ratio if ratio is None else ratio
+        return torch.max(-self.advantages * ratio, -self.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+
+    def read(self, loss: Tensor) -> LossReading:
+        """The terms of a loss of these rows."""
+        outputs = DistributionGraphs([self.log_probs], [self.entropy])
+        reading = read_loss(loss, held=[self.values], outputs=outputs, values=[self.output])
+        assert reading is not None
+        return reading
+
+
+def squared(values: Tensor, returns: Tensor, old: Tensor) -> Tensor:
+    return (values - returns) ** 2
+
+
+def clipped(values: Tensor, returns: Tensor, old: Tensor) -> Tensor:
+    return (old + torch.clamp(values - old, -CLIP, CLIP) - returns) ** 2
+
+
+ERRORS: dict[str, tuple[Error, float | None, float]] = {
+    "half the square": (lambda v, r, o: 0.5 * squared(v, r, o).mean(), None, 1.0),
+    "F.mse_loss": (lambda v, r, o: F.mse_loss(v, r), None, 2.0),
+    "targets first": (lambda v, r, o: (r - v).pow(2).sum() / ROWS, None, 2.0),
+    "a product": (lambda v, r, o: ((r - v) * (r - v)).mean(), None, 2.0),
+    "the larger one": (lambda v, r, o: torch.max(squared(v, r, o), clipped(v, r, o)).mean(), CLIP, 2.0),
+    "the smaller one": (lambda v, r, o: torch.min(squared(v, r, o), clipped(v, r, o)).mean(), CLIP, 2.0),
+    "the clipped one alone": (lambda v, r, o: 0.5 * clipped(v, r, o).mean(), CLIP, 1.0),
+    "clipped by tensors": (lambda v, r, o: torch.clamp(v, o - CLIP, o + CLIP).sub(r).pow(2).mean(), CLIP, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_values_targets_clip_and_weight_of_a_value_loss(name: str) -> None:
+    rows = Rows()
+    error, clip, weight = ERRORS[name]
+
+    reading = rows.read(rows.surrogate() + error(rows.values, rows.returns, rows.old_values))
+
+    value = reading.value
+    assert reading.complete and value is not None and value.values is not None and value.returns is not None
+    torch.testing.assert_close(value.values, rows.values.detach())
+    torch.testing.assert_close(value.returns, rows.returns)
+    assert (value.clip is None) == (clip is None) and value.clip == pytest.approx(clip)
+    assert value.weight == pytest.approx(weight)
+    if clip is not None:
+        torch.testing.assert_close(value.old_values, rows.old_values)
+
+
+def test_a_difference_of_a_column_and_a_row_has_their_numbers() -> None:
+    rows = Rows()
+
+    value = rows.read(rows.surrogate() + (rows.output - rows.returns).square().mean()).value
+
+    assert value is not None and value.values is not None and value.returns is not None
+    torch.testing.assert_close(value.returns, rows.returns)
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(inverted: bool) -> None:
+    rows = Rows()
+    ratio = (rows.old_log_probs - rows.log_probs).exp() if inverted else rows.ratio
+
+    policy = rows.read(rows.surrogate(ratio)).policy
+
+    assert policy is not None and policy.inverted == inverted and policy.log_ratio is not None
+    torch.testing.assert_close(policy.log_ratio, (rows.log_probs - rows.old_log_probs).detach())
+    torch.testing.assert_close(policy.old_log_probs, rows.old_log_probs)
+    torch.testing.assert_close(policy.advantages, rows.advantages)
+    assert policy.clip == pytest.approx(CLIP)
+
+
+def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_another_one() -> None:
+    rows = Rows()
+    sampled = rows.read(rows.surrogate() + 0.01 * rows.log_probs.mean())
+    rows = Rows()
+    penalty = (rows.old_log_probs - rows.log_probs).mean()
+
+    both = rows.read(rows.surrogate() + 0.5 * penalty - 0.01 * rows.entropy.mean())
+
+    assert sampled.complete and sampled.entropy is not None and sampled.entropy.weight == pytest.approx(0.01)
+    assert float(sampled.entropy.loss) == pytest.approx(float(rows.log_probs.detach().mean()))
+    assert not both.complete and both.entropy is not None and both.entropy.weight == pytest.approx(0.01)
+
+
+def test_what_a_loss_leaves_out_is_known() -> None:
+    rows = Rows()
+
+    reading = rows.read(rows.surrogate())
+
+    assert reading.complete and reading.value is None
+    assert reading.left_out is not None and reading.left_out.values is not None
+    torch.testing.assert_close(reading.left_out.values, rows.values.detach())
+    assert reading.entropy is not None and reading.entropy.weight == 0
+
+
+def test_a_graph_in_which_the_script_listens_is_left_alone() -> None:
+    retaining, hooked = Rows(), Rows()
+    retaining.ratio.retain_grad()
+    calls: list[Tensor] = []
+    hooked.ratio.register_hook(calls.append)
+
+    assert read_loss(retaining.surrogate(), held=[retaining.ratio]) is None and retaining.ratio.grad is None
+    assert read_loss(hooked.surrogate(), held=[hooked.ratio]) is None and not calls
+
+
+def test_a_factor_of_the_whole_loss_is_told_from_other_weights() -> None:
+    rows = Rows()
+    loss = rows.surrogate() + 0.5 * squared(rows.values, rows.returns, rows.old_values).mean()
+
+    reading = rows.read((loss - 0.01 * rows.entropy.mean()) / 4)
+
+    assert reading.policy is not None
+    terms = reading.policy, reading.value, reading.entropy
+    assert common_factor(*terms, {"value": 0.5, "entropy": 0.01}) == pytest.approx(0.25)
+    assert common_factor(*terms, {"value": 0.1}) == 1.0
+    assert common_factor(*terms, {}) == 1.0
+
+
+def test_passes_are_counted_by_the_variable_that_grows_after_each_of_them() -> None:
+    """Three passes of four minibatches; the others are the update, the minibatch, its first row, and all minibatches."""
+    finder = PassFinder()
+    for count in range(12):
+        epoch, minibatch = divmod(count, 4)
+        numbers = {"update": 1, "_": epoch, "i": minibatch, "start": 8 * minibatch, "total": count}
+        finder.add({(0, name): number for name, number in numbers.items()}, 8)
+
+    assert finder.find(32) == (0, "_")
+    assert finder.passes((0, "_")) == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert finder.find(96) is None
