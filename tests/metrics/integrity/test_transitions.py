@@ -138,6 +138,16 @@ def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:
     assert names(result) == ([mistake] if mistake else [])
 
 
+def test_rewards_that_a_program_clips_or_scales_are_variants() -> None:
+    paid = 2 * torch.randn(STEPS, ENVS)
+
+    clipped, scaled = check_rewards(paid.clamp(-1, 1), paid), check_rewards(0.1 * paid, paid)
+
+    assert names(clipped) == ["clipped"] and names(scaled) == ["scaled"]
+    assert all(one.hypothesis.variant for result in (clipped, scaled) for one in result.explanations)
+    assert clipped.explanations[0].fitted == 1
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["", "other_environment", "step_before"])
 def test_actions_that_arrive_elsewhere_are_named(seed: int, mistake: str) -> None:

@@ -173,6 +173,20 @@ def _other_step(steps: int) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
     return compute
 
 
+def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
+    sent = columns[1]
+    size = float(sent[::2].square().sum())
+    factor = float((sent * arrived)[::2].sum()) / size if size else 0.0
+    return (factor, factor * sent) if factor > 0 else None
+
+
+def _clipped(columns: tuple[Tensor, ...], stored: Tensor) -> tuple[float, Tensor] | None:
+    """Return the upper bound, and the rewards of the environments between the smallest and the largest stored one."""
+    low, high = stored.min(), stored.max()
+    paid = columns[1]
+    return (float(high), paid.clamp(low, high)) if bool(((paid < low) | (paid > high)).any()) and high > low else None
+
+
 MIN_CELL_COUNT = 20
 """Actions for each pair of choices from which on their independence is tested."""
 
@@ -211,6 +225,24 @@ STORED_REWARDS = Equation(
             advice="Keep the order of environments; check reshapes of [T, B].",
         ),
         Hypothesis(
+            name="clipped",
+            says="those of the environments, clipped,",
+            equation="r_t = min(max(r, low), high)",
+            fit=_clipped,
+            parameter="upper bound",
+            variant=True,
+            source="1312.5602, section 5: rewards clipped to -1, 0 and 1",
+        ),
+        Hypothesis(
+            name="scaled",
+            says="those of the environments, scaled,",
+            equation="r_t = c r",
+            fit=_scaled,
+            parameter="factor",
+            variant=True,
+            source="1708.02596, section 4.2: reward scaling",
+        ),
+        Hypothesis(
             name="raw",
             says="those before normalisation",
             equation="r_t is the reward before it is normalised",
@@ -227,13 +259,6 @@ def _steps_late(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float,
         if torch.allclose(arrived[delay:], columns[1][:-delay], atol=1e-6):
             return float(delay), torch.cat([arrived[:delay], columns[1][:-delay]])
     return None
-
-
-def _scaled(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
-    sent = columns[1]
-    size = float(sent[::2].square().sum())
-    factor = float((sent * arrived)[::2].sum()) / size if size else 0.0
-    return (factor, factor * sent) if factor > 0 else None
 
 
 def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, Tensor] | None:
