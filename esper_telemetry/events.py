@@ -243,6 +243,8 @@ class RolloutEnd:
             after them: their `next_values` are 0, or what the trainer takes instead; else None.
         ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
         returns_known: False where the source does not see the returns: they are the advantages plus the values.
+        seen_difference: name of the hypothesis why training computes other log-probabilities than acting, where the source has seen it
+            itself; None where it has not.
     """
 
     update: int
@@ -274,6 +276,7 @@ class RolloutEnd:
     time_limits: Tensor | None = None
     ends_known: bool = True
     returns_known: bool = True
+    seen_difference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

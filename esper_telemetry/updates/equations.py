@@ -114,7 +114,9 @@ def _first_minibatch(
         return stored.double().flatten().index_copy(0, rows, numbers.detach().double()).view_as(stored)
 
     now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
-    log_probs = check_replayed_log_probs(rollout.log_probs, now, valid=valid, precision=precision)
+    seen = rollout.seen_difference
+    known = {} if seen is None else {seen: rollout.log_probs.double}
+    log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     yield from log_probs if log_probs.matches or moved else unchecked(REPLAYED_LOG_PROBS, ROUNDING)
     old, new = minibatches.old_values, minibatches.values
@@ -128,7 +130,12 @@ def _first_minibatch(
         other = shifted(replay, steps, rollout.values.double())
         return None if known is None or other is None else torch.where(known, other, rollout.values.double())
 
-    alternatives = {"observation_before": partial(of_step, -1), "observation_after": partial(of_step, 1)}
+    alternatives: dict[str, Callable[[], Tensor | None]] = {
+        "observation_before": partial(of_step, -1),
+        "observation_after": partial(of_step, 1),
+    }
+    if seen is not None:
+        alternatives[seen] = rollout.values.double
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     sure = values.matches or values.explanations or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")

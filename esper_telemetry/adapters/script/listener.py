@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
+from esper_telemetry.adapters.script.acting import Acting, ActingLog
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.minibatches import (
     MinibatchQueue,
@@ -58,6 +59,7 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
+from esper_telemetry.metrics.integrity.rollouts.collection import FIRST_DIFFERENCE
 from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
 DEFAULT_GAMMA = 0.99
@@ -111,7 +113,7 @@ class ScriptListener:
         self.lstm_count = 0
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
-        self.estimates = EstimateLog()
+        self.estimates, self.acting = EstimateLog(), ActingLog()
         self.environments, self.scalars = EpisodeLog(), ScalarLog()
         self._begin, self._log = begin, log
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -367,6 +369,7 @@ class ScriptListener:
             self.environments.after_step(env, result, action)
             self.distributions.after_env_step()
             self.estimates.after_env_step()
+            self.acting.after_env_step()
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True
@@ -423,12 +426,40 @@ class ScriptListener:
             if observations is not None:
                 own["inputs"] = checksums(observations.float()).to(rollout.values.device)
             self._rows = RowFinder(own)
-        lstm = self.lstm.take(finder.steps, finder.envs)
+        lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
             limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
-            self._emit_rollout(rollout, actions, lstm, limits)
+            seen = (
+                None
+                if first is None or acting is None
+                else self._seen_difference(rollout, first, acting, variables, observations)
+            )
+            self._emit_rollout(rollout, actions, lstm, limits, seen)
+
+    def _seen_difference(
+        self,
+        rollout: ScriptRollout,
+        first: LossReading,
+        acting: Acting,
+        variables: Variables,
+        observations: Tensor | None,
+    ) -> str | None:
+        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None where it has the same ones."""
+        policy = first.policy
+        if policy is None or policy.log_ratio is None or float(policy.log_ratio.abs().max()) < FIRST_DIFFERENCE:
+            return None
+        own = {name: getattr(rollout, name) for name in ("log_probs", "returns")}
+        columns = {"log_probs": policy.old_log_probs, "returns": None if first.value is None else first.value.returns}
+        rows = RowFinder(own).rows_of(names.find_rows(variables, len(policy.advantages)), columns)
+        if rows is None or int(rows.max()) >= rollout.values.numel():
+            return None
+        trained = {
+            id(parameter) for one in self._optimizers for parameter in _parameters_of(one)
+        } | self._parameters.keys()
+        modules = [value for value in variables.values() if isinstance(value, nn.Module)]
+        return acting.difference(first.inputs, rows, observations, trained, modules)
 
     def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
@@ -458,6 +489,7 @@ class ScriptListener:
         actions: RolloutActions | None,
         lstm: RecordedLstm | None,
         time_limits: Tensor | None,
+        seen_difference: str | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
@@ -473,6 +505,7 @@ class ScriptListener:
                 time_limits=None if bootstraps else limits,
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
+                seen_difference=seen_difference,
                 **{**shown, **{name: getattr(actions, name) for name in columns}},
             )
         )

@@ -262,8 +262,11 @@ class Taps:
         @functools.wraps(forward)
         def passed(layer: Any, inputs: Any) -> Any:
             output = forward(layer, inputs)
-            if layer.out_features == 1 and not _compiling():
-                self._call_briefly(lambda script: script.estimates.add(output))
+            if not _compiling():
+                if layer.out_features == 1:
+                    self._call_briefly(lambda script: script.estimates.add(output))
+                if not output.requires_grad:
+                    self._call_briefly(lambda script: script.acting.add(layer, inputs))
             return output
 
         return passed

@@ -1,0 +1,135 @@
+"""The network that a script acts with: its inputs before each step of the environments, and its mode.
+
+Shapes: T steps, B environments, N rows of a minibatch, n inputs of the first layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+MAX_INPUT_ENTRIES = 1 << 22
+"""Entries of the inputs of one rollout that are copied."""
+
+MAX_LAYERS = 16
+"""Layers of the acting network that are known."""
+
+SAME_INPUT = 1e-5
+"""Difference up to which two inputs are the same, next to the largest one."""
+
+MIN_GROUP = 3
+"""Rows from which on it shows whether inputs are others times a number, plus another one."""
+
+MIN_SCALED = 0.95
+"""Share of groups and inputs in which they must be: normalisers cut a few."""
+
+MIN_SHARE = 0.5
+"""Share of rows with other inputs from which on a script acts on other observations than it trains on."""
+
+
+class Acting(NamedTuple):
+    """What a script acted on.
+
+    Attributes:
+        inputs: [T, B, n], of the first layer.
+        weights: of the layers of the network.
+        training: the network was in training mode.
+    """
+
+    inputs: Tensor
+    weights: list[weakref.ref[Tensor]]
+    training: bool
+
+    def difference(
+        self,
+        inputs: Tensor | None,
+        rows: Tensor,
+        observations: Tensor | None,
+        trained: Collection[int],
+        modules: Iterable[nn.Module],
+    ) -> str | None:
+        """Return the hypothesis of `replayed_log_probs` that explains why training computes other log-probabilities; None without any.
+
+        Args:
+            inputs: [N, n], of the first layer in training.
+            rows: [N], their transitions, counted time by time.
+            observations: [T, B, ...], stored ones; None where they are not known.
+            trained: `id` of the parameters that are trained.
+            modules: of the script.
+        """
+        size = self.inputs.shape[2]
+        if inputs is not None and inputs.shape == (len(rows), size):
+            device = self.inputs.device
+            acted, own = self.inputs.reshape(-1, size)[rows.to(device)].double(), inputs.to(device).double()
+            limit = SAME_INPUT * max(1.0, float(acted.abs().max()))
+            others = ((acted - own).abs() > limit).any(1)
+            if float(others.double().mean()) > MIN_SHARE:
+                scaled = _are_scaled(acted.unsqueeze(0), own.unsqueeze(0))
+                if not scaled and observations is not None and observations.numel() == self.inputs.numel():
+                    scaled = _are_scaled(
+                        self.inputs.double(), observations.reshape(self.inputs.shape).to(device).double()
+                    )
+                return "other_statistics" if scaled else "other_observations"
+        weights = [weight for one in self.weights if (weight := one()) is not None]
+        if weights and trained and not any(id(weight) in trained for weight in weights):
+            return "older_weights"
+        parts = [part for module in modules for part in module.modules()]
+        random = any(isinstance(part, _DropoutNd) and part.p > 0 and part.training for part in parts)
+        modes = any(isinstance(part, _DropoutNd | _BatchNorm) and part.training != self.training for part in parts)
+        return "other_mode" if modes else "random_passes" if random else None
+
+
+def _are_scaled(acted: Tensor, own: Tensor) -> bool:
+    """Return True where inputs [K, M, n] are others times a number, plus another one.
+
+    The numbers may differ between the K groups, as running statistics do between steps.
+    """
+    if acted.shape[1] < MIN_GROUP:
+        return False
+    one, other = acted - acted.mean(1, keepdim=True), own - own.mean(1, keepdim=True)
+    sizes = one.square().sum(1) * other.square().sum(1)
+    varies = sizes > SAME_INPUT**2
+    squares = (one * other).sum(1).square()[varies] / sizes[varies]
+    return bool(squares.numel()) and float((squares > 1 - SAME_INPUT).double().mean()) > MIN_SCALED
+
+
+class ActingLog:
+    """Records the first layer that a script calls after each step of its environments."""
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+        self._pending: Tensor | None = None
+        self._weights: dict[int, weakref.ref[Tensor]] = {}
+        self._training = False
+        self._entries = 0
+
+    def add(self, layer: nn.Module, inputs: Tensor) -> None:
+        """Record a call of a layer that acts, without a graph."""
+        weight = layer.weight
+        if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
+            self._weights.setdefault(id(weight), weakref.ref(weight))
+        if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:
+            self._pending, self._training = inputs.detach().reshape(-1, inputs.shape[-1]).clone(), layer.training
+
+    def after_env_step(self) -> None:
+        """The environments have taken a step, with the actions of the network."""
+        if self._pending is not None:
+            self._steps.append(self._pending)
+            self._entries += self._pending.numel()
+            self._pending = None
+
+    def take(self, steps: int, envs: int) -> Acting | None:
+        """Return what was recorded since the last call; None where it does not fit a rollout of T steps of B environments."""
+        recorded = [one for one in self._steps if len(one) == envs]
+        acting = None
+        if steps and len(recorded) == steps and len({one.shape for one in recorded}) == 1:
+            acting = Acting(torch.stack(recorded), list(self._weights.values()), self._training)
+        self._steps, self._pending, self._entries = [], None, 0
+        self._weights.clear()
+        return acting

@@ -1,0 +1,60 @@
+"""Why a script's training computes other log-probabilities than its acting, by what its network received."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.adapters.script.acting import Acting, ActingLog
+
+STEPS, ENVS, INPUTS = 8, 4, 3
+
+
+def acted(network: nn.Sequential, states: Tensor) -> Acting:
+    """What the log has of a network that acts on these states [T, B, n]."""
+    log = ActingLog()
+    with torch.no_grad():
+        for inputs in states:
+            rows = inputs
+            for layer in network:
+                if isinstance(layer, nn.Linear):
+                    log.add(layer, rows)
+                rows = layer(rows)
+            log.after_env_step()
+    acting = log.take(len(states), ENVS)
+    assert acting is not None
+    return acting
+
+
+def network(*between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(INPUTS, 5), *between, nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("case", ["same", "running", "noise", "copy", "dropout", "mode"])
+def test_what_differs_between_acting_and_training(case: str) -> None:
+    """Rows of training come in another order; running statistics differ from step to step."""
+    trained = network(nn.Dropout(0.5)) if case in ("dropout", "mode") else network()
+    stored = torch.randn(STEPS, ENVS, INPUTS)
+    moving = torch.linspace(1, 2, STEPS).reshape(-1, 1, 1)
+    inputs = {"running": (stored - moving) / moving, "noise": stored + torch.randn_like(stored)}.get(case, stored)
+    acting_network = copy.deepcopy(trained) if case == "copy" else trained
+    acting = acted(acting_network.train(case != "mode"), inputs)
+    rows = torch.randperm(STEPS * ENVS)
+    parameters = {id(parameter) for parameter in trained.parameters()}
+
+    named = acting.difference(stored.reshape(-1, INPUTS)[rows], rows, stored, parameters, [trained.train()])
+
+    expected = {"running": "other_statistics", "noise": "other_observations", "copy": "older_weights"}
+    assert named == {**expected, "dropout": "random_passes", "mode": "other_mode"}.get(case)
+
+
+def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
+    log = ActingLog()
+    log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS))
+    log.after_env_step()
+
+    assert log.take(STEPS, ENVS) is None
