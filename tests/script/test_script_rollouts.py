@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributions
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
@@ -244,3 +244,52 @@ def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_ad
 
     assert rollout is not None
     assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
+
+
+def test_ends_that_are_all_time_limits_are_no_values_of_their_last_states() -> None:
+    draw = torch.Generator().manual_seed(12)
+    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    limits = torch.arange(32).reshape(32, 1) % 10 == 9
+    arrays = {"v": values, "a": advantages, "z": log_probs, "q": advantages + values, "done": limits.float()}
+    for bootstraps in (False, True):
+        arrays |= {"last": limits * torch.randn(32, 1, generator=draw)} if bootstraps else {}
+        reading = reading_of(log_probs, advantages)
+        finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
+        rollout = finder.rollout(0.9)
+
+        assert rollout is not None and rollout.bootstraps is bootstraps
+
+
+def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
+    scale = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
+    means = torch.zeros(3, 2, requires_grad=True)
+    plain, squash = distributions.Normal(means, 1.0), distributions.TanhTransform()
+    for distribution, shown in (
+        (distributions.Independent(plain, 1), True),
+        (distributions.MultivariateNormal(means, torch.eye(2)), True),
+        (distributions.MultivariateNormal(means, scale_tril=scale), False),
+        (distributions.TransformedDistribution(plain, squash), False),
+        (distributions.Bernoulli(logits=means), False),
+        (distributions.Beta(means.exp(), 1.0), False),
+    ):
+        log = DistributionLog()
+        log.add(distribution, means.sum(1))
+        heads = log.take_minibatch(3)
+        assert bool(heads.means or heads.logits) is shown
+
+
+def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        means = torch.zeros(3, 2, requires_grad=True)
+        policy = distributions.Independent(distributions.Normal(means, means.exp()), 1)
+        policy.log_prob(torch.zeros(3, 2))
+        policy.entropy()
+    finally:
+        taps.remove()
+
+    graphs = listener.distributions.take_graphs()
+    assert [tuple(one.shape) for one in (*graphs.log_probs, *graphs.entropies)] == [(3,), (3,)]
+    assert listener.distributions.take_minibatch(3).means.keys() == {"action"}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
@@ -73,7 +73,7 @@ class DistributionLog:
         if log_probs.requires_grad:
             self._returned.append(log_probs)
             self._chosen = actions.detach() if isinstance(actions, Tensor) else None
-        if not hasattr(distribution, "logits") and not hasattr(distribution, "stddev"):
+        if not _has_columns(distribution):
             return
         columns = head_columns({"": distribution})
         parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
@@ -145,6 +145,14 @@ class DistributionLog:
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
             return HeadColumns()
         return _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def _has_columns(distribution: Any) -> bool:
+    """Return True for a choice, and for a Gaussian whose dimensions are independent."""
+    if isinstance(distribution, distributions.MultivariateNormal):
+        return not bool(distribution.scale_tril.tril(-1).any())
+    base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
+    return isinstance(base, distributions.Normal) or isinstance(distribution, distributions.Categorical)
 
 
 def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:

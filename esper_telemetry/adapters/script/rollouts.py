@@ -323,7 +323,8 @@ class RolloutFinder:
             return
         if limits is not None and bool(limits.any()):
             for grid in grids:
-                if len(grid) == self.steps and torch.equal(grid != 0, limits.to(grid.device)):
+                same = len(grid) == self.steps and torch.equal(grid != 0, limits.to(grid.device))
+                if same and not torch.equal(grid, (grid != 0).to(grid)):  # flags have the same zeros
                     self._found["limit_values"] = grid
         if len(values) != self.steps:
             return
