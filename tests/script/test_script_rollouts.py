@@ -246,13 +246,15 @@ def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_ad
     assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
 
 
-def test_ends_that_are_all_time_limits_are_no_values_of_their_last_states() -> None:
+def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:
     draw = torch.Generator().manual_seed(12)
     log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
     limits = torch.arange(32).reshape(32, 1) % 10 == 9
-    arrays = {"v": values, "a": advantages, "z": log_probs, "q": advantages + values, "done": limits.float()}
-    for bootstraps in (False, True):
-        arrays |= {"last": limits * torch.randn(32, 1, generator=draw)} if bootstraps else {}
+    returns = advantages + values
+    arrays = {"v": values, "a": advantages, "z": log_probs, "q": returns, "done": limits.float()}
+    added = limits * (returns - 1).reshape(32, 1)
+    for last, bootstraps in ((limits.float(), False), (added / 0.9, True), (added, False)):
+        arrays["last"] = last
         reading = reading_of(log_probs, advantages)
         finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
         rollout = finder.rollout(0.9)

@@ -473,6 +473,10 @@ class RolloutFinder:
             return None
         after = next_values(values, last, ended)
         final = self._found.get("limit_values") if following is None else following
+        if following is None and final is not None and limits is not None:
+            # what is added to the rewards may be γ times the values, or values that lack γ: numbers do not tell
+            added = (returns - rewards - final.to(values))[limits].abs()
+            final = None if float(added.max()) <= SAME_NUMBER * float(returns.abs().max()) else final
         bootstraps = limits is not None and final is not None and bool(limits.any())
         if limits is not None and final is not None:
             after = torch.where(limits, final.to(values), after)
