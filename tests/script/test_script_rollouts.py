@@ -295,3 +295,30 @@ def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> No
     graphs = listener.distributions.take_graphs()
     assert [tuple(one.shape) for one in (*graphs.log_probs, *graphs.entropies)] == [(3,), (3,)]
     assert listener.distributions.take_minibatch(3).means.keys() == {"action"}
+
+
+@pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])
+def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tuple[str, ...]) -> None:
+    draw = torch.Generator().manual_seed(13)
+    kept = {name: torch.randn(32, generator=draw) for name in ("log_probs", "advantages", "values")}
+    kept["returns"] = kept["advantages"] + kept["values"]
+    order = torch.randperm(32, generator=draw)
+    log_probs, advantages, returns = (
+        kept[name][order] if name in (*mixed, "log_probs") else kept[name]
+        for name in ("log_probs", "advantages", "returns")
+    )
+    now, critic = log_probs[:16].clone().requires_grad_() + 0, kept["values"][order[:16]].clone().requires_grad_() + 0
+    gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
+    reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
+    arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+    rollout = finder.rollout(0.9)
+    assert rollout is not None
+    for name, column in kept.items():
+        assert torch.equal(getattr(rollout, name).flatten(), column)
+
+    log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+
+    assert finder.rollout(0.9) is None  # equal log-probabilities do not tell

@@ -404,6 +404,7 @@ class ScriptListener:
             limits=None if ends is None else ends.time_limits,
             reading=first,
             estimates=self.estimates.take(),
+            acted=self._acted(),
         )
         rollout = finder.rollout(self._facts.get("gamma"))
         collected = 0 if rollout is None else rollout.rewards.numel()
@@ -429,6 +430,11 @@ class ScriptListener:
         else:
             limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
             self._emit_rollout(rollout, actions, lstm, limits)
+
+    def _acted(self) -> Tensor | None:
+        """Return log-probabilities in the order of actions; None unless the environments took their steps together, or in turns."""
+        acted, order = self.distributions.take_acted(), self.environments.order()
+        return acted if order is not None and order.places == sorted(order.places) else None
 
     def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
