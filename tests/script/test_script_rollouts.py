@@ -322,3 +322,15 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
+
+
+def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None:
+    weights = torch.zeros(6, 3, requires_grad=True)
+    values = torch.zeros(6, requires_grad=True)
+    advantages = torch.arange(6.0) - 2 - values
+    chosen = weights.log_softmax(-1)[:, 0]
+    for sign in (1, -1):
+        loss = sign * (chosen * advantages.detach()).mean() + advantages.square().mean()
+        reading = read_loss(loss, held=[chosen, advantages])
+        assert reading is not None and reading.policy is not None
+        assert torch.equal(reading.policy.advantages, advantages.detach())

@@ -215,7 +215,7 @@ class _LossReader:
         self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
         self._walk()
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
-        self.columns = [one.reshape(-1) for one in held if not one.requires_grad and one.numel() > 1]
+        self.columns = [one.detach().reshape(-1) for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
