@@ -334,3 +334,8 @@ def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None
         reading = read_loss(loss, held=[chosen, advantages])
         assert reading is not None and reading.policy is not None
         assert torch.equal(reading.policy.advantages, advantages.detach())
+
+    products = -torch.arange(6.0) * chosen.sub(chosen.detach()).exp()
+    reading = read_loss(products.mean(), held=[products])
+    assert reading is not None and reading.policy is not None
+    assert reading.policy.advantages.tolist() == [0, 1, 2, 3, 4, 5]
