@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributions
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
@@ -244,3 +244,98 @@ def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_ad
 
     assert rollout is not None
     assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
+
+
+def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:
+    draw = torch.Generator().manual_seed(12)
+    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    limits = torch.arange(32).reshape(32, 1) % 10 == 9
+    returns = advantages + values
+    arrays = {"v": values, "a": advantages, "z": log_probs, "q": returns, "done": limits.float()}
+    added = limits * (returns - 1).reshape(32, 1)
+    for last, bootstraps in ((limits.float(), False), (added / 0.9, True), (added, False)):
+        arrays["last"] = last
+        reading = reading_of(log_probs, advantages)
+        finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
+        rollout = finder.rollout(0.9)
+
+        assert rollout is not None and rollout.bootstraps is bootstraps
+
+
+def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
+    scale = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
+    means = torch.zeros(3, 2, requires_grad=True)
+    plain, squash = distributions.Normal(means, 1.0), distributions.TanhTransform()
+    for distribution, shown in (
+        (distributions.Independent(plain, 1), True),
+        (distributions.MultivariateNormal(means, torch.eye(2)), True),
+        (distributions.MultivariateNormal(means, scale_tril=scale), False),
+        (distributions.TransformedDistribution(plain, squash), False),
+        (distributions.Bernoulli(logits=means), False),
+        (distributions.Beta(means.exp(), 1.0), False),
+    ):
+        log = DistributionLog()
+        log.add(distribution, means.sum(1))
+        heads = log.take_minibatch(3)
+        assert bool(heads.means or heads.logits) is shown
+
+
+def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        means = torch.zeros(3, 2, requires_grad=True)
+        policy = distributions.Independent(distributions.Normal(means, means.exp()), 1)
+        policy.log_prob(torch.zeros(3, 2))
+        policy.entropy()
+    finally:
+        taps.remove()
+
+    graphs = listener.distributions.take_graphs()
+    assert [tuple(one.shape) for one in (*graphs.log_probs, *graphs.entropies)] == [(3,), (3,)]
+    assert listener.distributions.take_minibatch(3).means.keys() == {"action"}
+
+
+@pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])
+def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tuple[str, ...]) -> None:
+    draw = torch.Generator().manual_seed(13)
+    kept = {name: torch.randn(32, generator=draw) for name in ("log_probs", "advantages", "values")}
+    kept["returns"] = kept["advantages"] + kept["values"]
+    order = torch.randperm(32, generator=draw)
+    log_probs, advantages, returns = (
+        kept[name][order] if name in (*mixed, "log_probs") else kept[name]
+        for name in ("log_probs", "advantages", "returns")
+    )
+    now, critic = log_probs[:16].clone().requires_grad_() + 0, kept["values"][order[:16]].clone().requires_grad_() + 0
+    gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
+    reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
+    arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+    rollout = finder.rollout(0.9)
+    assert rollout is not None
+    for name, column in kept.items():
+        assert torch.equal(getattr(rollout, name).flatten(), column)
+
+    log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+
+    assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
+
+
+def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None:
+    weights = torch.zeros(6, 3, requires_grad=True)
+    values = torch.zeros(6, requires_grad=True)
+    advantages = torch.arange(6.0) - 2 - values
+    chosen = weights.log_softmax(-1)[:, 0]
+    for sign in (1, -1):
+        loss = sign * (chosen * advantages.detach()).mean() + advantages.square().mean()
+        reading = read_loss(loss, held=[chosen, advantages])
+        assert reading is not None and reading.policy is not None
+        assert torch.equal(reading.policy.advantages, advantages.detach())
+
+    products = -torch.arange(6.0) * chosen.sub(chosen.detach()).exp()
+    reading = read_loss(products.mean(), held=[products])
+    assert reading is not None and reading.policy is not None
+    assert reading.policy.advantages.tolist() == [0, 1, 2, 3, 4, 5]

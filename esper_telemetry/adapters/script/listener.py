@@ -407,6 +407,7 @@ class ScriptListener:
             limits=None if ends is None else ends.time_limits,
             reading=first,
             estimates=self.estimates.take(),
+            acted=self._acted(),
         )
         rollout = finder.rollout(self._facts.get("gamma"))
         collected = 0 if rollout is None else rollout.rewards.numel()
@@ -460,6 +461,11 @@ class ScriptListener:
         } | self._parameters.keys()
         modules = [value for value in variables.values() if isinstance(value, nn.Module)]
         return acting.difference(first.inputs, rows, observations, trained, modules)
+
+    def _acted(self) -> Tensor | None:
+        """Return log-probabilities in the order of actions; None unless the environments took their steps together, or in turns."""
+        acted, order = self.distributions.take_acted(), self.environments.order()
+        return acted if order is not None and order.places == sorted(order.places) else None
 
     def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""

@@ -217,7 +217,7 @@ class _LossReader:
         self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
         self._walk()
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
-        self.columns = [one.reshape(-1) for one in held if not one.requires_grad and one.numel() > 1]
+        self.columns = [one.reshape(-1) for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
@@ -349,7 +349,7 @@ class _LossReader:
             if torch.broadcast_shapes(shape, factor.shape) != shape:
                 return None
             factor = factor.expand(shape)
-        negated = self._is_negated(node, factor, gradient)
+        negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
         if _is_sum(gradient):
             weight = 1.0
@@ -369,13 +369,15 @@ class _LossReader:
             inverted=inverted,
         )
 
-    def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor) -> bool:
+    def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
         """Return True where a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
         that is not clipped are subtracted.
         """
         for sign in (False, True):
             own = -factor.reshape(-1) if sign else factor.reshape(-1)
-            if any(torch.equal(own, one) for one in self.columns if len(one) == len(own)):
+            # products with a ratio of 1 are no advantages
+            columns = (one for one in self.columns if len(one) == len(own) and not (is_ratio and one.requires_grad))
+            if any(torch.equal(own, one) for one in columns):
                 return sign
         if _kind(node) in EXTREMES:
             return _kind(node) == "MaximumBackward0"

@@ -62,14 +62,18 @@ def left_out(variables: Variables, parameters: Iterable[Tensor], others: Iterabl
     `others`, which other optimizers train.
     """
     own, elsewhere = ({id(parameter) for parameter in part} for part in (parameters, others))
+    whole: dict[str, Tensor] | None = None
     best: dict[str, Tensor] | None = None
     for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
         named: dict[str, Tensor] = dict(module.named_parameters())
-        if own <= {id(parameter) for parameter in named.values()} and (best is None or len(named) < len(best)):
+        there = {id(parameter) for parameter in named.values()}
+        if own | elsewhere <= there and (whole is None or len(named) < len(whole)):
+            whole = named
+        if own <= there and (best is None or len(named) < len(best)):
             best = named
     return {
         name: parameter
-        for name, parameter in (best or {}).items()
+        for name, parameter in (whole or best or {}).items()
         if id(parameter) not in own | elsewhere and parameter.requires_grad and parameter.grad is not None
     }
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
@@ -67,13 +67,16 @@ class DistributionLog:
         self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entries = 0
+        self._asked: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._acted: list[Tensor] = []
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
+        self._asked.append(log_probs.detach())
         if log_probs.requires_grad:
             self._returned.append(log_probs)
             self._chosen = actions.detach() if isinstance(actions, Tensor) else None
-        if not hasattr(distribution, "logits") and not hasattr(distribution, "stddev"):
+        if not _has_columns(distribution):
             return
         columns = head_columns({"": distribution})
         parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
@@ -95,9 +98,17 @@ class DistributionLog:
             self._entries += sum(part.numel() for column in columns for part in column.values())
             if self._entries <= MAX_DISTRIBUTION_ENTRIES:
                 self._rollout.append(columns)
+        if self._entries <= MAX_DISTRIBUTION_ENTRIES:
+            self._acted += self._asked
+        self._asked.clear()
         self._recent.clear()
         self._returned.clear()
         self._entropies.clear()
+
+    def take_acted(self) -> Tensor | None:
+        """Return the log-probabilities that were asked for before steps of the environments since the last call, as one column."""
+        acted, self._acted = self._acted, []
+        return torch.cat([log_probs.reshape(-1) for log_probs in acted]) if acted else None
 
     @property
     def chosen(self) -> Tensor | None:
@@ -125,6 +136,7 @@ class DistributionLog:
         """Return the heads of a minibatch of so many rows, recorded since the last call; empty where they do not fit it."""
         columns = [_as_rows(head, rows) for head, log_probs in self._recent if log_probs is not None]
         self._recent.clear()
+        self._asked.clear()
         return _merge([head for head in columns if _rows(head) == rows])
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
@@ -145,6 +157,14 @@ class DistributionLog:
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
             return HeadColumns()
         return _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def _has_columns(distribution: Any) -> bool:
+    """Return True for a choice, and for a Gaussian whose dimensions are independent."""
+    if isinstance(distribution, distributions.MultivariateNormal):
+        return not bool(distribution.scale_tril.tril(-1).any())
+    base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
+    return isinstance(base, distributions.Normal) or isinstance(distribution, distributions.Categorical)
 
 
 def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:

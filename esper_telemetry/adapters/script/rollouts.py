@@ -9,6 +9,7 @@ Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, as_tensor, stacked
+from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, stacked
 from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
 REWARDS: Aliases = (
@@ -122,6 +123,7 @@ class RolloutFinder:
         limits: [T, B], bool: of the ends those by a time limit.
         reading: of the loss of the first minibatch, before any step.
         estimates: outputs of the critic that need be in no variable any more; those of the states after the last step come first.
+        acted: [R] or [R, D], log-probabilities of the actions in the order in which they were taken; None where they are not known.
     """
 
     def __init__(
@@ -133,9 +135,12 @@ class RolloutFinder:
         limits: Tensor | None = None,
         reading: LossReading | None = None,
         estimates: Sequence[Tensor] = (),
+        acted: Tensor | None = None,
     ) -> None:
         self._variables, self._paid, self._limits = variables, paid, limits
-        self._estimates = estimates
+        self._estimates, self._acted = estimates, acted
+        self._shuffle: Shuffle | None = None
+        self._mixed = False  # columns are shuffled in a way that numbers do not tell
         rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
         if (
             rewards is None
@@ -159,7 +164,7 @@ class RolloutFinder:
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         count = 0
         for value in chain((value for _, value in self._variables.named_values()), self._estimates):
-            array = stacked(value) if isinstance(value, list) else as_tensor(value)
+            array = stacked(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
                 continue
             key = (array.data_ptr(), array.shape)
@@ -205,6 +210,7 @@ class RolloutFinder:
                 held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
                 if held and "log_probs" not in self._found:
                     self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
+        self._restore_order(grids, wanted)
         self._identify_advantages(grids, wanted)
         self._identify_sum(grids)
         self._identify_returns()
@@ -224,6 +230,36 @@ class RolloutFinder:
                 self._found["log_probs"] = log_probs
         self._identify_rewards(grids)
         self._identify_next_values(grids)
+
+    def _restore_order(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
+        """Put columns that the script has shuffled together back into the order in which actions were taken.
+
+        A shuffled array has all log-probabilities in another order, and its rows are those of the minibatch in other columns too.
+        """
+        own, size = wanted["log_probs"], self.steps * self.envs
+        if own is None or self._acted is None or self._acted.numel() % size:
+            return
+        acted = self._acted.reshape(size, -1).sum(1).reshape(self.steps, self.envs).to(own.device)
+        for grid in grids:
+            if len(grid) == self.steps and not _is_same(acted, grid) and Shuffle.mixes(grid, acted):
+                self._shuffle, self._found["log_probs"] = Shuffle.between(grid, acted, own), acted
+                self._mixed = self._shuffle is None
+                break
+        if self._shuffle is None:
+            return
+        restored = {
+            role: self._shuffle.undone(column.reshape(-1), numbers).reshape(column.shape)
+            for role in ("returns", "values", "advantages")
+            if (column := self._found.get(role)) is not None
+            and (numbers := wanted[role]) is not None
+            and len(column) == self.steps
+        }
+        found = self._found | restored
+        if restored.keys() >= {"advantages"} and found.keys() >= {"returns", "values"}:  # they may have been left out
+            difference = found["returns"] - found["values"][: self.steps]
+            if correlation(difference, self._found["advantages"]) > correlation(difference, restored["advantages"]):
+                del restored["advantages"]
+        self._found |= restored
 
     def _identify_advantages(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
         """Find the advantages that the loss has normalised: in the minibatch's rows they differ from its own by a factor and an offset."""
@@ -324,8 +360,12 @@ class RolloutFinder:
         if limits is not None and bool(limits.any()):
             for grid in grids:
                 free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
-                if free and torch.equal(grid != 0, limits.to(grid.device)) and not bool((grid[limits] == 1).all()):
-                    self._found["limit_values"] = grid  # flags are 1
+                if (
+                    free
+                    and torch.equal(grid != 0, limits.to(grid.device))
+                    and not torch.equal(grid, (grid != 0).to(grid))
+                ):
+                    self._found["limit_values"] = grid  # flags have the same zeros
         if len(values) != self.steps:
             return
         within = ~ends[:-1].to(values.device)
@@ -369,7 +409,7 @@ class RolloutFinder:
 
     def _in_grid(self, value: object) -> Tensor | None:
         """Accept an array of R numbers, as [T, B]."""
-        array = stacked(value) if isinstance(value, list) else as_tensor(value)
+        array = stacked(value)
         return self._as_grid(array) if array is not None and array.numel() == self.steps * self.envs else None
 
     def find(self, role: str, names: Aliases) -> Tensor | None:
@@ -395,7 +435,7 @@ class RolloutFinder:
 
         named = self._variables.find(ACTIONS, accept)
         array = self._holding(chosen, accept) if named is None else named
-        return None if array is None else array.clone()
+        return None if array is None else self._in_time(array, chosen).clone()
 
     def observations(self, inputs: Tensor | None) -> Tensor | None:
         """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of a minibatch."""
@@ -405,7 +445,14 @@ class RolloutFinder:
             return array if array is not None and array.dim() > 2 and array[0, 0].numel() > 1 else None
 
         named = self._variables.find(OBSERVATIONS, accept)
-        return self._holding(inputs, accept) if named is None else named
+        array = self._holding(inputs, accept) if named is None else named
+        return None if array is None else self._in_time(array, inputs)
+
+    def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
+        """Return an array [T, B, ...] in the order of time, by rows [N, ...] of a minibatch."""
+        if self._shuffle is None or rows is None or rows.numel() != len(self._shuffle.entries) * array[0, 0].numel():
+            return array
+        return self._shuffle.undone(array.flatten(0, 1), rows).reshape(array.shape)
 
     def _holding(self, rows: Tensor | None, accept: Callable[[object], Tensor | None]) -> Tensor | None:
         """Return the array [T, B, ...] with all of these rows [N, ...]."""
@@ -413,7 +460,7 @@ class RolloutFinder:
             return None
         width, sums = rows[0].numel(), checksums(rows.reshape(1, len(rows), -1).float())[0]
         for _, value in self._variables.named_values():
-            array = accept(value) if isinstance(value, list | Tensor | np.ndarray) else None
+            array = accept(value) if isinstance(value, list | deque | Tensor | np.ndarray) else None
             fits = array is not None and array[0, 0].numel() == width and array.is_floating_point()
             if array is not None and fits and bool(torch.isin(sums, checksums(array.float())).all()):
                 return array
@@ -421,7 +468,7 @@ class RolloutFinder:
 
     def _by_step(self, value: object) -> Tensor | None:
         """Accept an array [T, B, ...] or [R, ...]."""
-        array = stacked(value)
+        array = None if self._mixed else stacked(value)
         if array is None or not self.steps or array.dim() == 0:
             return None
         steps, envs = self.steps, self.envs
@@ -451,6 +498,8 @@ class RolloutFinder:
         values, last = self._values()
         returns, advantages = self.find("returns", RETURNS), self.find("advantages", ADVANTAGES)
         log_probs, ended, rewards = self.log_probs, self.ended, self.rewards
+        if self._mixed:
+            return None
         if advantages is None and returns is not None and values is not None:
             advantages = returns - values
         if rewards is None or values is None or advantages is None or log_probs is None or ended is None:
@@ -473,6 +522,10 @@ class RolloutFinder:
             return None
         after = next_values(values, last, ended)
         final = self._found.get("limit_values") if following is None else following
+        if following is None and final is not None and limits is not None:
+            # what is added to the rewards may be γ times the values, or values that lack γ: numbers do not tell
+            added = (returns - rewards - final.to(values))[limits].abs()
+            final = None if float(added.max()) <= SAME_NUMBER * float(returns.abs().max()) else final
         bootstraps = limits is not None and final is not None and bool(limits.any())
         if limits is not None and final is not None:
             after = torch.where(limits, final.to(values), after)
@@ -560,6 +613,48 @@ class Candidates(NamedTuple):
 
     rows: Tensor
     equal: Mapping[int, Tensor]
+
+
+class Shuffle(NamedTuple):
+    """The order of arrays that a script has shuffled together.
+
+    Attributes:
+        steps: [R], transitions, counted time by time, of the entries of a shuffled array.
+        entries: [N], of a shuffled array that the rows of a minibatch are.
+    """
+
+    steps: Tensor
+    entries: Tensor
+
+    @staticmethod
+    def mixes(shuffled: Tensor, ordered: Tensor) -> bool:
+        """Return True where both have the same numbers."""
+        one, other = (column.reshape(-1).double().sort().values for column in (shuffled, ordered))
+        return float((one - other).abs().max()) <= SAME_NUMBER * float(other.abs().max())
+
+    @classmethod
+    def between(cls, shuffled: Tensor, ordered: Tensor, rows: Tensor) -> Shuffle | None:
+        """Return the shuffle of one column, in rows [N] of a minibatch; None where equal numbers do not tell."""
+        mixed, (numbers, order) = shuffled.reshape(-1).double(), ordered.reshape(-1).double().sort()
+        places = nearest(mixed, numbers)[0]
+        if len(places.unique()) < len(places):
+            return None
+        table, entries = mixed.sort()
+        return cls(order[places], entries[nearest(rows.reshape(-1).double(), table)[0]])
+
+    def undone(self, column: Tensor, rows: Tensor) -> Tensor:
+        """Return a column [R, ...] in the order of time: itself unless the minibatch's rows [N, ...] are where a shuffle has them."""
+        rows = rows.reshape(-1, *column.shape[1:]).to(column)
+        if len(rows) != len(self.entries):
+            return column
+        limit = SAME_NUMBER * float(column.abs().max())
+        in_time, mixed = (
+            float(((column[places] - rows).abs() <= limit).double().mean())
+            for places in (self.steps[self.entries], self.entries)
+        )
+        if mixed < MIN_SHARE or in_time >= MIN_SHARE:
+            return column
+        return torch.empty_like(column).index_copy_(0, self.steps, column)
 
 
 class RowFinder:
@@ -671,7 +766,7 @@ def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object
 
     def accept(value: object) -> Tensor | None:
         if steps is None or envs != 1:
-            tensor = stacked(value) if isinstance(value, list) else as_tensor(value)
+            tensor = stacked(value)
             if tensor is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
                 tensor = tensor.squeeze(-1)
             fits = tensor is not None and tensor.dim() == 2 and (steps is None or tuple(tensor.shape) == (steps, envs))

@@ -120,6 +120,7 @@ class Taps:
         self.error: BaseException | None = None
         self.clock: Clock | None = None
         self._calls = 0
+        self._asking = False
         self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
@@ -238,22 +239,27 @@ class Taps:
         return passed
 
     def _log_prob(self, log_prob: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(log_prob)
-        def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
-            result = log_prob(distribution, *args, **options)
-            if not _compiling():
-                actions = args[0] if args else options.get("value")
-                self._call_briefly(lambda script: script.distributions.add(distribution, result, actions))
-            return result
+        def record(script: ScriptListener, distribution: Any, result: Any, *args: Any, **options: Any) -> None:
+            script.distributions.add(distribution, result, args[0] if args else options.get("value"))
 
-        return tapped
+        return self._asked(log_prob, record)
 
     def _entropy(self, entropy: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(entropy)
+        return self._asked(entropy, lambda script, _, result: script.distributions.add_entropy(result))
+
+    def _asked(self, method: Callable[..., Any], record: Callable[..., None]) -> Callable[..., Any]:
+        """Record what a distribution returns to the script, and not what it asks the distribution that it is made of."""
+
+        @functools.wraps(method)
         def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
-            result = entropy(distribution, *args, **options)
-            if not _compiling():
-                self._call_briefly(lambda script: script.distributions.add_entropy(result))
+            if self._asking or _compiling():
+                return method(distribution, *args, **options)
+            self._asking = True
+            try:
+                result = method(distribution, *args, **options)
+            finally:
+                self._asking = False
+            self._call_briefly(lambda script: record(script, distribution, result, *args, **options))
             return result
 
         return tapped

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -186,8 +187,8 @@ def members_of(value: object) -> dict[str, Any]:
         if len(value) > MAX_MEMBERS:
             return {}
         return {key: entry for key, entry in list(value.items()) if isinstance(key, str)}
-    if isinstance(value, list) and len(value) > 1:
-        return _columns(value)
+    if isinstance(value, list | deque) and len(value) > 1:
+        return _columns(list(value))
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
     if isinstance(value, type | ModuleType | Tensor | np.ndarray | tuple | str) or (
@@ -342,7 +343,11 @@ def as_number(value: object) -> float | None:
 
 def stacked(value: object) -> Tensor | None:
     """Accept a tensor, an array, or a list of numbers, arrays or tensors of one shape, as a detached floating tensor."""
-    if isinstance(value, list) and value and isinstance(value[0], int | float | np.generic | np.ndarray | Tensor):
+    if (
+        isinstance(value, list | deque)
+        and value
+        and isinstance(value[0], int | float | np.generic | np.ndarray | Tensor)
+    ):
         parts = [as_tensor(one) if isinstance(one, Tensor) else as_tensor(np.asarray(one)) for one in value]
         shapes = {None if part is None else part.shape for part in parts}
         return (

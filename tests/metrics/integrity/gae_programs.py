@@ -375,6 +375,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "other_gamma": [lambda c: settings(c, 0.9, c.lam), lambda c: of_stored(c, stored_rewards(c), 0.9)],
     "time_limit_gamma": [lambda c: cleanrl_style(c, c.done, c.rewards + 0.8 * c.final * c.truncated)],
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
+    "step_gamma": [lambda c: with_next(c, c.next_values, gamma=0.5)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
 }
 """Programs by the hypothesis that names them."""

@@ -95,6 +95,12 @@ def test_advantages_that_were_normalised_over_the_batch_after_the_returns_are_a_
     assert result.holds
 
 
+def test_returns_that_are_the_values_are_named_beside_normalised_advantages() -> None:
+    c = random_rollout(1)
+
+    assert names(check(c, c.values, normalize(right(c)))) == {"values_alone"}
+
+
 def test_every_hypothesis_of_returns_is_tested() -> None:
     assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after", "unrelated"}
 

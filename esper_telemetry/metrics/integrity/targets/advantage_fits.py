@@ -112,6 +112,16 @@ def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | 
     return solution[0], gae(replace(inputs, gae_lambda=solution[0]))
 
 
+@with_stored_limits
+def fitted_step_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount of the next values in δ, beside the one that is set in the trace."""
+    local, trace = LocalEquation(inputs, claimed), inputs.gamma * inputs.gae_lambda
+    solution = local.solve(local.left - trace * local.ahead, inputs.next_values)
+    if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gamma=solution[0], gae_lambda=trace / solution[0]))
+
+
 def fitted_both(place: int) -> Fit:
     """Return a fit of discount and lambda together, which gives the first or the second of them."""
 
@@ -259,6 +269,14 @@ FITTED = (
         fit=fitted_limit_gamma,
         parameter="gamma",
         advice="Use one discount for time limits and for all other steps.",
+    ),
+    Hypothesis(
+        "step_gamma",
+        "GAE with another discount of the next values, and the one that is set in the trace,",
+        "δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}",
+        fit=fitted_step_gamma,
+        parameter="gamma",
+        advice="Use one discount for the next values and for the trace.",
     ),
     Hypothesis(
         "both_gamma",

@@ -87,6 +87,8 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
     rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
     if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
         return None
+    if float(rest.std()) <= TINY_SPREAD * float(inputs.counted(inputs.claimed).abs().amax()):
+        return None  # returns that are the values: any advantages times 0
     candidates = []
     for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
         std, mean = torch.std_mean(rows, correction=correction)
