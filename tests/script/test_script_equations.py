@@ -182,12 +182,18 @@ def test_a_loss_with_other_terms_is_taken_as_a_whole() -> None:
     assert torch.allclose(total, minibatch.backward().double(), atol=1e-7)
 
 
-def test_parameters_that_an_optimizer_lacks_are_those_with_a_gradient() -> None:
+def test_parameters_that_an_optimizer_lacks_are_those_of_the_loss_and_those_with_a_gradient() -> None:
     minibatch = Minibatch()
-    actor = list(minibatch.agent["actor"].parameters())
-    assert not left_out(minibatch.variables, actor)
+    actor, critic = (list(minibatch.agent[name].parameters()) for name in ("actor", "critic"))
+    loss = minibatch.agent["actor"](torch.ones(1, 3)).sum()
+    bare = nn.Parameter(torch.ones(1))
+    assert not left_out(loss, minibatch.variables, actor) and not left_out(
+        minibatch.loss, minibatch.variables, actor, critic
+    )
+    assert len(left_out(minibatch.loss, minibatch.variables, actor)) == len(critic)
+    assert [*left_out(loss * bare, Variables([{"log_std": bare}]), actor)] == ["log_std"]
     minibatch.backward()
-    assert [*left_out(minibatch.variables, actor)] == ["critic.weight", "critic.bias"]
+    assert [*left_out(loss, minibatch.variables, actor)] == ["critic.weight", "critic.bias"]
 
 
 def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> None:

@@ -219,7 +219,7 @@ class ScriptListener:
             return
         self._announced = optimizer
         others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
-        more = left_out(variables, _parameters_of(optimizer), others) if self.updates else {}
+        more = left_out(loss, variables, _parameters_of(optimizer), others) if self.updates else {}
         parameters = list(self._named_parameters(optimizer).values())
         if reading is not None and self.updates:
             reading = self._with_left_out(reading)

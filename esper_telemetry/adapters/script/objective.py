@@ -57,25 +57,29 @@ def loss_terms(
     return LossTerms({"policy": _gradient(loss.sum(), parameters)}, {"policy": 1.0})
 
 
-def left_out(variables: Variables, parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
-    """Return the parameters with a gradient, by name, that the script's smallest module with all of `parameters` has besides these and
-    `others`, which other optimizers train.
+def left_out(
+    loss: Tensor, variables: Variables, parameters: Iterable[Tensor], others: Iterable[Tensor] = ()
+) -> dict[str, Tensor]:
+    """Return the parameters, by name, that no optimizer trains: those that the loss depends on, and those with a gradient that the script's
+    smallest module with all of `parameters` has besides these and `others`, which other optimizers train.
     """
     own, elsewhere = ({id(parameter) for parameter in part} for part in (parameters, others))
-    whole: dict[str, Tensor] | None = None
-    best: dict[str, Tensor] | None = None
+    module_parameters: dict[str, Tensor] | None = None
     for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
         named: dict[str, Tensor] = dict(module.named_parameters())
-        there = {id(parameter) for parameter in named.values()}
-        if own | elsewhere <= there and (whole is None or len(named) < len(whole)):
-            whole = named
-        if own <= there and (best is None or len(named) < len(best)):
-            best = named
-    return {
-        name: parameter
-        for name, parameter in (whole or best or {}).items()
-        if id(parameter) not in own | elsewhere and parameter.requires_grad and parameter.grad is not None
+        smaller = module_parameters is None or len(named) < len(module_parameters)
+        if smaller and own <= {id(parameter) for parameter in named.values()}:
+            module_parameters = named
+    missing = {
+        name: one for name, one in (module_parameters or {}).items() if one.requires_grad and one.grad is not None
     }
+    names = {id(value): name for name, value in variables.named_values() if isinstance(value, nn.Parameter)}
+    leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter)]
+    known = own | elsewhere | {id(one) for one in missing.values()}
+    missing |= {
+        names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known
+    }
+    return {name: one for name, one in missing.items() if id(one) not in own | elsewhere}
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
