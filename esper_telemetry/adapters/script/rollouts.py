@@ -710,7 +710,7 @@ class RowFinder:
 
         A script may mix up one of its columns: then the transitions are those of most others.
         """
-        enough = len(self._columns["log_probs"]) // 2
+        enough = self._shape.numel() // 2
         telling = [name for name in COLUMNS if name in own and self._apart[name] > enough]
         found: list[Candidates] = []
         for name in telling:
