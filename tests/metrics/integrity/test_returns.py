@@ -230,6 +230,46 @@ def test_minibatches_that_are_normalised_against_the_settings_are_named(seed: in
     assert names(check_use(c, before(lambda a: normalize(a, ddof=1)), seed, over="nothing")) == {"over_rollout"}
 
 
+def in_environments(advantages: Array, index: Array, rows: Array, groups: Array, ddof: int) -> Array:
+    """Advantages less the mean of the rows of their environment, over the standard deviation of these."""
+    moments = [(rows[groups == b].mean(), rows[groups == b].std(ddof=ddof)) for b in range(int(index.max()) + 1)]
+    return np.array([(a - moments[b][0]) / (moments[b][1] + 1e-8) for a, b in zip(advantages, index, strict=True)])
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("over", ["minibatch", "rollout", None])
+@pytest.mark.parametrize("form", ["[T, B]", "step after step", "environment after environment"])
+def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_named(
+    form: str, over: Any, ddof: int
+) -> None:
+    """The environments pay differently, so that their own means are far from that of all rows."""
+    advantages = right(random_rollout(3)) + np.array([9, 0, 0, -2], np.float32)
+    steps, envs = advantages.shape
+    flat, environments = advantages.reshape(-1), np.tile(np.arange(envs), steps)
+    rollout = {"[T, B]": advantages, "step after step": flat}.get(form, advantages.T.reshape(-1))
+    several = np.random.default_rng(0).permutation(len(flat)).reshape(4, -1)
+    for rows in (several[0], several[:2], several):
+        own = [in_environments(flat[r], environments[r], flat[r], environments[r], ddof) for r in np.atleast_2d(rows)]
+        whole = [in_environments(flat[r], environments[r], flat, environments, ddof) for r in np.atleast_2d(rows)]
+        for used in (own, whole):
+            result = check_normalized_advantages(
+                flat[rows],
+                np.stack(used).reshape(rows.shape).astype(np.float32),
+                over=over,
+                rollout=rollout,
+                environments=environments[rows],
+            )
+            assert names(result) == {"over_environments"}, result.text
+
+
+def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> None:
+    """Each environment has one row in the minibatch, which its own mean would make 0."""
+    result = check_normalized_advantages([1.0, -2.0, 3.0], [0.0, 0.0, 0.0], environments=[0, 1, 2])
+
+    assert not result.holds
+    assert result.explanations == ()
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_a_setting_every_published_way_matches(seed: int) -> None:
     c = random_rollout(seed)
