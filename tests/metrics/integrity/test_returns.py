@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,44 @@ def test_noise_in_place_of_many_targets_is_named(seed: int) -> None:
 
     assert names(check(c, noise)) == {"unrelated"}
     assert names(check(c, shuffled(right(c) + c.values))) == {"other_rows"}
+
+
+WRONG_ADVANTAGES: dict[str, Callable[[Columns], Array]] = {
+    "the opposite sign": lambda c: -right(c),
+    "returns": lambda c: right(c) + c.values,
+    "zeros": lambda c: np.zeros_like(c.values),
+    "axes exchanged": lambda c: right(c).reshape(c.values.T.shape).T,
+    "another order": lambda c: shuffled(right(c)),
+    "noise": lambda c: np.random.default_rng(1).normal(size=c.values.shape),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gae_lambda", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("name", WRONG_ADVANTAGES)
+def test_no_mistake_of_returns_is_named_where_the_advantages_are_wrong(name: str, gae_lambda: float, seed: int) -> None:
+    c = replace(random_rollout(seed, 128), lam=gae_lambda)
+    returns, advantages = right(c) + c.values, WRONG_ADVANTAGES[name](c).astype(np.float32)
+    result = check(c, returns, advantages)
+
+    assert not result.matches
+    assert names(result) <= {"monte_carlo"}, result.text
+    without_rewards = check_returns(advantages, c.values, returns)
+    assert "unrelated" not in names(without_rewards)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
+    """What stands in rows of padding is not defined; they follow the end of an episode."""
+    c = random_rollout(seed, 64)
+    valid = np.arange(64)[:, None] < np.array([64, 40, 50, 30])
+    c = replace(c, terminated=c.terminated | (valid & ~np.roll(valid, -1, 0)), truncated=c.truncated & valid)
+    returns = np.where(valid, right(c) + c.values, 1e4)
+    columns: dict[str, Any] = {"next_values": c.next_values, "ended": c.done, "gamma": c.gamma, "valid": valid}
+    result = check_returns(c.values - returns, c.values, returns, rewards=c.rewards, **columns)
+
+    assert not result.matches
+    assert result.explanations == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
