@@ -12,7 +12,8 @@ import torch
 from gae_programs import PROGRAMS, Array, Columns, cleanrl_style, random_rollout, right, stored_rewards
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, check_gae
+from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, check_gae, compare_advantages
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
 
 SHAPES = ((40, 4), (96, 1))
 SEVERAL_ENVIRONMENTS = {
@@ -85,6 +86,32 @@ def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
                 named += 1
                 assert names(result) == TOGETHER.get(name, {name}), result.text
         assert named or name == "last_end_ignored"
+
+
+@pytest.mark.parametrize("name", sorted(SEVERAL_ENVIRONMENTS | {"normalized", "broadcast_mean"}))
+def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_side_by_side(name: str) -> None:
+    """The trainer made it in each rollout by itself."""
+    for program in PROGRAMS[name]:
+        rollouts = [random_rollout(seed, 40, 4) for seed in range(3)]
+
+        def side_by_side(column: Callable[[Columns], Array], rollouts: list[Columns] = rollouts) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([column(c) for c in rollouts], -1))
+
+        inputs = GaeInputs(
+            rewards=side_by_side(lambda c: c.rewards).double(),
+            values=side_by_side(lambda c: c.values).double(),
+            next_values=side_by_side(lambda c: c.next_values).double(),
+            ended=side_by_side(lambda c: c.done),
+            terminated=side_by_side(lambda c: c.terminated),
+            following=side_by_side(lambda c: c.next_values).double(),
+            claimed=side_by_side(program).double(),
+            gamma=rollouts[0].gamma,
+            gae_lambda=rollouts[0].lam,
+            rollouts=len(rollouts),
+        )
+        result = compare_advantages(following_values(inputs, side_by_side(lambda c: c.last).double()))
+
+        assert names(result) == {name}, result.text
 
 
 def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,44 @@ def test_noise_in_place_of_many_targets_is_named(seed: int) -> None:
 
     assert names(check(c, noise)) == {"unrelated"}
     assert names(check(c, shuffled(right(c) + c.values))) == {"other_rows"}
+
+
+WRONG_ADVANTAGES: dict[str, Callable[[Columns], Array]] = {
+    "the opposite sign": lambda c: -right(c),
+    "returns": lambda c: right(c) + c.values,
+    "zeros": lambda c: np.zeros_like(c.values),
+    "axes exchanged": lambda c: right(c).reshape(c.values.T.shape).T,
+    "another order": lambda c: shuffled(right(c)),
+    "noise": lambda c: np.random.default_rng(1).normal(size=c.values.shape),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gae_lambda", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("name", WRONG_ADVANTAGES)
+def test_no_mistake_of_returns_is_named_where_the_advantages_are_wrong(name: str, gae_lambda: float, seed: int) -> None:
+    c = replace(random_rollout(seed, 128), lam=gae_lambda)
+    returns, advantages = right(c) + c.values, WRONG_ADVANTAGES[name](c).astype(np.float32)
+    result = check(c, returns, advantages)
+
+    assert not result.matches
+    assert names(result) <= {"monte_carlo"}, result.text
+    without_rewards = check_returns(advantages, c.values, returns)
+    assert "unrelated" not in names(without_rewards)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_padding_does_not_hide_that_returns_are_right(seed: int) -> None:
+    """What stands in rows of padding is not defined; they follow the end of an episode."""
+    c = random_rollout(seed, 64)
+    valid = np.arange(64)[:, None] < np.array([64, 40, 50, 30])
+    c = replace(c, terminated=c.terminated | (valid & ~np.roll(valid, -1, 0)), truncated=c.truncated & valid)
+    returns = np.where(valid, right(c) + c.values, 1e4)
+    columns: dict[str, Any] = {"next_values": c.next_values, "ended": c.done, "gamma": c.gamma, "valid": valid}
+    result = check_returns(c.values - returns, c.values, returns, rewards=c.rewards, **columns)
+
+    assert not result.matches
+    assert result.explanations == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -234,6 +273,46 @@ def test_minibatches_that_are_normalised_against_the_settings_are_named(seed: in
     assert names(check_use(c, normal, seed, over="rollout")) == {"over_minibatch"}
     assert names(check_use(c, normal, seed, over="nothing")) == {"over_minibatch"}
     assert names(check_use(c, before(lambda a: normalize(a, ddof=1)), seed, over="nothing")) == {"over_rollout"}
+
+
+def in_environments(advantages: Array, index: Array, rows: Array, groups: Array, ddof: int) -> Array:
+    """Advantages less the mean of the rows of their environment, over the standard deviation of these."""
+    moments = [(rows[groups == b].mean(), rows[groups == b].std(ddof=ddof)) for b in range(int(index.max()) + 1)]
+    return np.array([(a - moments[b][0]) / (moments[b][1] + 1e-8) for a, b in zip(advantages, index, strict=True)])
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("over", ["minibatch", "rollout", None])
+@pytest.mark.parametrize("form", ["[T, B]", "step after step", "environment after environment"])
+def test_one_minibatch_or_several_that_are_normalised_over_each_environment_are_named(
+    form: str, over: Any, ddof: int
+) -> None:
+    """The environments pay differently, so that their own means are far from that of all rows."""
+    advantages = right(random_rollout(3)) + np.array([9, 0, 0, -2], np.float32)
+    steps, envs = advantages.shape
+    flat, environments = advantages.reshape(-1), np.tile(np.arange(envs), steps)
+    rollout = {"[T, B]": advantages, "step after step": flat}.get(form, advantages.T.reshape(-1))
+    several = np.random.default_rng(0).permutation(len(flat)).reshape(4, -1)
+    for rows in (several[0], several[:2], several):
+        own = [in_environments(flat[r], environments[r], flat[r], environments[r], ddof) for r in np.atleast_2d(rows)]
+        whole = [in_environments(flat[r], environments[r], flat, environments, ddof) for r in np.atleast_2d(rows)]
+        for used in (own, whole):
+            result = check_normalized_advantages(
+                flat[rows],
+                np.stack(used).reshape(rows.shape).astype(np.float32),
+                over=over,
+                rollout=rollout,
+                environments=environments[rows],
+            )
+            assert names(result) == {"over_environments"}, result.text
+
+
+def test_zeros_in_place_of_advantages_are_not_those_of_each_environment() -> None:
+    """Each environment has one row in the minibatch, which its own mean would make 0."""
+    result = check_normalized_advantages([1.0, -2.0, 3.0], [0.0, 0.0, 0.0], environments=[0, 1, 2])
+
+    assert not result.holds
+    assert result.explanations == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

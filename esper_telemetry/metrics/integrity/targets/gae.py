@@ -10,8 +10,10 @@ Shapes: T steps, B environments.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from itertools import product
+from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
 
@@ -140,6 +142,26 @@ def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
     return torch.where(mask, values, otherwise)
 
 
+def in_each_rollout(estimate: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:
+    """Return the estimate of each rollout by itself, for one that mixes environments; None where it applies to no rollout."""
+
+    @wraps(estimate)
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if inputs.rollouts == 1:
+            return estimate(inputs)
+        columns = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
+        parts = {name: one.chunk(inputs.rollouts, 1) for name, one in columns.items() if isinstance(one, Tensor)}
+        own: list[dict[str, Any]] = [{name: part[k] for name, part in parts.items()} for k in range(inputs.rollouts)]
+        rollouts = [replace(inputs, rollouts=1, **part) for part in own]
+        estimates = [estimate(one) for one in rollouts]
+        if all(one is None for one in estimates):
+            return None
+        pairs = zip(rollouts, estimates, strict=True)
+        return torch.cat([gae(rollout) if one is None else one for rollout, one in pairs], 1)
+
+    return compute
+
+
 # ends of episodes
 
 
@@ -195,6 +217,7 @@ def ends_inverted(inputs: GaeInputs) -> Tensor | None:
     return with_ends(inputs, ~inputs.ended)
 
 
+@in_each_rollout
 def ends_shared(inputs: GaeInputs) -> Tensor | None:
     """GAE in which the end of an episode in any environment, or in the first, ends those of all."""
     if inputs.ended.shape[1] == 1:
@@ -344,6 +367,7 @@ def forward(inputs: GaeInputs) -> Tensor:
     )  # what stands in the last row of a decay does not matter
 
 
+@in_each_rollout
 def axes_swapped(inputs: GaeInputs) -> Tensor | None:
     """GAE of which [T, B] was read as [B, T], or the other way round."""
     steps, envs = inputs.values.shape
@@ -353,6 +377,7 @@ def axes_swapped(inputs: GaeInputs) -> Tensor | None:
     return closest_whole(inputs, right.t().reshape(steps, envs), right.reshape(envs, steps).t())
 
 
+@in_each_rollout
 def along_environments(inputs: GaeInputs) -> Tensor | None:
     """The recursion over environments in place of steps."""
     if inputs.values.shape[1] == 1:
@@ -364,6 +389,7 @@ def along_environments(inputs: GaeInputs) -> Tensor | None:
     return closest_whole(inputs, accumulated(delta.t(), decay.t()).t(), accumulated(other.t(), decay.t()).t())
 
 
+@in_each_rollout
 def chained(inputs: GaeInputs) -> Tensor | None:
     """GAE of all environments as one sequence: those of a step after each other, or one environment after the other."""
     if inputs.values.shape[1] == 1:
@@ -388,6 +414,7 @@ def _ahead(inputs: GaeInputs, values: Tensor) -> Tensor:
     return torch.cat([values[1:], inputs.next_values[-1:, -1:].reshape(1).expand_as(values[:1])])
 
 
+@in_each_rollout
 def environment_mean(inputs: GaeInputs) -> Tensor | None:
     """GAE averaged over environments, the same number in each."""
     if inputs.values.shape[1] == 1:
@@ -396,6 +423,7 @@ def environment_mean(inputs: GaeInputs) -> Tensor | None:
     return right.mean(1, keepdim=True).expand_as(right)
 
 
+@in_each_rollout
 def broadcast_mean(inputs: GaeInputs) -> Tensor | None:
     """Returns less the mean value, or the mean return less values: means over one axis of a matrix of all pairs."""
     returns = gae(inputs) + inputs.values
@@ -449,6 +477,7 @@ def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[T
     return change(inputs.rewards), within
 
 
+@in_each_rollout
 def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
     """GAE of rewards of which [T, B] was read as [B, T], or the other way round."""
     steps, envs = inputs.values.shape
@@ -466,6 +495,7 @@ def raw_rewards(inputs: GaeInputs) -> Tensor | None:
 # what is stored in their place
 
 
+@in_each_rollout
 def normalized(inputs: GaeInputs) -> Tensor:
     """GAE less its mean, over its standard deviation, biased or not, over all rows that count."""
     right = gae(inputs)
@@ -479,6 +509,7 @@ def without_signs(inputs: GaeInputs) -> Tensor:
     return closest_whole(inputs, right.abs(), right.square(), right.clamp(min=0.0))
 
 
+@in_each_rollout
 def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:
     """GAE normalised over each environment or over each step."""
     steps, envs = inputs.values.shape

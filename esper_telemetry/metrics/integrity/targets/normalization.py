@@ -21,6 +21,9 @@ from esper_telemetry.metrics.statistics import same_shape
 NORMALIZED_TOLERANCE = 1.0
 """Factor of `TOLERANCES` for normalised advantages. In float32 they come to 3e-7 of the largest |A| / std."""
 
+MIN_GROUP_ROWS = 3
+"""Rows from which on a normalised group says something: a single row becomes 0, and two rows become opposite numbers."""
+
 Scope = Literal["minibatch", "rollout", "nothing"]
 
 
@@ -32,7 +35,7 @@ class NormalizedInputs:
         advantages: before normalisation.
         claimed: as they multiply the ratio.
         valid: [M, N], bool: rows that count.
-        rollout: [R], of all rows of the rollout that count; None where it is not there.
+        rollout: of all rows of the rollout that count, [T, B] or any shape; None where it is not there.
         environments: [M, N], int: environment of each row; None where it is not known.
         over: rows whose mean and standard deviation are taken.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
@@ -54,7 +57,7 @@ class NormalizedInputs:
         """Return mean and standard deviation, [M, 1] or 0-d; None where the rollout is not there."""
         correction = self.correction if correction is None else correction
         if (over or self.over) == "rollout":
-            if self.rollout is None or len(self.rollout) <= correction:
+            if self.rollout is None or self.rollout.numel() <= correction:
                 return None
             std, mean = torch.std_mean(self.rollout, correction=correction)
             return mean, std.clamp(min=self.floor)
@@ -115,22 +118,40 @@ def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[
 
 
 def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
-    """Each environment by its own rows of all minibatches, which hold the rollout once or several times."""
-    if inputs.environments is None:
-        return None
-    index, valid = inputs.environments.flatten(), inputs.valid.flatten().double()
-    count = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=index.device).index_add_(0, index, valid)
-    if len(count) == 1:
-        return None
+    """Each environment by its own rows: of the minibatch, of all minibatches, or of the rollout.
 
-    def means(values: Tensor) -> Tensor:
-        return torch.zeros_like(count).index_add_(0, index, values.flatten() * valid) / count.clamp(min=1)
+    The columns of a rollout [T, B] are its environments; one of another shape holds one step, or one environment, after the other.
+    """
+    index, valid = inputs.environments, inputs.valid
+    if index is None or int(index.max()) == 0:
+        return None
+    count, rows = int(index.max()) + 1, inputs.advantages[valid]
+    places = index + count * torch.arange(len(index), device=index.device).unsqueeze(1)
+    candidates = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
+    rollout = rows[:0] if inputs.rollout is None else inputs.rollout
+    for envs in {count, max(count, rollout.shape[-1])} if rollout.numel() else ():
+        if rollout.numel() % envs == 0:
+            order = torch.arange(rollout.numel(), device=index.device)
+            for groups in (order % envs, order // (rollout.numel() // envs)):
+                candidates += _in_groups(inputs, index, rollout.flatten(), groups)
+    return inputs.nearest(*candidates)
 
-    centred = inputs.advantages - means(inputs.advantages)[index].view_as(inputs.advantages)
-    variance = means(centred.square())[index].view_as(centred)
-    rows = count if inputs.rollout is None else torch.full_like(count, len(inputs.rollout) / len(count))
-    unbiased = (rows / (rows - 1).clamp(min=1))[index].view_as(centred)
-    return inputs.nearest(*(centred / ((variance * factor).sqrt() + STD_EPS) for factor in (1.0, unbiased)))
+
+def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tensor) -> list[Tensor]:
+    """Return the advantages normalised over groups of rows, biased and unbiased; nothing where every group is smaller than three rows.
+
+    Args:
+        own: [M, N], int: the group of each advantage.
+        rows, groups: [R]: the numbers that mean and standard deviation are taken of, and the group of each.
+    """
+    zeros = rows.new_zeros(max(int(own.max()), int(groups.max())) + 1)
+    count = zeros.index_add(0, groups, torch.ones_like(rows))
+    if int(count.max()) < MIN_GROUP_ROWS:
+        return []
+    mean = zeros.index_add(0, groups, rows) / count.clamp(min=1)
+    squares = zeros.index_add(0, groups, (rows - mean[groups]).square())
+    deviations = [(squares / (count - correction).clamp(min=1)).sqrt() for correction in (0, 1)]
+    return [(inputs.advantages - mean[own]) / (std[own] + STD_EPS) for std in deviations]
 
 
 def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
@@ -342,7 +363,7 @@ def check_normalized_advantages(
         normalized: as they multiply the ratio, same shape.
         over: rows whose mean and standard deviation are taken: those of the `minibatch`, of the `rollout`, or `nothing` where advantages
             stay as they are; None where the settings do not say: each of the three is right then.
-        rollout: advantages of all rows of the rollout that count, any shape; needed for `rollout`.
+        rollout: advantages of all rows of the rollout that count, [T, B] or any shape; needed for `rollout`.
         environments: environment of each row, int, same shape.
         in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
@@ -373,7 +394,7 @@ def check_normalized_advantages(
         scopes: tuple[Scope, ...] = ("minibatch", "nothing") if rollout is None else ("minibatch", "rollout", "nothing")
     else:
         scopes = (over,)
-    whole = None if rollout is None else as_tensor(rollout, claimed).detach().to(claimed).flatten()
+    whole = None if rollout is None else as_tensor(rollout, claimed).detach().to(claimed)
     inputs = NormalizedInputs(
         advantages=torch.where(counted, raw, raw if mask is None else raw.nan_to_num()),
         claimed=claimed,
