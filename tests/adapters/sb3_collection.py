@@ -184,6 +184,32 @@ class RawRewards(PPO):
             del rollout_buffer.add
 
 
+class ListedMinibatches(RolloutBuffer):
+    """Fetches the minibatches of a pass before the first of them is used."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        yield from list(super().get(batch_size))
+
+
+class NextFetched(RolloutBuffer):
+    """Has the next minibatch ready while one is used."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        fetched = super().get(batch_size)
+        ready = next(fetched, None)
+        while ready is not None:
+            used, ready = ready, next(fetched, None)
+            yield used
+
+
+class ListedCopies(RolloutBuffer):
+    """Fetches the minibatches of a pass at once, and gives copies of their observations."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        for samples in list(super().get(batch_size)):
+            yield samples._replace(observations=samples.observations.clone())
+
+
 class LateObservations(RolloutBuffer):
     """Stores each observation one step late."""
 
