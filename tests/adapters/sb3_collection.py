@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -247,6 +248,20 @@ class LastNormalised(PPO):
             del callback.on_rollout_end
 
 
+class OlderWeights(PPO):
+    """Acts with the weights from before the last update, and trains the newest."""
+
+    older: Any = None
+
+    def collect_rollouts(self, *arguments: Any, **named: Any) -> bool:
+        newest = copy.deepcopy(self.policy.state_dict())
+        self.policy.load_state_dict(newest if self.older is None else self.older)
+        self.older = newest
+        finished = super().collect_rollouts(*arguments, **named)
+        self.policy.load_state_dict(newest)
+        return finished
+
+
 class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
     """Acts with a memory that the ends of episodes do not reset."""
 
@@ -359,6 +374,10 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "statistics that change between collecting and training": (
         lambda seed: LastNormalised("MlpPolicy", VecNormalize(vec_env(seed=seed)), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
+    ),
+    "weights of an update before in acting": (
+        lambda seed: OlderWeights("MlpPolicy", vec_env(seed=seed), **SETTINGS, seed=seed),
+        frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
     ),
     "a memory that begins empty in training": (
         lambda seed: with_strong_memory(
