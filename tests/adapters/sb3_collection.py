@@ -169,6 +169,26 @@ class LateRewards(RolloutBuffer):
         super().add(obs, action, before, *rest, **named)
 
 
+class ChangedRewards(RolloutBuffer):
+    """Changes rewards as they are stored, those with the value after a time limit in them too."""
+
+    def change(self, reward: Any) -> Any:
+        raise NotImplementedError
+
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        super().add(obs, action, self.change(reward), *rest, **named)
+
+
+class ClippedRewards(ChangedRewards):
+    def change(self, reward: Any) -> Any:
+        return np.clip(reward, -1, 1)
+
+
+class ScaledRewards(ChangedRewards):
+    def change(self, reward: Any) -> Any:
+        return 0.1 * reward
+
+
 class RawRewards(PPO):
     """Stores the rewards from before normalisation, with nothing added after time limits."""
 

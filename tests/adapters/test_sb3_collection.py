@@ -11,10 +11,12 @@ import torch
 from sb3_collection import (
     HEALTHY,
     PROGRAMS,
+    ClippedRewards,
     ListedCopies,
     ListedMinibatches,
     NextFetched,
     OtherActionsInTraining,
+    ScaledRewards,
     late_effects,
     ppo,
     vec_env,
@@ -106,6 +108,17 @@ def test_correct_programs_match_every_equation(program: str, seed: int, offload:
     assert differences(run.records) == set()
     assert checked == set(OWN) - ({"actions"} if "gSDE" in program else set())
     assert "integrity/actions" not in {alarm.type for alarm in run.alarms}
+
+
+@pytest.mark.parametrize(("buffer", "name"), [(ClippedRewards, "clipped"), (ScaledRewards, "scaled")])
+def test_rewards_that_are_changed_with_the_values_after_time_limits_are_named_without_an_alarm(
+    buffer: Any, name: str, tmp_path: Path
+) -> None:
+    env = vec_env("Pendulum-v1", env_kwargs={"max_episode_steps": 15})
+    run = trained(ppo(env, rollout_buffer_class=buffer), tmp_path)
+
+    assert explanations(run.records) == {f"stored_rewards_{name}"}
+    assert "integrity/equation" not in {alarm.type for alarm in run.alarms}
 
 
 @pytest.mark.parametrize(
