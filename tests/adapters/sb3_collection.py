@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -168,6 +169,26 @@ class LateRewards(RolloutBuffer):
         super().add(obs, action, before, *rest, **named)
 
 
+class ChangedRewards(RolloutBuffer):
+    """Changes rewards as they are stored, those with the value after a time limit in them too."""
+
+    def change(self, reward: Any) -> Any:
+        raise NotImplementedError
+
+    def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
+        super().add(obs, action, self.change(reward), *rest, **named)
+
+
+class ClippedRewards(ChangedRewards):
+    def change(self, reward: Any) -> Any:
+        return np.clip(reward, -1, 1)
+
+
+class ScaledRewards(ChangedRewards):
+    def change(self, reward: Any) -> Any:
+        return 0.1 * reward
+
+
 class RawRewards(PPO):
     """Stores the rewards from before normalisation, with nothing added after time limits."""
 
@@ -182,6 +203,32 @@ class RawRewards(PPO):
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
         finally:
             del rollout_buffer.add
+
+
+class ListedMinibatches(RolloutBuffer):
+    """Fetches the minibatches of a pass before the first of them is used."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        yield from list(super().get(batch_size))
+
+
+class NextFetched(RolloutBuffer):
+    """Has the next minibatch ready while one is used."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        fetched = super().get(batch_size)
+        ready = next(fetched, None)
+        while ready is not None:
+            used, ready = ready, next(fetched, None)
+            yield used
+
+
+class ListedCopies(RolloutBuffer):
+    """Fetches the minibatches of a pass at once, and gives copies of their observations."""
+
+    def get(self, batch_size: int | None = None) -> Any:
+        for samples in list(super().get(batch_size)):
+            yield samples._replace(observations=samples.observations.clone())
 
 
 class LateObservations(RolloutBuffer):
@@ -219,6 +266,20 @@ class LastNormalised(PPO):
         finally:
             env.step_wait = step
             del callback.on_rollout_end
+
+
+class OlderWeights(PPO):
+    """Acts with the weights from before the last update, and trains the newest."""
+
+    older: Any = None
+
+    def collect_rollouts(self, *arguments: Any, **named: Any) -> bool:
+        newest = copy.deepcopy(self.policy.state_dict())
+        self.policy.load_state_dict(newest if self.older is None else self.older)
+        self.older = newest
+        finished = super().collect_rollouts(*arguments, **named)
+        self.policy.load_state_dict(newest)
+        return finished
 
 
 class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
@@ -333,6 +394,10 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "statistics that change between collecting and training": (
         lambda seed: LastNormalised("MlpPolicy", VecNormalize(vec_env(seed=seed)), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_other_statistics", "values_other_statistics"}),
+    ),
+    "weights of an update before in acting": (
+        lambda seed: OlderWeights("MlpPolicy", vec_env(seed=seed), **SETTINGS, seed=seed),
+        frozenset({"replayed_log_probs_older_weights", "values_older_weights"}),
     ),
     "a memory that begins empty in training": (
         lambda seed: with_strong_memory(

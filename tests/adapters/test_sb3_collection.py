@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from sb3_collection import HEALTHY, PROGRAMS, OtherActionsInTraining, late_effects, ppo, vec_env
+from sb3_collection import (
+    HEALTHY,
+    PROGRAMS,
+    ClippedRewards,
+    ListedCopies,
+    ListedMinibatches,
+    NextFetched,
+    OtherActionsInTraining,
+    ScaledRewards,
+    late_effects,
+    ppo,
+    vec_env,
+)
 from sb3_models import MINIBATCHES, MODELS, Parts, fingerprint, recorded_run
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -96,6 +108,33 @@ def test_correct_programs_match_every_equation(program: str, seed: int, offload:
     assert differences(run.records) == set()
     assert checked == set(OWN) - ({"actions"} if "gSDE" in program else set())
     assert "integrity/actions" not in {alarm.type for alarm in run.alarms}
+
+
+@pytest.mark.parametrize(("buffer", "name"), [(ClippedRewards, "clipped"), (ScaledRewards, "scaled")])
+def test_rewards_that_are_changed_with_the_values_after_time_limits_are_named_without_an_alarm(
+    buffer: Any, name: str, tmp_path: Path
+) -> None:
+    env = vec_env("Pendulum-v1", env_kwargs={"max_episode_steps": 15})
+    run = trained(ppo(env, rollout_buffer_class=buffer), tmp_path)
+
+    assert explanations(run.records) == {f"stored_rewards_{name}"}
+    assert "integrity/equation" not in {alarm.type for alarm in run.alarms}
+
+
+@pytest.mark.parametrize(
+    ("buffer", "rows_known"), [(ListedMinibatches, True), (NextFetched, True), (ListedCopies, False)]
+)
+def test_minibatches_may_be_fetched_before_they_are_used(buffer: Any, rows_known: bool, tmp_path: Path) -> None:
+    run = trained(ppo(vec_env(), rollout_buffer_class=buffer), tmp_path)
+
+    found = {name: [record.values.get(EQUATION_KEY + name) for record in run.records] for name in equations()}
+    assert not [
+        name
+        for name, errors in found.items()
+        for error in errors
+        if error is not None and error > equations()[name].tolerance_at(None)
+    ]
+    assert (found["minibatches"] != [None] * len(run.records)) == rows_known
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 try:
     from stable_baselines3.common.callbacks import BaseCallback
@@ -20,7 +20,7 @@ except ModuleNotFoundError as missing:
         "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
     ) from missing
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
@@ -103,6 +103,7 @@ class ModelListener:
         self._seconds: dict[str, float] = defaultdict(float)
         self._cpu_seconds: dict[str, float] = defaultdict(float)
         self._replay: CallbackReplay | None = None
+        self._before_update: Callable[[], None] | None = None
         self._older_weights: list[Tensor] = []
         self._learning = False
         self._optimizer: Any = None
@@ -131,7 +132,7 @@ class ModelListener:
         self._rollouts.append(recorder.finish(self._last_values))
         if self._updates == self._updates_per_record:
             self._emit_rollouts()
-            self._emit_before_update()
+            self._prepare_before_update()
         counted = self.progress.gradient_step
         self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy), gradient_step=counted)
         self._for_update = self._update_taps()
@@ -166,6 +167,7 @@ class ModelListener:
     def _record_ends(self) -> None:
         self._emit_rest()
         self._updates, model = 0, self._model
+        self._before_update = None
         replay, self._replay = self._replay, None
         if replay is not None and self._hooks.wants(AfterUpdate):
             self._hooks.emit(AfterUpdate(self.progress.update, replay, model.policy))
@@ -212,16 +214,17 @@ class ModelListener:
         if episodes is not None:
             hooks.emit(episodes)
 
-    def _emit_before_update(self) -> None:
-        """Emit the last rollout's replay before the first step of its update."""
+    def _prepare_before_update(self) -> None:
+        """Keep the last rollout's inputs, which the buffer will put in another order, until the first minibatch of its update."""
         hooks, model, last, recorder = self._hooks, self._model, self._rollout_event, self.recorder
+        self._before_update = None
         if not (hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate)) or last is None:
             return
         if len(self._rollouts) > 1:
             axes = {"update": last.update, "env_step": last.env_step}
             last = rollout_event(model, self._rollouts[-1:], self._heads, recorder.states(), **axes)
         inputs = stored_rollout(model.rollout_buffer)
-        self._replay = CallbackReplay(model, self._heads, last, inputs, recorder.states(after=True))
+        replay = CallbackReplay(model, self._heads, last, inputs, recorder.states(after=True))
         passes = CollectionPasses(
             model,
             self._heads,
@@ -231,8 +234,26 @@ class ModelListener:
             critic=critic_states(model.rollout_buffer, model.device),
             older=self._older_weights,
         )
-        self._older_weights = copied_weights(model.policy)
-        hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device), model.policy))
+        self._before_update = partial(self._emit_before_update, last, replay, passes, _modes(model.policy))
+
+    def _first_minibatch_comes(self, *_: Any) -> None:
+        """A program may have set other weights since the rollout ended: those that it trains now begin the update."""
+        emit, self._before_update = self._before_update, None
+        if emit is not None:
+            emit()
+
+    def _emit_before_update(
+        self, last: RolloutEnd, replay: CallbackReplay, passes: CollectionPasses, modes: Modes
+    ) -> None:
+        """Emit the replay before the first step of the update, with the policy in the modes in which it has acted."""
+        policy = self._model.policy
+        self._replay, self._older_weights = replay, copied_weights(policy)
+        modes_now = _modes(policy)
+        _set_modes(modes)
+        try:
+            self._hooks.emit(BeforeUpdate(last.update, replay, passes.event(last, self._model.device), policy))
+        finally:
+            _set_modes(modes_now)
 
     def _collecting_taps(self) -> list[Remover]:
         """Taps on what is called while a rollout is collected."""
@@ -253,6 +274,8 @@ class ModelListener:
         self._optimizer = None
         self._follow_optimizer()
         taps = [
+            self._listen(buffer, "get", self._first_minibatch_comes),
+            self._listen(buffer, "_get_samples", self._first_minibatch_comes),
             self._listen(buffer, "get", minibatches.after_pass),
             self._listen(buffer, "_get_samples", minibatches.after_samples),
             self._listen(buffer, "_get_samples", self._follow_optimizer),
@@ -289,6 +312,19 @@ class ModelListener:
 
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
         return listen(owner, name, listener, self._session.failed)
+
+
+Modes: TypeAlias = list[tuple[nn.Module, bool]]
+"""Modules, and whether each is in the mode of training."""
+
+
+def _modes(policy: nn.Module) -> Modes:
+    return [(module, module.training) for module in policy.modules()]
+
+
+def _set_modes(modes: Modes) -> None:
+    for module, mode in modes:
+        module.training = mode
 
 
 def _remove_all(taps: list[Remover]) -> None:

@@ -11,6 +11,7 @@ Shapes: N rows of a minibatch, padding included; R rows of all minibatches, with
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -74,6 +75,24 @@ class Block(NamedTuple):
     heads: HeadColumns
 
 
+class Fetched(NamedTuple):
+    """A minibatch that the buffer has returned, and that the policy has not evaluated yet.
+
+    Attributes:
+        samples: as they were returned.
+        numbers: of its samples in the buffer.
+        epoch: pass over the rollout, from 0.
+        place: counts the minibatches that the buffer has returned in this update, from 1.
+        alone: every minibatch before it was evaluated, or one after that.
+    """
+
+    samples: Any
+    numbers: Array
+    epoch: int
+    place: int
+    alone: bool
+
+
 class MinibatchJoiner:
     """Joins the minibatches of an update; `model` says how advantages are normalised and losses are clipped."""
 
@@ -103,8 +122,8 @@ class MinibatchJoiner:
         )
 
     @torch.no_grad()
-    def event(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> MinibatchesEnd:
-        """Return the event of all blocks; `rollout` is the event of their rollouts."""
+    def event(self, blocks: Sequence[Block], rollout: RolloutEnd | None, *, complete: bool) -> MinibatchesEnd:
+        """Return the event of all blocks; `rollout` is the event of their rollouts, `complete`: no minibatch is missing."""
         fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
         counts = tuple(chain.from_iterable(fields.counts))
         joined = map(_cat, zip(*fields.columns, strict=True))
@@ -143,7 +162,7 @@ class MinibatchJoiner:
             returns=returns,
             losses={name: means(column).to(column.dtype) for name, column in losses.items()},
             head_log_ratios=ratios,
-            rows=rows,
+            rows=rows if complete else None,
             **heads._asdict(),
         )
 
@@ -192,11 +211,11 @@ class MinibatchListener:
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._names = tuple(self._parameters)
         self._parameter_ids = [*map(id, named.values())]
-        self._samples: Any = None
+        self._fetched: dict[int, Fetched] = {}  # by identity of the observations, with which the policy is called
+        self._fetched_count = self._newest_evaluated = 0
         self._raw_advantages: Any = None
         self._gradients_of_log_probs: list[Any] = []
         self._value_gradients: list[Tensor] | None = None
-        self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
         self._emitted = False
         self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
@@ -208,32 +227,42 @@ class MinibatchListener:
     def after_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
         """The buffer returned a minibatch; one before it that led to no step, because training stops, is done."""
         self.finish()
-        if self.step == 0 and self.epoch == 0 and self._hooks.wants(MinibatchStart):
+        epoch, alone = max(self.epoch, 0), self._newest_evaluated == self._fetched_count
+        self._fetched_count += 1
+        self._fetched[id(samples.observations)] = Fetched(samples, args[0], epoch, self._fetched_count, alone)
+        if alone and self.step == 0 and epoch == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(0, 0, partial(shard_gradients, self._model, samples)))
+        if alone:
+            self._emit_objective(samples, epoch, with_forward=True)
+
+    def _emit_objective(self, samples: Any, epoch: int, *, with_forward: bool) -> None:
+        """Emit `MinibatchObjective`, after the trainer's own pass only without another one."""
         self._value_gradients = None
         if self._hooks.wants(MinibatchObjective):
             self._value_gradients = []
-            counts = {"epoch": max(self.epoch, 0), "step": self.step, "gradient_step": self._gradient_step + self.step}
+            counts = {"epoch": epoch, "step": self.step, "gradient_step": self._gradient_step + self.step}
             event = objective_event(
                 self._model, samples, self._parameters, value_gradients=self._value_gradients, **counts
             )
-            self._hooks.emit(event)
-        self._samples, self._numbers = samples, args[0]
+            self._hooks.emit(event if with_forward else replace(event, forward=None))
 
     def after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The policy evaluated the minibatch."""
-        samples, numbers = self._samples, self._numbers
-        if numbers is None:
+        """The policy evaluated a minibatch."""
+        fetched = self._evaluated(args[0] if args else kwargs.get("obs"))
+        if fetched is None:
             return
+        self.finish()
+        samples, epoch = fetched.samples, fetched.epoch
+        if not fetched.alone:
+            self._emit_objective(samples, epoch, with_forward=False)
         values, log_probs, entropy = result
-        self._samples = self._numbers = None
         self._emitted = False
         if self._value_gradients is not None and values.requires_grad:
             values.register_hook(self._value_gradients.append)
         self._open = (
-            max(self.epoch, 0),
+            epoch,
             self._place,
-            numbers,
+            fetched.numbers,
             samples.mask if self._padded else None,
             sample_columns(samples),
             values.detach(),
@@ -241,12 +270,26 @@ class MinibatchListener:
             None if entropy is None else entropy.detach(),
             self._capture(self._policy),
         )
-        if self.step == 0 and self.epoch == 0 and self._hooks.wants(FirstMinibatch):
+        if self.step == 0 and epoch == 0 and self._hooks.wants(FirstMinibatch):
             event = first_minibatch_event(self._model, samples, log_probs.detach())
             self._hooks.emit(event)
             if log_probs.requires_grad and torch.allclose(event.stored, event.trained, rtol=0, atol=MAX_FIRST_RATIO):
                 self._raw_advantages = samples.advantages
                 log_probs.register_hook(self._gradients_of_log_probs.append)
+
+    def _evaluated(self, observations: Any) -> Fetched | None:
+        """Return the minibatch with these observations; of changed ones the only one left, unless some were fetched ahead."""
+        fetched = self._fetched.pop(id(observations), None)
+        if fetched is None and self._fetched:
+            (key, last), *others = self._fetched.items()
+            if others or not last.alone or last.place < self._fetched_count:
+                self._complete = False
+                self._emit_objective(last.samples, last.epoch, with_forward=False)
+                return None
+            fetched = self._fetched.pop(key)
+        if fetched is not None:
+            self._newest_evaluated = max(self._newest_evaluated, fetched.place)
+        return fetched
 
     def place(self) -> tuple[int, int, Tensor | None]:
         """Epoch and step, and the mask of padding of the open minibatch."""
@@ -305,14 +348,15 @@ class MinibatchListener:
         self.finish()
         if self._minibatches:
             self._join()
-        blocks = self._blocks
+        blocks, complete = self._blocks, self._complete
         self._clear()
         if blocks and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(self._joiner.event(blocks, rollout))
+            self._hooks.emit(self._joiner.event(blocks, rollout, complete=complete))
 
     def _clear(self) -> None:
         self._minibatches: list[MinibatchRow] = []
         self._blocks: list[Block] = []
+        self._complete = True
 
     def _join(self) -> None:
         minibatches, self._minibatches = self._minibatches, []

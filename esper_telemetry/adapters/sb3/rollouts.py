@@ -240,12 +240,15 @@ class RolloutRecorder:
             self.needs_steps = self._recurrent or not (stores_paid and ends_known and sufficient)
         else:
             heads = [] if summary is None else [summary]
+        changed = None
         if stores_paid:
             rewards[ended] = paid[ended]
         elif self._recurrent:
             ends_known = False
         else:  # the buffer has other rewards, and what was added after time limits has to be asked for
-            rewards -= _added(rewards, paid, buffer.gamma * self._values_after(time_limits))
+            bootstraps = buffer.gamma * self._values_after(time_limits)
+            changed = _changed_rewards(rewards, paid, bootstraps)
+            rewards = rewards - _added(rewards, paid, bootstraps) if changed is None else changed
         last_values = self._asked_last_values(last_values)
         return CollectedRollout(
             values=buffer.values,
@@ -259,7 +262,7 @@ class RolloutRecorder:
             ended=ended,
             episodes=episodes,
             time_limits=time_limits,
-            final_values=self._final_values(rewards, time_limits, last_values),
+            final_values=None if changed is not None else self._final_values(rewards, time_limits, last_values),
             last_values=last_values,
             heads=heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
@@ -347,6 +350,19 @@ class RolloutRecorder:
         self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
         self._lengths += len(raw) - since
         return episodes
+
+
+def _changed_rewards(stored: Array, paid: Array, bootstraps: Array) -> Array | None:
+    """Return the rewards [T, B] scaled or clipped, where what is stored is their sum with the bootstraps, changed so; else None."""
+    plain = bootstraps == 0.0
+    size = float(np.square(paid[plain]).sum())
+    factor = float((stored * paid)[plain].sum()) / size if size else 1.0
+    low, high = stored.min(), stored.max()
+    scaled = np.multiply(factor, (paid, paid + bootstraps), dtype=stored.dtype)
+    for rewards, sums in (scaled, np.clip((paid, paid + bootstraps), low, high)):
+        if np.allclose(stored, sums, rtol=1e-4, atol=1e-6):
+            return np.asarray(rewards, stored.dtype)
+    return None
 
 
 def _added(stored: Array, paid: Array, bootstraps: Array) -> Array:
