@@ -403,7 +403,7 @@ class UsedAdvantages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
-    """The moment before the first minibatch; the weights are those that collected the rollout. `collection` shows the policy what it
+    """The moment before the first minibatch; the weights are those that training begins with. `collection` shows the policy what it
     acted on, and is valid during the event only; None from a source that cannot. `network` is the policy of both, where they can be
     pickled with it; else None.
     """
