@@ -711,9 +711,9 @@ class RowFinder:
         A script may mix up one of its columns: then the transitions are those of most others.
         """
         enough = self._shape.numel() // 2
-        telling = [name for name in COLUMNS if name in own and self._apart[name] > enough]
+        distinct = [name for name in COLUMNS if name in own and self._apart[name] > enough]
         found: list[Candidates] = []
-        for name in telling:
+        for name in distinct:
             candidates = self._candidates(name, own)
             if candidates is not None:
                 if any(_same_rows(candidates.rows, other.rows) for other in found):
