@@ -30,7 +30,6 @@ from esper_telemetry.adapters.script.minibatches import (
     losses_of,
     unused_entropy,
     without_graph,
-    zero_ratio,
 )
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
@@ -583,7 +582,7 @@ class ScriptListener:
                 MinibatchEnd(
                     epoch=minibatch.epoch,
                     step=minibatch.step,
-                    log_ratio=zero_ratio(minibatch),
+                    log_ratio=minibatch.log_ratio,
                     advantages=minibatch.policy.advantages,
                     values=None if value is None else value.values,
                     old_values=old_values,

@@ -64,6 +64,12 @@ class ScriptMinibatch(NamedTuple):
         """True where both losses are known."""
         return self.value is not None
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """The log-ratio [N]; 0 of a policy gradient without a ratio, which learns from each rollout once."""
+        ratio = self.policy.log_ratio
+        return torch.zeros_like(self.policy.advantages) if ratio is None else ratio
+
     def columns(self) -> dict[str, Tensor | None]:
         """Return the columns that a rollout has too, by role."""
         value = self.value
@@ -202,9 +208,3 @@ def _excess(weight: float, setting: float | None, factors: tuple[float, ...]) ->
     if not setting or not weight:
         return -1.0 if weight < 0 else 1.0
     return 1.0 if any(abs(weight / setting / factor - 1) < SAME_WEIGHT for factor in factors) else weight / setting
-
-
-def zero_ratio(minibatch: ScriptMinibatch) -> Tensor:
-    """The log-ratio [N]; 0 of a policy gradient without a ratio, which learns from each rollout once."""
-    ratio = minibatch.policy.log_ratio
-    return torch.zeros_like(minibatch.policy.advantages) if ratio is None else ratio

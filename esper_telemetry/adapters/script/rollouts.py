@@ -188,22 +188,7 @@ class RolloutFinder:
             "values": None if value is None else value.values,
             "advantages": None if policy is None else policy.advantages,
         }
-        in_order, shuffled = set[str](), False
-        for role, column in wanted.items():
-            if column is None:
-                continue
-            holding = [
-                (_is_same(column, array), -_share(column, grid[: self.steps]), place)
-                for place, (array, grid) in enumerate(pairs)
-                if all(grid is not found for found in self._found.values())
-            ]
-            best = min((one for one in holding if -one[1] >= MIN_SHARE), default=None)
-            if best is not None:
-                self._found[role] = grids[best[2]]
-                in_order |= {role} if best[0] else set()
-                shuffled = shuffled or (not best[0] and column.numel() == self.steps * self.envs)
-        if shuffled:  # a minibatch of the whole rollout: arrays in its order are its own
-            self._found = {role: grid for role, grid in self._found.items() if role not in in_order}
+        shuffled = self._identify_columns(pairs, wanted)
         if wanted["log_probs"] is not None and "log_probs" not in self._found:
             for table in (torch.exp, torch.neg):  # probabilities, or negative log-probabilities
                 numbers = table(wanted["log_probs"])
@@ -230,6 +215,29 @@ class RolloutFinder:
                 self._found["log_probs"] = log_probs
         self._identify_rewards(grids)
         self._identify_next_values(grids)
+
+    def _identify_columns(self, pairs: Sequence[tuple[Tensor, Tensor]], wanted: Mapping[str, Tensor | None]) -> bool:
+        """Find the arrays, as [T, B] beside them, with the numbers of the first minibatch.
+
+        Returns True where that is the whole rollout in another order.
+        """
+        in_order, shuffled = set[str](), False
+        for role, column in wanted.items():
+            if column is None:
+                continue
+            holding = [
+                (_is_same(column, array), -_share(column, grid[: self.steps]), place)
+                for place, (array, grid) in enumerate(pairs)
+                if all(grid is not found for found in self._found.values())
+            ]
+            best = min((one for one in holding if -one[1] >= MIN_SHARE), default=None)
+            if best is not None:
+                self._found[role] = pairs[best[2]][1]
+                in_order |= {role} if best[0] else set()
+                shuffled = shuffled or (not best[0] and column.numel() == self.steps * self.envs)
+        if shuffled:  # a minibatch of the whole rollout: arrays in its order are its own
+            self._found = {role: grid for role, grid in self._found.items() if role not in in_order}
+        return shuffled
 
     def _restore_order(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
         """Put columns that the script has shuffled together back into the order in which actions were taken.

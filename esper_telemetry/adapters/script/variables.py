@@ -66,7 +66,7 @@ MAX_CONTAINER_DEPTH = 3
 MAX_MEMBERS = 256
 """Members of a container that is searched; one with more holds data, not names."""
 
-NOISE = {
+HOLDER_WORDS = {
     *(
         "buf",
         "buffer",
@@ -158,7 +158,7 @@ class Variables:
 def plain_name(name: str) -> str:
     """Return a name without what tells how the thing is held: `oldLogProbs_t` and `old_log_prob` become `oldlogprob`."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")
-    plain = [word.rstrip("s") if len(word) > 2 else word for word in words if word and word not in NOISE]
+    plain = [word.rstrip("s") if len(word) > 2 else word for word in words if word and word not in HOLDER_WORDS]
     return "".join(plain) or name.lower()
 
 
@@ -323,12 +323,6 @@ def as_column(length: int | None = None) -> Callable[[object], Tensor | None]:
         return column.reshape(-1)
 
     return accept
-
-
-def as_scalar(value: object) -> Tensor | None:
-    """Accept a tensor with one entry, as 0-d."""
-    scalar = value.detach() if isinstance(value, Tensor) and value.is_floating_point() else None
-    return scalar.reshape(()) if scalar is not None and scalar.numel() == 1 else None
 
 
 def as_integer(value: object) -> int | None:
