@@ -108,16 +108,14 @@ def again(event: TrunkBackward) -> None:
 def test_a_compiled_update_is_the_update(make: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """CartPole's minibatches differ in size, because NEXT_STEP wastes rows; a hook may back up through the trunk twice."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without a pool of processes, which outlives the test
-    monkeypatch.setattr(
-        "torch._dynamo.config.assume_static_by_default", False
-    )  # compiles once for all sizes of minibatches
     plain, fast = make(**settings), make(compile=True, **settings)
     emitted = EventLog().listen(fast, MinibatchEnd)
     if settings.get("shared_trunk"):
         fast.hooks.on(TrunkBackward, again)
 
-    for trainer in (plain, fast):
-        trainer.learn(300)
+    with torch._dynamo.config.patch(assume_static_by_default=False):  # compiles once for all sizes of minibatches
+        for trainer in (plain, fast):
+            trainer.learn(300)
 
     assert close(weights(plain), weights(fast))
     assert not equal(weights(make(**settings)), weights(fast))
