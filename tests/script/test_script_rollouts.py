@@ -8,12 +8,12 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from torch import Tensor, distributions
+from torch import Tensor, distributions, nn
 from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
-from esper_telemetry.adapters.script.recorders import DistributionLog
+from esper_telemetry.adapters.script.recorders import DistributionLog, EstimateLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
@@ -200,6 +200,50 @@ def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
         found = RowFinder(rollout).rows_of(None, mixed)
         assert found is not None and torch.equal(found, rows)
     assert RowFinder(rollout).rows_of(None, {"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
+
+
+def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_permuted() -> None:
+    """The permuted advantage of the first row is that of another with the same log-probability."""
+    draw = torch.Generator().manual_seed(7)
+    rollout = {name: torch.randn(64, 1, generator=draw) for name in ("log_probs", "advantages", "inputs", "returns")}
+    for name, distance in (("log_probs", 0.0), ("inputs", 1e-3), ("returns", 1e-3)):
+        rollout[name][1] = rollout[name][0] + distance
+    own: dict[str, Tensor | None] = {name: column.flatten() for name, column in rollout.items()}
+    order = torch.cat([torch.tensor([1, 0]), 2 + torch.randperm(62, generator=draw)])
+    found = RowFinder(rollout).rows_of(None, {**own, "advantages": rollout["advantages"].flatten()[order]})
+
+    assert found is not None and found.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("acted", [True, False], ids=["values-while-acting", "values-later"])
+def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with_one_action(acted: bool) -> None:
+    draw = torch.Generator().manual_seed(5)
+    policy, critic = nn.Linear(3, 1), nn.Linear(3, 1)
+    observations, log = torch.randn(33, 3, generator=draw), EstimateLog()
+    with torch.no_grad():
+        values = critic(observations)
+        for observation in observations:
+            log.after_env_step()
+            log.add(policy, policy(observation))
+            if acted:
+                log.add(critic, critic(observation))
+    if not acted:
+        log.add(critic, values[-1:])
+    log_probs, rewards = torch.randn(32, generator=draw), torch.randn(32, generator=draw)
+    arrays = {
+        "r": rewards,
+        "z": log_probs,
+        "values": values[:-1, 0],
+        "a": rewards + 0.9 * values[1:, 0] - values[:-1, 0],
+    }
+    ends = torch.zeros(32, 1, dtype=torch.bool)
+    reading = reading_of(log_probs, arrays["a"])
+    finder = RolloutFinder(
+        Variables([arrays]), ends, paid=rewards.view(32, 1), reading=reading, last_estimates=log.take_last()
+    )
+    rollout = finder.rollout(0.9)
+
+    assert rollout is not None and torch.equal(rollout.last_values, values[-1:])
 
 
 def test_two_equal_transitions_among_others_are_both_visited() -> None:

@@ -405,6 +405,7 @@ class ScriptListener:
             paid=self.environments.rewards(),
             limits=None if ends is None else ends.time_limits,
             reading=first,
+            last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
             acted=self._acted(),
         )

@@ -188,18 +188,29 @@ def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
     return HeadColumns(*merged)
 
 
+class LastEstimate(NamedTuple):
+    """An output [B, 1] of a layer with one unit after the last step of the environments, and that of the layer before it, if there is one.
+
+    The layer may be the critic's, or the policy's where an action is one number: the output before the step tells which.
+    """
+
+    output: Tensor
+    before: Tensor | None
+
+
 class EstimateLog:
     """Keeps the last outputs of layers with one unit, as a critic's: scripts drop them when they have their targets."""
 
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
-        self._after_step: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
+        self._before_step: dict[nn.Module, Tensor] = {}
+        self._after_step: deque[tuple[nn.Module, Tensor]] = deque(maxlen=MAX_ESTIMATES)
 
-    def add(self, output: Tensor) -> None:
+    def add(self, layer: nn.Module, output: Tensor) -> None:
         """Record an output [..., 1]."""
         if not output.requires_grad:
-            self._after_step.append(output)
+            self._after_step.append((layer, output))
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append(output.detach())
         if output.requires_grad and output.numel() > 1:
@@ -207,13 +218,20 @@ class EstimateLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: later outputs are of the states that it led to."""
+        if self._after_step:
+            self._before_step = dict(self._after_step)
+            self._after_step.clear()
+
+    def take_last(self) -> list[LastEstimate]:
+        """Return the outputs since the last step of the environments."""
+        last = [LastEstimate(output, self._before_step.get(layer)) for layer, output in self._after_step]
         self._after_step.clear()
+        return last
 
     def take(self) -> list[Tensor]:
-        """Return the outputs since the last step of the environments, then those of many rows since the last call."""
-        outputs = [*self._after_step, *self._outputs]
+        """Return the outputs of many rows since the last call."""
+        outputs = list(self._outputs)
         self._outputs.clear()
-        self._after_step.clear()
         return outputs
 
     def take_graphs(self) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.recorders import LastEstimate
 from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, stacked
 from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
@@ -122,7 +123,8 @@ class RolloutFinder:
         paid: [T, B], rewards that the environments returned in these steps.
         limits: [T, B], bool: of the ends those by a time limit.
         reading: of the loss of the first minibatch, before any step.
-        estimates: outputs of the critic that need be in no variable any more; those of the states after the last step come first.
+        estimates: outputs of the critic that need be in no variable any more.
+        last_estimates: outputs after the last step of the environments.
         acted: [R] or [R, D], log-probabilities of the actions in the order in which they were taken; None where they are not known.
     """
 
@@ -135,10 +137,11 @@ class RolloutFinder:
         limits: Tensor | None = None,
         reading: LossReading | None = None,
         estimates: Sequence[Tensor] = (),
+        last_estimates: Sequence[LastEstimate] = (),
         acted: Tensor | None = None,
     ) -> None:
         self._variables, self._paid, self._limits = variables, paid, limits
-        self._estimates, self._acted = estimates, acted
+        self._estimates, self._last_estimates, self._acted = estimates, last_estimates, acted
         self._shuffle: Shuffle | None = None
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
@@ -163,7 +166,8 @@ class RolloutFinder:
         """Yield the arrays of a rollout's size, as their owner has shaped them."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
         count = 0
-        for value in chain((value for _, value in self._variables.named_values()), self._estimates):
+        outputs = chain((one.output for one in self._last_estimates), self._estimates)
+        for value in chain((value for _, value in self._variables.named_values()), outputs):
             array = stacked(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
                 continue
@@ -523,7 +527,7 @@ class RolloutFinder:
         if last is None and shown is not None:
             last = torch.where(ended[-1], values[-1], shown[-1].to(values))
         if last is None:
-            last = next((one.reshape(-1).to(values) for one in self._estimates if one.numel() == self.envs), None)
+            last = self._estimated_last(values[-1])
         if last is None:
             last = None if implied is None else _last_values(implied[-1], values[-1], ended[-1])
         if last is None:
@@ -549,6 +553,14 @@ class RolloutFinder:
             bootstraps=bootstraps,
             returns_stored=returns_stored,
         )
+
+    def _estimated_last(self, values: Tensor) -> Tensor | None:
+        """The critic's outputs [B] after the last step: of the layer that gave the values [B] before it; None where that is not certain."""
+        sized = [one for one in self._last_estimates if one.output.numel() == self.envs]
+        acting = [one for one in sized if one.before is not None and _is_same(values, one.before)]
+        fresh = [one for one in sized if one.before is None]
+        certain = acting or (fresh if len(fresh) == 1 else [])
+        return certain[0].output.reshape(-1).to(values) if certain else None
 
     def _values(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the values of the rollout, and those after its last step, if they are known."""
@@ -753,8 +765,8 @@ class RowFinder:
             distances = torch.zeros_like(candidates, dtype=torch.float64)
             for name, column in own.items():
                 apart = (self._columns[name][candidates] - column[place]).abs()
-                if float(apart.min()) <= self._limits[name]:  # else the column is another one than the rollout's
-                    distances += apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)
+                # A column counts once, however far off: in one that a script has permuted, another row's number may be the nearest.
+                distances += (apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
             equal[place] = candidates[distances == distances.min()]
             rows[place] = equal[place][0]
         return Candidates(rows, equal)

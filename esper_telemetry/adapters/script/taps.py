@@ -270,7 +270,7 @@ class Taps:
             output = forward(layer, inputs)
             if not _compiling():
                 if layer.out_features == 1:
-                    self._call_briefly(lambda script: script.estimates.add(output))
+                    self._call_briefly(lambda script: script.estimates.add(layer, output))
                 if not output.requires_grad:
                     self._call_briefly(lambda script: script.acting.add(layer, inputs))
             return output
