@@ -325,6 +325,8 @@ def test_without_a_setting_every_published_way_matches(seed: int) -> None:
         before(lambda a: a),
     ):
         assert check_use(c, program, seed, over=None).matches
+        mixed = check_use(c, lambda advantages, rows, used=program: used(advantages, rows)[:, ::-1], seed, over=None)  # type: ignore[misc]
+        assert names(mixed) == {"other_rows"}
     assert not check_use(c, within(lambda a: a - a.mean()), seed, over=None).holds
 
 

@@ -414,4 +414,4 @@ def check_normalized_advantages(
             return checks[-1]
     if over is None and any(one.hypothesis.name == "not_normalized" for one in checks[0].explanations):
         return unchecked(NORMALIZED_ADVANTAGES, "whether advantages are normalised is not said")
-    return checks[0]
+    return next((check for check in checks if check.explanations), checks[0])
