@@ -118,7 +118,8 @@ def _first_minibatch(
     known = {} if seen is None else {seen: rollout.log_probs.double}
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
-    yield from log_probs if log_probs.matches or moved else unchecked(REPLAYED_LOG_PROBS, ROUNDING)
+    if REPLAYED_LOG_PROBS.name not in (facts.get(UNCHECKED_FACT) or {}):
+        yield from log_probs if log_probs.matches or moved else unchecked(REPLAYED_LOG_PROBS, ROUNDING)
     old, new = minibatches.old_values, minibatches.values
     if old is None or new is None or not torch.equal(old[first], rollout.values.flatten()[rows]):
         return

@@ -17,7 +17,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
@@ -174,7 +174,7 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
     check = check_returns(rollout.advantages, rollout.values, rollout.returns, **settings)
     if inputs is None or check.error is None:
         return check
-    if check.matches and not several and _is_standard(rollout):
+    if check.matches and not several and is_standard(rollout.advantages, rollout.valid):
         made_of = compare_advantages(inputs, precision=precision).explanations
         if any(one.hypothesis.name == "normalized" for one in made_of):
             return check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
@@ -183,12 +183,6 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
         of_gae = check_returns(gae(inputs), inputs.values, claimed, valid=inputs.valid, precision=precision)
         return of_gae if of_gae.matches else check
     return check
-
-
-def _is_standard(rollout: RolloutEnd) -> bool:
-    """Return True for advantages whose mean is 0 and whose standard deviation is 1."""
-    counted = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
-    return counted.numel() > 1 and abs(float(counted.mean())) < 1e-3 and abs(float(counted.std()) - 1.0) < 1e-2
 
 
 def _returns_in_use(

@@ -53,6 +53,7 @@ FACTS: Mapping[str, Aliases] = {
     "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF", "entropy_weight", "c_e", "c2", "entropy_beta"),
     "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
     "target_kl": ("target_kl", "TARGET_KL"),
+    "mean_noise": ("rpo_alpha",),  # of the policy's means in training alone, https://arxiv.org/abs/2212.07536
     "env": ("env_id", "env_name", "ENV_ID", "env"),
 }
 """Settings that alarms read."""
@@ -142,6 +143,10 @@ def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
     missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
     if missing:
         reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
+    if facts.get("mean_noise"):
+        reasons["replayed_log_probs"] = (
+            f"training adds noise to the means of actions (rpo_alpha = {facts['mean_noise']})"
+        )
     return reasons
 
 

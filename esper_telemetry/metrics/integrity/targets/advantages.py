@@ -5,14 +5,27 @@ Shapes: T steps, B environments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets import gae as estimates
 from esper_telemetry.metrics.integrity.targets.advantage_fits import ADVANTAGE_TOLERANCE, FITTED
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, accumulated, following_values, gae
+from esper_telemetry.metrics.integrity.targets.gae import (
+    GaeInputs,
+    accumulated,
+    following_values,
+    gae,
+    is_standard,
+    rows_that_count,
+)
 from esper_telemetry.metrics.statistics import same_shape
+
+TINY_DEVIATION = 1e-12
+"""Smallest standard deviation to divide by."""
 
 DETAILS = "Huang et al. 2022, The 37 implementation details of PPO"
 
@@ -491,7 +504,45 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
-    return distinguished(check)
+    check = distinguished(check)
+    if check.matches or check.explanations or not is_standard(inputs.claimed, inputs.valid):
+        return check
+    std = rows_that_count(gae(inputs), inputs.valid).std(correction=0).clamp(min=TINY_DEVIATION)
+    normalized = compare(
+        NORMALIZED_MISTAKES,
+        inputs,
+        inputs.claimed,
+        magnitudes=tuple(column / std for column in (inputs.rewards, inputs.values, inputs.next_values)),
+        valid=counted,
+        precision=precision,
+        tolerance=tolerance,
+    )
+    return replace(check, explanations=distinguished(normalized).explanations)
+
+
+def _normalized(compute: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:
+    """Normalise what a hypothesis computes over all rows that count, by the biased or the unbiased standard deviation."""
+
+    def normalized(inputs: GaeInputs) -> Tensor | None:
+        # hypotheses with several candidates take the one nearest to the claimed numbers, so these are put near to what they were
+        std, mean = torch.std_mean(rows_that_count(gae(inputs), inputs.valid), correction=0)
+        values = compute(replace(inputs, claimed=inputs.claimed * std + mean))
+        if values is None:
+            return None
+        rows = rows_that_count(values, inputs.valid)
+        return estimates.closest_whole(inputs, *(estimates.standard(values, rows, correction) for correction in (0, 1)))
+
+    return normalized
+
+
+NORMALIZED_MISTAKES = replace(
+    ADVANTAGES,
+    compute=estimates.normalized,
+    hypotheses=tuple(
+        replace(one, compute=_normalized(one.compute)) for one in ADVANTAGES.hypotheses if one.compute is not None
+    ),
+)
+"""The hypotheses of advantages whose program normalises them over the whole batch and keeps no others."""
 
 
 def _grid(name: str, column: Tensor) -> Tensor:

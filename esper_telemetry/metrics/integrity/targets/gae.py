@@ -527,6 +527,17 @@ def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:
     )
 
 
+def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the entries [R] of a column in the rows that count; all of them where `valid` is None."""
+    return column.flatten() if valid is None else column[valid]
+
+
+def is_standard(advantages: Tensor, valid: Tensor | None) -> bool:
+    """Return True where the mean of the rows that count is 0 and their standard deviation is 1."""
+    rows = rows_that_count(advantages, valid)
+    return len(rows) > 1 and abs(float(rows.mean())) < 1e-3 and abs(float(rows.std()) - 1.0) < 1e-2
+
+
 def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
     """Return the values less the mean of those that count, over their standard deviation; the values where too few count."""
     if counted.numel() <= correction:
