@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
@@ -509,7 +510,7 @@ def compare_advantages(
         return check
     std = rows_that_count(gae(inputs), inputs.valid).std(correction=0).clamp(min=TINY_DEVIATION)
     normalized = compare(
-        NORMALIZED_MISTAKES,
+        _of_normalized(),
         inputs,
         inputs.claimed,
         magnitudes=tuple(column / std for column in (inputs.rewards, inputs.values, inputs.next_values)),
@@ -535,14 +536,16 @@ def _normalized(compute: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeI
     return normalized
 
 
-NORMALIZED_MISTAKES = replace(
-    ADVANTAGES,
-    compute=estimates.normalized,
-    hypotheses=tuple(
+@cache
+def _of_normalized() -> Equation:
+    """The equation of advantages that a program normalises over the whole batch without keeping others, with the same hypotheses.
+
+    A function, because each constant of these modules that is an equation is listed as one of its own.
+    """
+    hypotheses = [
         replace(one, compute=_normalized(one.compute)) for one in ADVANTAGES.hypotheses if one.compute is not None
-    ),
-)
-"""The hypotheses of advantages whose program normalises them over the whole batch and keeps no others."""
+    ]
+    return replace(ADVANTAGES, compute=estimates.normalized, hypotheses=tuple(hypotheses))
 
 
 def _grid(name: str, column: Tensor) -> Tensor:
