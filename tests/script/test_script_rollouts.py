@@ -221,7 +221,7 @@ def test_the_value_after_the_last_step_is_of_the_critic_and_not_of_a_policy_with
     policy, critic = nn.Linear(3, 1), nn.Linear(3, 1)
     observations, log = torch.randn(33, 3, generator=draw), EstimateLog()
     with torch.no_grad():
-        values = critic(observations)
+        values = torch.stack([critic(observation) for observation in observations])  # a batch may round otherwise
         for observation in observations:
             log.after_env_step()
             log.add(policy, policy(observation))
