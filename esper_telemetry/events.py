@@ -394,11 +394,17 @@ class UsedAdvantages(NamedTuple):
     Attributes:
         raw, used: [N], those of the rollout, and -N times the gradient of the mean loss at each log-probability.
         normalized: they are to be normalised over the minibatch.
+        valid: [N], bool: rows that are no padding; None where every row counts.
+        rollout: of all rows of the rollout, any shape.
+        environments: [N], int: environment of each row; None where it is not known.
     """
 
     raw: Tensor
     used: Tensor
     normalized: bool
+    valid: Tensor | None = None
+    rollout: Tensor | None = None
+    environments: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

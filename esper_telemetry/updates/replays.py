@@ -348,7 +348,15 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
     if event.used.shape != event.raw.shape:
         return
     over: Scope = "minibatch" if event.normalized else "nothing"
-    check = check_normalized_advantages(event.raw[None], event.used[None], over=over, precision=precision)
+    check = check_normalized_advantages(
+        event.raw,
+        event.used,
+        over=over,
+        rollout=event.rollout,
+        environments=event.environments,
+        valid=event.valid,
+        precision=precision,
+    )
     names = {one.hypothesis.name for one in check.explanations}
     if check.matches or (names and not names & LOSS_EXPLANATIONS):
         yield lambda: check

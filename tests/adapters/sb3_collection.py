@@ -295,6 +295,34 @@ class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no type
         self.policy.forward = carried
 
 
+class StoresStatesAfter(RecurrentPPO):  # type: ignore[misc]
+    """Stores with each observation the state that the policy returned for it, not the one that it received."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        forward, add, returned = self.policy.forward, self.rollout_buffer.add, {}
+
+        def remembered(*inputs: Any, **named: Any) -> Any:
+            result = forward(*inputs, **named)
+            returned["states"] = result[3]
+            return result
+
+        self.policy.forward = remembered
+        self.rollout_buffer.add = lambda *row, lstm_states: add(
+            *row, lstm_states=self.kept(returned["states"], lstm_states)
+        )
+
+    def kept(self, after: Any, before: Any) -> Any:
+        return after
+
+
+class StoresHalfTheStates(StoresStatesAfter):
+    """Stores another state than the policy received."""
+
+    def kept(self, after: Any, before: Any) -> Any:
+        return type(before)(*(tuple(part / 2 for part in pair) for pair in before))
+
+
 class EmptyInTraining(RecurrentActorCriticPolicy):  # type: ignore[misc]
     """Begins every sequence of a minibatch with an empty memory."""
 
@@ -408,6 +436,14 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "masks that training leaves out": (
         lambda seed: MaskablePPO(UnmaskedInTraining, make_vec_env(MaskedArms, 4, seed=seed), **SETTINGS, seed=seed),
         frozenset({"replayed_log_probs_mask_missing"}),
+    ),
+    "hidden states that are stored one step late": (
+        lambda seed: with_strong_memory(recurrent(StoresStatesAfter, seed=seed)),
+        frozenset({"replayed_log_probs_memory_stored_late", "values_memory_stored_late"}),
+    ),
+    "hidden states that are stored in other units": (
+        lambda seed: with_strong_memory(recurrent(StoresHalfTheStates, seed=seed)),
+        frozenset({"replayed_log_probs_other_memory", "values_other_memory"}),
     ),
     "a memory that is never reset in acting": (
         lambda seed: recurrent(NeverReset, seed=seed),

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common import on_policy_algorithm
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -167,18 +166,23 @@ class Stale(Buffer):
         self.previous = now
 
 
+def edited(function: Any, line: str, other: str, *, count: int = 1) -> Callable[..., Any]:
+    """Return a method with a text replaced that it has so many times."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(line) == count
+    names = dict(function.__globals__)
+    exec(source.replace(line, other), names)
+    method: Callable[..., Any] = names[function.__name__]
+    return method
+
+
 def source_count(text: str) -> int:
     return inspect.getsource(OnPolicyAlgorithm.collect_rollouts).count(text)
 
 
 def with_line(line: str, other: str, *, count: int = 1) -> Callable[..., bool]:
     """Return the collecting loop of Stable-Baselines3 with a text replaced that it has so many times."""
-    source = textwrap.dedent(inspect.getsource(OnPolicyAlgorithm.collect_rollouts))
-    assert source.count(line) == count
-    names = dict(vars(on_policy_algorithm))
-    exec(source.replace(line, other), names)
-    loop: Callable[..., bool] = names["collect_rollouts"]
-    return loop
+    return edited(OnPolicyAlgorithm.collect_rollouts, line, other, count=count)
 
 
 class OtherCounter(PPO):
@@ -384,3 +388,37 @@ def test_advantages_are_not_checked_where_the_loop_hides_the_ends(algorithm: typ
     assert results(records, "returns")[0] < 1e-5
     assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
     assert "failed" not in capfd.readouterr().err
+
+
+NORMALISATION = "(advantages - advantages.mean()) / (advantages.std() + 1e-8)"
+
+
+class OverTheRollout(PPO):
+    train = edited(
+        PPO.train,
+        NORMALISATION,
+        "(advantages - self.rollout_buffer.advantages.mean()) / (self.rollout_buffer.advantages.std() + 1e-8)",
+    )
+
+
+class OtherRows(PPO):
+    train = edited(PPO.train, NORMALISATION, f"({NORMALISATION})[th.randperm(len(advantages))]")
+
+
+class OverPadding(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
+    train = edited(
+        RecurrentPPO.train,
+        "(advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)",
+        NORMALISATION,
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [(OverTheRollout, "over_rollout"), (OtherRows, "other_rows"), (OverPadding, "over_padding")]
+)
+def test_the_rows_that_advantages_are_normalised_over_are_named(algorithm: Any, name: str) -> None:
+    policy = "MlpLstmPolicy" if algorithm is OverPadding else "MlpPolicy"
+    records, sentences = run(algorithm(policy, limited(), **MINIBATCHES))
+
+    assert results(records, "normalized_advantages")[1] == {name}
+    assert "the advantages in use equal" in sentences["integrity/equation"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
-from esper_telemetry.adapters.sb3.collection import CollectionPasses, copied_weights, critic_states
+from esper_telemetry.adapters.sb3.collection import CollectionPasses, Memory, copied_weights
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
     ModelProgress,
@@ -225,13 +225,15 @@ class ModelListener:
             last = rollout_event(model, self._rollouts[-1:], self._heads, recorder.states(), **axes)
         inputs = stored_rollout(model.rollout_buffer)
         replay = CallbackReplay(model, self._heads, last, inputs, recorder.states(after=True))
+        stored = Memory.stored(model.rollout_buffer, model.device)
         passes = CollectionPasses(
             model,
             self._heads,
             inputs,
             acted=self._rollouts[-1].steps.acted,
-            states=last.states,
-            critic=critic_states(model.rollout_buffer, model.device),
+            stored=recorder.first_memory if stored is None else stored,
+            received=recorder.first_memory,
+            after=recorder.recurrent_steps[0].after if recorder.recurrent_steps else None,
             older=self._older_weights,
         )
         self._before_update = partial(self._emit_before_update, last, replay, passes, _modes(model.policy))

@@ -208,6 +208,46 @@ MAX_OLDER_ENTRIES = 1 << 20
 """Entries of the weights that are copied in a sampled update, to be compared with in the next one."""
 
 LstmState: TypeAlias = tuple[Tensor, Tensor]
+"""h and c, [layers, B, H] each."""
+
+
+class Memory(NamedTuple):
+    """States in which the first step of a rollout began; `critic` is None where the critic has no LSTM of its own."""
+
+    actor: LstmState
+    critic: LstmState | None
+
+    @classmethod
+    def stored(cls, buffer: Any, device: torch.device) -> Memory | None:
+        """Return a copy of what a full buffer has stored; None without states."""
+        actor, critic = (cls._first(buffer, part, device) for part in ("pi", "vf"))
+        return None if actor is None else cls(actor, critic)
+
+    @classmethod
+    def received(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], of_lstm: LstmState) -> Memory:
+        """Return what the policy was called with; `of_lstm` is what its actor's LSTM was called with."""
+        states: Any = args[1] if len(args) > 1 else kwargs.get("lstm_states")
+        return cls(states.pi, states.vf) if hasattr(states, "pi") and hasattr(states, "vf") else cls(of_lstm, None)
+
+    @staticmethod
+    def _first(buffer: Any, part: str, device: torch.device) -> LstmState | None:
+        arrays = [getattr(buffer, f"{name}_{part}", None) for name in ("hidden_states", "cell_states")]
+        if any(array is None for array in arrays):
+            return None
+        hidden, cell = (torch.as_tensor(array[0], device=device) for array in arrays if array is not None)
+        return hidden.clone(), cell.clone()
+
+    def empty(self) -> Memory:
+        """Return states of zeros."""
+        actor, critic = (None if s is None else (torch.zeros_like(s[0]), torch.zeros_like(s[1])) for s in self)
+        assert actor is not None
+        return Memory(actor, critic)
+
+    def equals(self, other: Memory, starts: Array) -> bool:
+        """Return whether the actor's states are the same in the environments [B] whose episode does not begin with the step."""
+        going = torch.as_tensor(~starts.astype(bool))
+        pairs = zip(self.actor, other.actor, strict=True)
+        return all(torch.equal(one.cpu()[:, going], two.cpu()[:, going]) for one, two in pairs)
 
 
 class CollectionPasses:
@@ -216,8 +256,8 @@ class CollectionPasses:
     Args:
         inputs: of the rollout, as they were stored.
         acted: observations [T, B, ...] as the policy received them; None where they were not kept.
-        states: of the actor's LSTM in which each step began, [T, layers, 2, B, H]; None for a feed-forward policy.
-        critic: of the critic's own LSTM before the first step, h and c [layers, B, H]; None without one.
+        stored, received: states before the first step, by the buffer and as the policy was called; None for a feed-forward policy.
+        after: states of the actor after the first step; None where they are not known.
         older: weights of the policy in the sampled update before; empty where there are none.
     """
 
@@ -228,12 +268,14 @@ class CollectionPasses:
         inputs: StoredRollout,
         *,
         acted: Tensor | None,
-        states: Tensor | None,
-        critic: LstmState | None,
+        stored: Memory | None,
+        received: Memory | None,
+        after: LstmState | None,
         older: Sequence[Tensor] = (),
     ) -> None:
         self._policy, self._heads, self._inputs = model.policy, heads, inputs
-        self._acted, self._states, self._critic, self._older = acted, states, critic, older
+        self._acted, self._older = acted, older
+        self._memory, self._received_memory, self._after = stored, received, after
 
     def event(self, rollout: RolloutEnd, device: torch.device) -> CollectionReplay:
         """Return what `BeforeUpdate` holds."""
@@ -291,7 +333,28 @@ class CollectionPasses:
         return None if self._inputs.masks is None else self._pass(masked=False)
 
     def _memory_zero(self) -> Outputs | None:
-        return None if self._states is None else self._pass(empty=True)
+        return None if self._memory is None else self._pass(memory=self._memory.empty())
+
+    def _other_memory(self) -> Outputs | None:
+        received = self._differing_memory()
+        return None if received is None or self._stores_late() else self._pass(memory=received)
+
+    def _memory_stored_late(self) -> Outputs | None:
+        received = self._differing_memory()
+        return self._pass(memory=received) if received is not None and self._stores_late() else None
+
+    def _differing_memory(self) -> Memory | None:
+        """Return the states that the policy received, where these are neither the stored ones nor zeros."""
+        stored, received, starts = self._memory, self._received_memory, self._inputs.starts[0]
+        if stored is None or received is None:
+            return None
+        return None if received.equals(stored, starts) or received.equals(received.empty(), starts) else received
+
+    def _stores_late(self) -> bool:
+        """Return whether the stored states are those after the first step."""
+        if self._memory is None or self._after is None:
+            return False
+        return self._memory.equals(Memory(self._after, None), np.zeros_like(self._inputs.starts[0]))
 
     def _memory_not_reset(self) -> Outputs | None:
         return self._with_starts(lambda starts: np.zeros_like(starts))
@@ -306,7 +369,7 @@ class CollectionPasses:
         return self._with_starts(lambda starts: np.concatenate([starts[1:], np.zeros_like(starts[:1])]))
 
     def _with_starts(self, change: Callable[[Array], Array]) -> Outputs | None:
-        return None if self._states is None else self._pass(starts=change(self._inputs.starts))
+        return None if self._memory is None else self._pass(starts=change(self._inputs.starts))
 
     def _received(self) -> Tensor | None:
         """Observations as the policy received them, where these are neither the stored ones nor those of a step before or after."""
@@ -333,26 +396,26 @@ class CollectionPasses:
         observations: Tensor | None = None,
         masked: bool = True,
         starts: Array | None = None,
-        empty: bool = False,
+        memory: Memory | None = None,
     ) -> Outputs:
-        """Outputs in the policy's present mode, of other inputs where they are given; `empty`: memory begins so."""
+        """Outputs in the policy's present mode, of other inputs where they are given."""
         policy, inputs = self._policy, self._inputs
         rows = np.arange(inputs.starts.size)
-        latents, critics, memory = [], [], None
-        if self._states is None:
+        latents, critics, begun, hidden = [], [], memory or self._memory, None
+        if begun is None:
             for actor, critic in self._features(observations, rows):
                 latents.append(policy.mlp_extractor.forward_actor(actor))
                 critics.append(policy.mlp_extractor.forward_critic(critic))
             latent, latent_critic = torch.cat(latents), torch.cat(critics)
         else:
             begins = inputs.starts if starts is None else starts
-            memory, latent_critic = self._recurrent(observations, rows, begins, self._states[0], empty=empty)
-            latent = policy.mlp_extractor.forward_actor(memory)
+            hidden, latent_critic = self._recurrent(observations, rows, begins, begun)
+            latent = policy.mlp_extractor.forward_actor(hidden)
             latent_critic = policy.mlp_extractor.forward_critic(latent_critic)
         distribution_of(policy, latent, inputs if masked else inputs._replace(masks=None), rows)
         columns = self._heads.columns(last_distribution(policy))
         values = policy.value_net(latent_critic).flatten()
-        return Outputs(columns.logits, columns.means, columns.log_std, {}, memory, latent, values)
+        return Outputs(columns.logits, columns.means, columns.log_std, {}, hidden, latent, values)
 
     def _features(self, observations: Tensor | None, rows: Array) -> Iterator[tuple[Tensor, Tensor]]:
         """Features of the actor and of the critic, some rows after the others."""
@@ -365,19 +428,16 @@ class CollectionPasses:
             yield features if isinstance(features, tuple) else (features, features)
 
     def _recurrent(
-        self, observations: Tensor | None, rows: Array, starts: Array, first: Tensor, *, empty: bool
+        self, observations: Tensor | None, rows: Array, starts: Array, first: Memory
     ) -> tuple[Tensor, Tensor]:
-        """Memory [N, H] of the actor, and what the critic reads; the actor begins in the states `first` [layers, 2, B, H]."""
+        """Hidden states [N, H] of the actor, and what the critic reads."""
         policy = self._policy
         actor, critic = (torch.cat(parts) for parts in zip(*self._features(observations, rows), strict=True))
         begins = torch.as_tensor(starts, dtype=torch.float32, device=policy.device)
-        states = [(first[:, 0].contiguous(), first[:, 1].contiguous()), self._critic]
-        if empty:
-            states = [None if s is None else (torch.zeros_like(s[0]), torch.zeros_like(s[1])) for s in states]
-        memory = self._through(actor, states[0], begins, policy.lstm_actor)
-        if getattr(policy, "lstm_critic", None) is not None and states[1] is not None:
-            return memory, self._through(critic, states[1], begins, policy.lstm_critic)
-        return memory, memory if getattr(policy, "shared_lstm", False) else policy.critic(critic)
+        hidden = self._through(actor, first.actor, begins, policy.lstm_actor)
+        if getattr(policy, "lstm_critic", None) is not None and first.critic is not None:
+            return hidden, self._through(critic, first.critic, begins, policy.lstm_critic)
+        return hidden, hidden if getattr(policy, "shared_lstm", False) else policy.critic(critic)
 
     def _through(self, features: Tensor, state: Any, begins: Tensor, lstm: nn.Module) -> Tensor:
         outputs = []
@@ -392,12 +452,3 @@ def copied_weights(policy: nn.Module) -> list[Tensor]:
     parameters = list(policy.parameters())
     small = sum(parameter.numel() for parameter in parameters) <= MAX_OLDER_ENTRIES
     return [parameter.detach().clone() for parameter in parameters] if small else []
-
-
-def critic_states(buffer: Any, device: torch.device) -> LstmState | None:
-    """Return the states of the critic's LSTM before the first step, from a full buffer; None without one."""
-    arrays = [getattr(buffer, name, None) for name in ("hidden_states_vf", "cell_states_vf")]
-    if any(array is None for array in arrays):
-        return None
-    hidden, cell = (torch.as_tensor(array[0], device=device) for array in arrays if array is not None)
-    return hidden.clone(), cell.clone()

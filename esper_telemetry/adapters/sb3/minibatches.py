@@ -327,13 +327,22 @@ class MinibatchListener:
 
     def _emit_used_advantages(self) -> None:
         """Emit what multiplied the ratios, which were 1: the gradient at log-probability i of a mean over N rows is -A_i / N."""
-        gradients, raw = self._gradients_of_log_probs, self._raw_advantages
+        gradients, raw, opened = self._gradients_of_log_probs, self._raw_advantages, self._open
         self._gradients_of_log_probs = []
-        mask = None if self._open is None else self._open[3]
-        counted = slice(None) if mask is None else mask > MAX_PADDING
-        rows = raw[counted]
-        used = -len(rows) * sum(gradients)[counted]
-        self._hooks.emit(UsedAdvantages(rows, used, bool(self._model.normalize_advantage) and len(rows) > 1))
+        assert opened is not None
+        mask, buffer = opened[3], self._model.rollout_buffer
+        valid = torch.ones_like(raw, dtype=torch.bool) if mask is None else mask > MAX_PADDING
+        count, environments = int(valid.sum()), torch.zeros(len(raw), dtype=torch.long, device=raw.device)
+        environments[valid] = torch.as_tensor(opened[2] // buffer.buffer_size, device=raw.device)
+        event = UsedAdvantages(
+            raw=raw,
+            used=-count * sum(gradients),
+            normalized=bool(self._model.normalize_advantage) and count > 1,
+            valid=valid,
+            rollout=torch.as_tensor(buffer.advantages, device=raw.device).flatten(),
+            environments=environments,
+        )
+        self._hooks.emit(event)
 
     def finish(self) -> None:
         """The open minibatch, if there is one, is done."""

@@ -27,7 +27,7 @@ from esper_telemetry.adapters.columns import (
     join_columns,
     next_values,
 )
-from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, ResetCounter, StepRecorder
+from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, Memory, ResetCounter, StepRecorder
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.clock import Clock
@@ -108,6 +108,7 @@ class RolloutRecorder:
 
     Attributes:
         recurrent_steps: of this rollout; empty for a feed-forward policy.
+        first_memory: states that the policy received with the first of them.
         needs_steps: every rollout has to be recorded whole, as far as those that were have shown.
     """
 
@@ -142,6 +143,7 @@ class RolloutRecorder:
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
         self.recurrent_steps: list[RecurrentStep] = []
+        self.first_memory: Memory | None = None
         self._timed_seconds = 0.0
         if self._stop_listening is None:
             self._stop_listening = self._listen_to_policy(self.after_action)
@@ -175,6 +177,8 @@ class RolloutRecorder:
                 if len(captures) == MAX_CAPTURES:
                     self._join_captures()
                 if self._recurrent and self._lstm_step is not None:
+                    if not self.recurrent_steps:
+                        self.first_memory = Memory.received(args, kwargs, self._lstm_step.before)
                     self.recurrent_steps.append(self._lstm_step)
                 self._steps.after_action(args)
         self._acted_at = perf_counter()

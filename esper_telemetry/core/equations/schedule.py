@@ -93,15 +93,24 @@ class RateSchedule:
 
 
 class ScheduleInputs(NamedTuple):
-    """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule."""
+    """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule.
+
+    Attributes:
+        floor: rate at which a schedule that is too fast stops, before its end; None where it does not.
+    """
 
     progress: Array
     schedule: RateSchedule
+    floor: float | None = None
 
     def line(self, speed: float = 1.0, *, stops: bool = True) -> Array:
         """Return the rates of a schedule that runs so many times as fast, and stops at its end or goes on beyond."""
         share = speed * self.progress
-        return self.at(np.minimum(share, 1.0) if stops else share)
+        rates = self.at(np.minimum(share, 1.0) if stops else share)
+        if self.floor is None or not stops or speed <= 1:
+            return rates
+        falls = self.schedule.final < self.schedule.initial
+        return np.maximum(rates, self.floor) if falls else np.minimum(rates, self.floor)
 
     def at(self, share: Array) -> Array:
         """Return the scheduled rates at shares of the run; those beyond its end lie on a straight line."""
@@ -219,6 +228,8 @@ def compare_rates(
         limit = min(tolerance, MAX_EXPLAINED_SHARE * error, max(MIN_TOLERANCE, moves))
         return [best] if best is not None and best.error <= limit else []
 
+    floor = _held(schedule, rates)
+    conventions = conventions[0]._replace(floor=floor), conventions[1]._replace(floor=floor)
     explanations: list[RateExplanation] = []
     candidates = [one for one in equation.hypotheses if schedule.defect in ("", one.name)]
     for one in candidates:
@@ -284,13 +295,29 @@ class RateHistory:
         return self._result
 
 
+def _at(schedule: RateSchedule, rates: Array, end: float) -> NDArray[np.bool_]:
+    """Return whether each rate is one at which a schedule may end."""
+    at: NDArray[np.bool_] = np.abs(rates - end) <= MIN_TOLERANCE * abs(schedule.final - schedule.initial)
+    return at
+
+
+def _held(schedule: RateSchedule, rates: Array) -> float | None:
+    """Return the last rate, where it has been so for some updates, after some on the way, and is neither the first nor the final one."""
+    held = _at(schedule, rates, float(rates[-1]))
+    on_the_way = len(rates) - int(held.sum())
+    ends = [bool(_at(schedule, rates[-1:], end)[0]) for end in (schedule.initial, schedule.final)]
+    whole = bool(held[on_the_way:].all())
+    return float(rates[-1]) if whole and on_the_way > 0 and int(held.sum()) > 1 and not any(ends) else None
+
+
 def fitted_speed(inputs: ScheduleInputs, rates: Sequence[float] | Array) -> float | None:
     """Return how many times as fast as set a schedule runs, by least squares over every second update on its way down; None without any."""
     schedule, values = inputs.schedule, np.asarray(rates, dtype=np.float64)
     way = schedule.final - schedule.initial
-    moving = np.abs(values - schedule.final) > MIN_TOLERANCE * abs(way)
-    ends = np.flatnonzero(~moving)
+    ends = np.flatnonzero(_at(schedule, values, schedule.final))
     stop = int(ends[0]) if len(ends) else len(values)
+    if inputs.floor is not None:
+        stop = int(np.flatnonzero(_at(schedule, values, inputs.floor))[0])
     progress, moved = inputs.progress[:stop:2], values[:stop:2] - schedule.initial
     if way == 0 or not len(progress) or not progress.any():
         return None

@@ -219,6 +219,13 @@ SCHEDULES = Equation(
             advice="Multiply the steps by the number of environments.",
         ),
         Hypothesis(
+            name="per_env_step",
+            says="a schedule that multiplies environment steps by the number of environments once more",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments",
+            compute=lambda inputs: _per_count(inputs, "num_envs"),
+            advice="Count every environment's step once.",
+        ),
+        Hypothesis(
             name="rising",
             says="a schedule that runs backwards, from its end to its beginning",
             equation="lr = lr_1 + (lr_0 - lr_1) n / N",

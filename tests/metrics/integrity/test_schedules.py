@@ -22,6 +22,7 @@ PROGRAMS: dict[str, Callable[[Array], Array]] = {
     "per_minibatch": lambda p: np.maximum(0, 1 - EPOCHS * MINIBATCHES * p),
     "per_epoch_negative": lambda p: 1 - EPOCHS * p,
     "per_env": lambda p: 1 - p / ENVS,
+    "per_env_step": lambda p: np.maximum(0, 1 - ENVS * p),
     "rising": lambda p: p,
     "cosine": lambda p: (1 + np.cos(np.pi * p)) / 2,
     "restarting": lambda p: 1 - (4 * p + 1e-9) % 1,
@@ -74,6 +75,17 @@ def test_a_rate_that_is_annealed_although_a_constant_one_is_set() -> None:
     result = check(1 - np.arange(40) / 40, final=1.0)
 
     assert [one.hypothesis.name for one in result.explanations] == ["annealed"]
+
+
+@pytest.mark.parametrize(("name", "speed"), [("ending_early", 2.0), ("per_epoch", EPOCHS), ("per_env_step", ENVS)])
+def test_a_schedule_that_ends_too_soon_may_have_a_floor(name: str, speed: float) -> None:
+    result = check(np.maximum(0.1, 1 - speed * np.arange(40) / 40))
+
+    assert [one.hypothesis.name for one in result.explanations] == [name]
+
+
+def test_a_rate_that_falls_once_and_stays_there_is_no_schedule_that_ends_too_soon() -> None:
+    assert not check(np.where(np.arange(40) < 2, 1.0, 0.3)).explanations
 
 
 def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:

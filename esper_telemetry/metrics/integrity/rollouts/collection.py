@@ -147,6 +147,18 @@ INPUT_HYPOTHESES = (
         "Begin the pass over a sequence with the state that the rollout began with.",
     ),
     _alternative(
+        "memory_stored_late",
+        "those of the states before each step, in place of which those after it are stored",
+        "f(o_t, h_t), stored h_{t+1}",
+        "Store the hidden state that the policy received with the observation, before the next one replaces it.",
+    ),
+    _alternative(
+        "other_memory",
+        "those of the states that the policy received when it acted, which are not the stored ones",
+        "f(o, h'), stored h ≠ h'",
+        "Store the very hidden state that is passed to the policy.",
+    ),
+    _alternative(
         "memory_not_reset",
         "those of a memory that is not reset where an episode begins",
         "h_t carried over the ends of episodes",

@@ -102,7 +102,14 @@ SCOPES: tuple[Scope, ...] = ("minibatch", "rollout")
 
 
 def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
-    return lambda inputs: inputs.standard(scope)
+    """Return advantages normalised over other rows than the settings say, by a biased or an unbiased standard deviation."""
+
+    def compute(inputs: NormalizedInputs) -> Tensor | None:
+        if scope == inputs.over:
+            return None
+        return inputs.nearest(*(inputs.standard(scope, correction=correction) for correction in (0, 1)))
+
+    return compute
 
 
 def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Tensor | None]:
@@ -414,4 +421,4 @@ def check_normalized_advantages(
             return checks[-1]
     if over is None and any(one.hypothesis.name == "not_normalized" for one in checks[0].explanations):
         return unchecked(NORMALIZED_ADVANTAGES, "whether advantages are normalised is not said")
-    return next((check for check in checks if check.explanations), checks[0])
+    return next((one for one in checks if one.holds), next((one for one in checks if one.explanations), checks[0]))
