@@ -34,6 +34,9 @@ SHIFTED_ENDS = ("ends_late", "ends_early")
 RECOMPUTED_FACT = "recomputes_advantages"
 """Fact of a run whose advantages and targets are computed again before each pass (2006.05990, section 3.5): the first pass is checked."""
 
+OTHER_ROWS = "other_rows"
+"""Hypothesis that a script shows as well which shuffles all of its columns."""
+
 OWN_NORMALIZATION = "stable-baselines3"
 """Beginning of the fact `trainer` where the adapter normalises advantages itself, because the trainer keeps its own to itself."""
 
@@ -51,7 +54,9 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
-        yield partial(certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
+        shifted = () if rollout.time_limits is not None else SHIFTED_ENDS
+        doubtful = (*shifted, *(() if _values_in_order(rollout, inputs) else (OTHER_ROWS,)))
+        yield partial(certain, facts, check, doubtful=doubtful)
     if rollout.returns_known:
         yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
     if minibatches is not None and collected is not None:
@@ -70,6 +75,16 @@ def certain(
     known = [one for one in result.explanations if one.hypothesis.name not in doubtful]
     uncertain = facts.get(BY_NAME) and not result.matches and len(known) < max(1, len(result.explanations))
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
+
+
+def _values_in_order(rollout: RolloutEnd, inputs: GaeInputs | None) -> bool:
+    """Return whether the returns are the advantages, or GAE, plus the values in their own order: only advantages were shuffled then."""
+    if not rollout.returns_known or inputs is None or inputs.rollouts > 1:
+        return False
+    return any(
+        torch.allclose((rollout.returns - advantages).to(rollout.values), rollout.values, rtol=1e-3, atol=1e-4)
+        for advantages in (rollout.advantages, gae(inputs))
+    )
 
 
 def _gae_inputs(rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None) -> GaeInputs | None:

@@ -377,5 +377,6 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
     "step_gamma": [lambda c: with_next(c, c.next_values, gamma=0.5)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
+    "other_rows": [lambda c: np.random.default_rng(0).permutation(right(c).ravel()).reshape(right(c).shape)],
 }
 """Programs by the hypothesis that names them."""

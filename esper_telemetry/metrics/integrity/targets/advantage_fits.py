@@ -5,12 +5,15 @@ Each fit returns the parameter and the advantages [T, B] that GAE gives with it,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from esper_telemetry.core.equations.equation import TOLERANCES, Hypothesis
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, gae
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
 
 ADVANTAGE_TOLERANCE = 1.0
 """Factor of `TOLERANCES` for advantages. Loops in float32 come to 2e-7 relative error with values near 0, 2e-6 over 128 steps and 2e-5 over
@@ -27,6 +30,18 @@ MIN_BOOTSTRAPPED = 0.8
 
 MAX_PARAMETER = 1.0 + 1e-6
 """Largest discount and largest lambda that a fit may give."""
+
+MIN_ROWS = 8
+"""Rows from which on the same numbers in another order are no coincidence."""
+
+REFINEMENTS = 4
+"""Steps of Gauss-Newton from the solution of the linear equation, which rounding moves by up to 1e-3."""
+
+PROBE = 1e-6
+"""Step of the numerical derivative by a discount or a lambda."""
+
+OTHER_SETTING = 1e-4
+"""Difference from which on a fitted discount or lambda is another one than is set."""
 
 
 class LocalEquation:
@@ -245,6 +260,71 @@ def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | No
     return float(differs), torch.where(flags, cut, goes_on)
 
 
+def normalized_whole(inputs: GaeInputs, values: Tensor) -> Tensor:
+    """Return advantages less their mean over their standard deviation, biased or not, over all rows that count."""
+    return closest_whole(inputs, *_standards(inputs, values))
+
+
+def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
+    rows = rows_that_count(values, inputs.valid)
+    return [standard(values, rows, correction) for correction in (0, 1)]
+
+
+def fitted_normalized(*names: str, returned: str) -> Fit:
+    """Return a fit of `gamma`, of `gae_lambda` or of both to advantages that are normalised over all rows, which gives one of them.
+
+    With A = s C + m, where C are the claimed numbers, the recursion is linear in s, m, γ, γλs and γλm; its solution is refined.
+    """
+
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        local = LocalEquation(inputs, claimed)
+        goes_on = torch.ones_like(claimed)
+        goes_on[-1] = 0.0
+        goes_on *= ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        solution = local.solve(
+            inputs.rewards - inputs.values,
+            claimed,
+            torch.ones_like(claimed),
+            -inputs.next_values,
+            -local.ahead,
+            -goes_on,
+        )
+        if solution is None or not solution[0] * solution[2]:
+            return None
+        near = {"gamma": solution[2], "gae_lambda": solution[3] / (solution[2] * solution[0])}
+        fitted = {name: min(max(near[name], 0.0), 1.0) for name in names}
+
+        def advantages(**parameters: Any) -> Tensor:
+            return normalized_whole(inputs, gae(replace(inputs, **parameters)))
+
+        for _ in range(REFINEMENTS):
+            now = advantages(**fitted)
+            slopes = [(advantages(**fitted | {name: fitted[name] + PROBE}) - now) / PROBE for name in names]
+            step = local.solve(claimed - now, *slopes)
+            if step is None or not all(map(math.isfinite, step)):
+                return None
+            fitted = {name: fitted[name] + change for name, change in zip(names, step, strict=True)}
+        inside = all(0 <= value <= MAX_PARAMETER for value in fitted.values())
+        others = all(abs(value - getattr(inputs, name)) > OTHER_SETTING for name, value in fitted.items())
+        return (fitted[returned], advantages(**fitted)) if inside and others else None
+
+    return fit
+
+
+def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) -> tuple[float, Tensor] | None:
+    """Return how many rows have the number of another one, and the right numbers in the order of the claimed ones."""
+    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    if int(counted.sum()) < MIN_ROWS:
+        return None
+    order, results = claimed[counted].argsort(), []
+    for right in _standards(inputs, gae(inputs)) if normalized else [gae(inputs)]:
+        moved, ordered = claimed.clone(), torch.empty_like(claimed[counted])
+        ordered[order] = right[counted].sort().values
+        moved[counted] = ordered
+        results.append((float((moved != right)[counted].sum()), moved))
+    return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
+
+
 FITTED = (
     Hypothesis(
         "other_gamma",
@@ -328,6 +408,14 @@ FITTED = (
         advice="Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
     ),
     Hypothesis(
+        "other_rows",
+        "GAE of other rows;",
+        "A_j in row i",
+        fit=other_rows,
+        parameter="rows that differ",
+        advice="Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.",
+    ),
+    Hypothesis(
         "reward_clip",
         "GAE of rewards clipped to [-c, c],",
         "δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t",
@@ -346,3 +434,12 @@ FITTED = (
     ),
 )
 """Explanations with a parameter."""
+
+NORMALIZED_FITS: Mapping[str, Fit] = {
+    "other_gamma": fitted_normalized("gamma", returned="gamma"),
+    "other_lambda": fitted_normalized("gae_lambda", returned="gae_lambda"),
+    "both_gamma": fitted_normalized("gamma", "gae_lambda", returned="gamma"),
+    "both_lambda": fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"),
+    "other_rows": partial(other_rows, normalized=True),
+}
+"""Fits of advantages that are normalised over all rows, by the name of the hypothesis."""

@@ -14,7 +14,12 @@ from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
 from esper_telemetry.metrics.integrity.targets import gae as estimates
-from esper_telemetry.metrics.integrity.targets.advantage_fits import ADVANTAGE_TOLERANCE, FITTED
+from esper_telemetry.metrics.integrity.targets.advantage_fits import (
+    ADVANTAGE_TOLERANCE,
+    FITTED,
+    NORMALIZED_FITS,
+    normalized_whole,
+)
 from esper_telemetry.metrics.integrity.targets.gae import (
     GaeInputs,
     accumulated,
@@ -27,6 +32,12 @@ from esper_telemetry.metrics.statistics import same_shape
 
 TINY_DEVIATION = 1e-12
 """Smallest standard deviation to divide by."""
+
+SHIFTED_REWARDS = ("rewards_late", "rewards_early")
+"""Hypotheses under which the rollout lacks the reward of one row."""
+
+MAX_SCALE_PASSES = 60
+"""Passes up to which the scale of normalised advantages and such a row are found together; each is several times nearer."""
 
 DETAILS = "Huang et al. 2022, The 37 implementation details of PPO"
 
@@ -521,17 +532,27 @@ def compare_advantages(
     return replace(check, explanations=distinguished(normalized).explanations)
 
 
-def _normalized(compute: Callable[[GaeInputs], Tensor | None]) -> Callable[[GaeInputs], Tensor | None]:
+def _normalized(
+    compute: Callable[[GaeInputs], Tensor | None], *, has_unknown_rewards: bool
+) -> Callable[[GaeInputs], Tensor | None]:
     """Normalise what a hypothesis computes over all rows that count, by the biased or the unbiased standard deviation."""
 
     def normalized(inputs: GaeInputs) -> Tensor | None:
         # hypotheses with several candidates take the one nearest to the claimed numbers, so these are put near to what they were
+        claimed = rows_that_count(inputs.claimed, inputs.valid)
         std, mean = torch.std_mean(rows_that_count(gae(inputs), inputs.valid), correction=0)
         values = compute(replace(inputs, claimed=inputs.claimed * std + mean))
-        if values is None:
-            return None
-        rows = rows_that_count(values, inputs.valid)
-        return estimates.closest_whole(inputs, *(estimates.standard(values, rows, correction) for correction in (0, 1)))
+        for _ in range(MAX_SCALE_PASSES if has_unknown_rewards else 0):
+            if values is None:
+                break
+            # a row whose reward is unknown is taken from the claimed numbers, so that it depends on their scale, and the scale on it
+            rows, before = rows_that_count(values, inputs.valid), std
+            std = ((claimed * rows).mean() - claimed.mean() * rows.mean()) / claimed.var(correction=0)
+            mean = rows.mean() - std * claimed.mean()
+            values = compute(replace(inputs, claimed=inputs.claimed * std + mean))
+            if torch.isclose(before, std, rtol=1e-12, atol=0):
+                break
+        return None if values is None else normalized_whole(inputs, values)
 
     return normalized
 
@@ -543,9 +564,12 @@ def _of_normalized() -> Equation:
     A function, because each constant of these modules that is an equation is listed as one of its own.
     """
     hypotheses = [
-        replace(one, compute=_normalized(one.compute)) for one in ADVANTAGES.hypotheses if one.compute is not None
+        replace(one, compute=_normalized(one.compute, has_unknown_rewards=one.name in SHIFTED_REWARDS))
+        for one in ADVANTAGES.hypotheses
+        if one.compute is not None
     ]
-    return replace(ADVANTAGES, compute=estimates.normalized, hypotheses=tuple(hypotheses))
+    fits = [replace(one, fit=NORMALIZED_FITS[one.name]) for one in ADVANTAGES.hypotheses if one.name in NORMALIZED_FITS]
+    return replace(ADVANTAGES, compute=estimates.normalized, hypotheses=(*hypotheses, *fits))
 
 
 def _grid(name: str, column: Tensor) -> Tensor:

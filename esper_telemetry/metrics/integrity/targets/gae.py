@@ -533,9 +533,11 @@ def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def is_standard(advantages: Tensor, valid: Tensor | None) -> bool:
-    """Return True where the mean of the rows that count is 0 and their standard deviation is 1."""
+    """Return True where the mean of the rows that count is 0 and their standard deviation is 1, biased or not."""
     rows = rows_that_count(advantages, valid)
-    return len(rows) > 1 and abs(float(rows.mean())) < 1e-3 and abs(float(rows.std()) - 1.0) < 1e-2
+    if len(rows) < 2 or abs(float(rows.mean())) > 1e-3:
+        return False
+    return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < 1e-2
 
 
 def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
