@@ -66,7 +66,7 @@ class StepProbe:
         self._loss: MinibatchLoss | None = None
         self._taken = False
         self._finished: CheckedStep | None = None
-        self._uncounted: int | None = None
+        self._uncounted: dict[int, int] = {}  # of each optimizer, by its first parameter
         self._samples_without_pass = 0
         self._can_be_copied = True
 
@@ -96,7 +96,7 @@ class StepProbe:
 
     def forget(self) -> None:
         """Forget how many steps the optimizer had counted: its state is set on purpose."""
-        self._uncounted = None
+        self._uncounted.clear()
 
     def _objective(self, event: MinibatchObjective) -> None:
         """Begin with the step whose turn it is; the minibatch after it ends the check."""
@@ -203,9 +203,9 @@ class StepProbe:
             return 0
         of_optimizer = zip(step.counts, step.settings, strict=True)
         counted = max([count for count, settings in of_optimizer if settings is not None], default=0)
-        uncounted = objective.gradient_step - counted
-        self._uncounted = uncounted if self._uncounted is None else min(uncounted, self._uncounted)
-        return uncounted - self._uncounted
+        uncounted, own = objective.gradient_step - counted, id(next(iter(objective.parameters.values())))
+        self._uncounted[own] = min(uncounted, self._uncounted.get(own, uncounted))
+        return uncounted - self._uncounted[own]
 
 
 @torch.no_grad()

@@ -354,12 +354,19 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
         over=over,
         rollout=event.rollout,
         environments=event.environments,
+        in_order=_first_rows(event),
         valid=event.valid,
         precision=precision,
     )
     names = {one.hypothesis.name for one in check.explanations}
     if check.matches or (names and not names & LOSS_EXPLANATIONS):
         yield lambda: check
+
+
+def _first_rows(event: UsedAdvantages) -> Tensor | None:
+    """Return as many of the rollout's first advantages as the minibatch has rows."""
+    rows = None if event.rollout is None else event.rollout.flatten()[: len(event.raw)]
+    return rows if rows is not None and len(rows) == len(event.raw) else None
 
 
 def _alternatives(

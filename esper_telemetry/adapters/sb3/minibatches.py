@@ -334,12 +334,15 @@ class MinibatchListener:
         valid = torch.ones_like(raw, dtype=torch.bool) if mask is None else mask > MAX_PADDING
         count, environments = int(valid.sum()), torch.zeros(len(raw), dtype=torch.long, device=raw.device)
         environments[valid] = torch.as_tensor(opened[2] // buffer.buffer_size, device=raw.device)
+        rows = torch.as_tensor(buffer.advantages, device=raw.device).flatten()
+        own = raw.clone()
+        own[valid] = rows[torch.as_tensor(opened[2], device=raw.device)].to(raw)
         event = UsedAdvantages(
-            raw=raw,
+            raw=own,
             used=-count * sum(gradients),
             normalized=bool(self._model.normalize_advantage) and count > 1,
             valid=valid,
-            rollout=torch.as_tensor(buffer.advantages, device=raw.device).flatten(),
+            rollout=rows,
             environments=environments,
         )
         self._hooks.emit(event)

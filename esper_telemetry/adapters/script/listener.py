@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,6 +128,7 @@ class ScriptListener:
         self._first_pass = self._row_count = self._size = 0
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
+        self._steps_of: Counter[int] = Counter()  # of the optimizers of a parameter, of which scripts may make new ones
         self._learning_rate = self._seconds = 0.0
         self._first_rate: float | None = None
         self._early: list[set[int]] = [set(), {0}]
@@ -277,7 +279,7 @@ class ScriptListener:
                 optimizer=optimizer,
                 max_norm=self._max_norm(optimizer, variables),
                 learning_rate=self._rate_of_settings(optimizer, variables),
-                gradient_step=None if self._several else self._gradient_step,
+                gradient_step=self._steps_of[id(_parameters_of(optimizer)[0])],
                 terms=terms,
                 by_name=True,
             )
@@ -324,7 +326,9 @@ class ScriptListener:
         """It has taken the step."""
         call, self._call = self._call, None
         self._announced, self._shown = None, False
-        own = set(map(id, _parameters_of(optimizer)))
+        parameters = _parameters_of(optimizer)
+        self._steps_of[id(parameters[0])] += 1
+        own = set(map(id, parameters))
         self._last_clips[optimizer] = [call for call in self._clips if not own.isdisjoint(call.parameters)]
         self._clips = [call for call in self._clips if own.isdisjoint(call.parameters)]
         if call is None or call.optimizer is not optimizer:

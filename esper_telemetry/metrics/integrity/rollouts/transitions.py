@@ -159,6 +159,16 @@ def _best_order(columns: tuple[Tensor, ...]) -> Tensor | None:
     return min(orders, key=lambda x: float((x - own).abs().sum()))
 
 
+def _axes_swapped(columns: tuple[Tensor, ...]) -> Tensor | None:
+    """The reference [T, B] as it is when it was read as [B, T], or the other way round; the nearer of both."""
+    own, reference = columns[:2]
+    steps, envs = reference.shape
+    if 1 in (steps, envs):
+        return None
+    swapped = [reference.t().reshape(steps, envs), reference.reshape(envs, steps).t()]
+    return min(swapped, key=lambda x: float((x - own).abs().sum()))
+
+
 def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
     """The first column, where each step has the numbers of the reference in another order."""
     own, reference = columns
@@ -223,6 +233,13 @@ STORED_REWARDS = Equation(
             equation="r_{t,b} = reward of a_{t,σ(b)}",
             compute=_best_order,
             advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+        Hypothesis(
+            name="axes_swapped",
+            says="those of the environments with steps and environments exchanged when they were reshaped",
+            equation="r[t, b] = rewards.reshape(B, T)[b, t]",
+            compute=_axes_swapped,
+            advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
         ),
         Hypothesis(
             name="clipped",

@@ -33,6 +33,8 @@ from esper_telemetry.metrics.statistics import same_shape
 TINY_DEVIATION = 1e-12
 """Smallest standard deviation to divide by."""
 
+KINDS_OF_ENDS = ("terminated", "truncated")
+
 SHIFTED_REWARDS = ("rewards_late", "rewards_early")
 """Hypotheses under which the rollout lacks the reward of one row."""
 
@@ -341,6 +343,34 @@ MISTAKES = (
         advice="Normalise over all rows of the batch or of the minibatch.",
     ),
     Hypothesis(
+        "std_alone",
+        "GAE divided by its standard deviation without taking its mean away",
+        "A_t = GAE_t / std",
+        estimates.moved_and_scaled(lambda right, mean, std: right / std),
+        advice="Subtract the mean.",
+    ),
+    Hypothesis(
+        "mean_alone",
+        "GAE less its mean, which is not divided by its standard deviation",
+        "A_t = GAE_t - mean",
+        estimates.moved_and_scaled(lambda right, mean, std: right - mean),
+        advice="Divide by the standard deviation.",
+    ),
+    Hypothesis(
+        "variance",
+        "GAE less its mean, divided by its variance",
+        "A_t = (GAE_t - mean) / std²",
+        estimates.moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()),
+        advice="Divide by the standard deviation.",
+    ),
+    Hypothesis(
+        "precedence",
+        "GAE less the ratio of its mean and its standard deviation",
+        "A_t = GAE_t - mean / std",
+        estimates.moved_and_scaled(lambda right, mean, std: right - mean / std),
+        advice="Put `advantages - mean` in parentheses.",
+    ),
+    Hypothesis(
         "stale",
         "the advantages of the rollout before",
         "A_t = GAE_t of rollout k - 1",
@@ -492,7 +522,14 @@ def check_gae(
         valid=flags.get("valid"),
         raw_rewards=column("raw_rewards", raw_rewards),
     )
-    return compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
+    check = compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
+    if check.matches or check.explanations or next_values is None or not flags.keys().isdisjoint(KINDS_OF_ENDS):
+        return check
+    # without a word about the kind of an end, one whose next value is not 0 may be a time limit
+    limits = ends & (following != 0)
+    inputs = replace(inputs, next_values=following, terminated=ends & ~limits)
+    other = compare_advantages(following_values(inputs, last), precision=precision, tolerance=tolerance)
+    return other if other.matches or other.explanations else check
 
 
 def compare_advantages(

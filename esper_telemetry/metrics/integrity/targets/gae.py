@@ -466,9 +466,15 @@ def _constant(rewards: Tensor) -> bool:
     return torch.equal(rewards[1:], rewards[:-1])
 
 
-def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor]:
-    """Return GAE of changed rewards."""
-    return lambda inputs: closest_whole(inputs, *(gae(inputs, rewards=one) for one in _of_stored(inputs, change)))
+def of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE of changed rewards; None where only the values after time limits change, which other mistakes change as well."""
+
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if torch.equal(change(inputs.rewards), inputs.rewards):
+            return None
+        return closest_whole(inputs, *(gae(inputs, rewards=one) for one in _of_stored(inputs, change)))
+
+    return compute
 
 
 def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -484,7 +490,9 @@ def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
     if 1 in (steps, envs):
         return None
     readings = (lambda x: x.t().reshape(steps, envs)), (lambda x: x.reshape(envs, steps).t())
-    return closest_whole(inputs, *(of_rewards(reading)(inputs) for reading in readings))
+    results = [of_rewards(reading)(inputs) for reading in readings]
+    present = [result for result in results if result is not None]
+    return closest_whole(inputs, *present) if present else None
 
 
 def raw_rewards(inputs: GaeInputs) -> Tensor | None:
@@ -501,6 +509,20 @@ def normalized(inputs: GaeInputs) -> Tensor:
     right = gae(inputs)
     rows = [right] if inputs.valid is None else [right[inputs.valid], right]
     return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
+
+
+def moved_and_scaled(
+    change: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[GaeInputs], Tensor]:
+    """Return what `change` makes of GAE, the mean of all rows that count and their standard deviation, biased or not."""
+
+    def compute(inputs: GaeInputs) -> Tensor:
+        right = gae(inputs)
+        rows = rows_that_count(right, inputs.valid)
+        moments = [torch.std_mean(rows, correction=correction) for correction in (0, 1)]
+        return closest_whole(inputs, *(change(right, mean, std + STD_EPS) for std, mean in moments))
+
+    return compute
 
 
 def without_signs(inputs: GaeInputs) -> Tensor:
