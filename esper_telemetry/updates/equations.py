@@ -115,7 +115,9 @@ def _first_minibatch(
 
     now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
     seen = rollout.seen_difference
-    known = {} if seen is None else {seen: rollout.log_probs.double}
+    known = dict.fromkeys(
+        [*([] if seen is None else [seen]), *_of_memory(rollout, now, valid, facts)], rollout.log_probs.double
+    )
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in (facts.get(UNCHECKED_FACT) or {}):
@@ -135,11 +137,26 @@ def _first_minibatch(
         "observation_before": partial(of_step, -1),
         "observation_after": partial(of_step, 1),
     }
-    if seen is not None:
-        alternatives[seen] = rollout.values.double
+    alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
     sure = values.matches or values.explanations or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
+
+
+def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hypotheses about a memory that say in which rows log-probabilities differ: before or after the first end of an episode.
+
+    A memory that is reset with an episode forgets what it began the rollout with, and one that is not differs from there on alone.
+    """
+    if facts.get("policy") not in RECURRENT or rollout.ended.shape != now.shape:
+        return ()
+    begun = torch.zeros_like(rollout.ended)
+    begun[1:] = rollout.ended[:-1].long().cumsum(0) > 0
+    differs = (now - rollout.log_probs).abs() > MAX_LOG_PROB_ERROR
+    before, after = differs[valid & ~begun], differs[valid & begun]
+    if min(len(before), len(after)) < MIN_MEMORY_ROWS or bool(before.any()) == bool(after.any()):
+        return ()
+    return ("memory_zero", "other_memory") if bool(before.any()) else ("memory_not_reset",)
 
 
 def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
@@ -228,6 +245,9 @@ def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: A
 
 MAX_LOG_PROB_ERROR = 1e-3
 """Difference up to which two log-probabilities are the same, in nats, in single precision."""
+
+MIN_MEMORY_ROWS = 8
+"""Rows before the first end of an episode, and after it, from which on a difference in the one or the other part is no coincidence."""
 
 RECURRENT = ("lstm", "gru")
 """Policies whose minibatches hold whole sequences, by the fact `policy`."""

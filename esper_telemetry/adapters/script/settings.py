@@ -58,6 +58,9 @@ FACTS: Mapping[str, Aliases] = {
 }
 """Settings that alarms read."""
 
+MIN_TRACE_DECAY = 0.5
+"""Smallest `tau` that is the lambda of advantages."""
+
 MAX_NORM: Aliases = (
     "max_grad_norm",
     "MAX_GRAD_NORM",
@@ -120,6 +123,9 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         value = variables.find(names, accept)
         if value is not None:
             facts[fact] = value
+    decay = None if "gae_lambda" in facts else variables.find(("tau",), _trace_decay)
+    if decay is not None:
+        facts["gae_lambda"] = decay
     normalizes = variables.find(NORMALIZES, flag)
     if normalizes is not None:
         facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
@@ -131,6 +137,12 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
     if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
+
+
+def _trace_decay(value: object) -> float | None:
+    """Return a number that decays a trace; None of a small one, by which other algorithms move the weights of a target network."""
+    number = as_number(value)
+    return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
 def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -242,6 +242,10 @@ def compare_rates(
     return RateComparison(error, tolerance, tuple([one for one in explanations if one.error <= nearest]))
 
 
+WRONG_UPDATES = {"negative": 2, "ending_early": 3}
+"""Updates in a row, by the name of the hypothesis, after which a rate that is not positive is no rounding at the end of a schedule."""
+
+
 class RateHistory:
     """Learning rates of a run so far, compared with its schedule.
 
@@ -256,10 +260,14 @@ class RateHistory:
         self._over = False
         self._every, self._count = 1, 0
         self._result: EquationResult | None = None
+        self._first_rate, self._wrong_since = 0.0, 0
+        self._wrong: list[float] = []  # the latest updates in which the rate was 0, or was negative
 
     def add(self, env_step: int, rate: float | None) -> None:
         """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
         schedule = self._schedule
+        if schedule is None and rate is not None:
+            self._add_without_schedule(env_step, rate)
         if schedule is None or rate is None or self._over or env_step <= schedule.begin:
             return
         if env_step > schedule.total_steps and self._rates:
@@ -275,10 +283,30 @@ class RateHistory:
             self._every *= 2
             del self._progress[::2], self._rates[::2]
 
+    def _add_without_schedule(self, env_step: int, rate: float) -> None:
+        """Look for rates that no schedule should have: 0 or below, for some updates that still train."""
+        self._first_rate = self._first_rate or rate
+        if rate > 0 or self._first_rate <= 0:
+            self._wrong.clear()
+        elif len(self._wrong) < MAX_POINTS:
+            self._wrong_since = self._wrong_since if self._wrong else env_step
+            self._wrong.append(rate)
+        share = self._wrong_since / max(1, env_step)
+        name = "negative" if min(self._wrong, default=0.0) < 0 else "ending_early"
+        enough, equation = len(self._wrong) >= WRONG_UPDATES[name], equations().get(SCHEDULES)
+        if equation is None or not enough:
+            self._result = None
+            return
+        hypothesis = next(one for one in equation.hypotheses if one.name == name)
+        error = 1.0 - min(self._wrong) / self._first_rate
+        self._result = EquationResult(equation, error, MIN_TOLERANCE, (hypothesis,), {name: share})
+
     def result(self) -> EquationResult | None:
-        """Return the comparison; None without a schedule, or without updates."""
+        """Return the comparison; without a schedule only that of rates which none should have, and None without updates."""
         equation = equations().get(SCHEDULES)
-        if equation is None or self._schedule is None or not self._rates:
+        if self._schedule is None:
+            return self._result
+        if equation is None or not self._rates:
             return None
         if self._result is not None:
             return self._result

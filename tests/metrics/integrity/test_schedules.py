@@ -84,6 +84,27 @@ def test_a_schedule_that_ends_too_soon_may_have_a_floor(name: str, speed: float)
     assert [one.hypothesis.name for one in result.explanations] == [name]
 
 
+@pytest.mark.parametrize(
+    ("rates", "name"),
+    [
+        ([3e-4, 2e-4, 1e-4, 0.0, -1e-4, -2e-4], "negative"),
+        ([3e-4, 0.0, 0.0, 0.0], "ending_early"),
+        ([3e-4, 2e-4, 1e-4, -1e-12], None),
+        ([3e-4] * 6, None),
+        ([0.0] * 6, None),
+    ],
+)
+def test_without_a_schedule_only_rates_that_train_nothing_or_climb_the_loss_differ(
+    rates: list[float], name: str | None
+) -> None:
+    history = RateHistory({})
+    for update, rate in enumerate(rates):
+        history.add(update + 1, rate)
+    result = history.result()
+
+    assert (None if result is None else [one.name for one in result.explanations]) == (None if name is None else [name])
+
+
 def test_a_rate_that_falls_once_and_stays_there_is_no_schedule_that_ends_too_soon() -> None:
     assert not check(np.where(np.arange(40) < 2, 1.0, 0.3)).explanations
 
