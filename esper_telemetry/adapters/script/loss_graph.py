@@ -9,6 +9,7 @@ Shapes: N rows of the minibatch, A actions, D action dimensions.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ class EntropyTerm(NamedTuple):
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
         weight: of the loss; negative where entropy is punished, 0 where it was computed and left out.
-        edge: where gradients of the entropies go on; of their negatives where `negated`; None where the graph has none.
+        edge: where gradients of the entropies go on; of their negatives where `negated`; None where the graph has none, or several.
     """
 
     entropies: Tensor
@@ -133,6 +134,15 @@ class EntropyTerm(NamedTuple):
     weight: float
     edge: GradientEdge | None
     negated: bool = False
+
+    def goes_with(self, other: EntropyTerm) -> bool:
+        """Return whether the loss has the sum of both, as of two heads."""
+        same = self.entropies.shape == other.entropies.shape and self.negated == other.negated
+        return same and math.isclose(self.weight, other.weight, rel_tol=ROUNDING)
+
+    def plus(self, other: EntropyTerm) -> EntropyTerm:
+        """Return the sum."""
+        return self._replace(entropies=self.entropies + other.entropies, loss=self.loss + other.loss, edge=None)
 
 
 class LossReading(NamedTuple):
@@ -257,8 +267,8 @@ class _LossReader:
                 policy = term
             elif isinstance(term, ValueTerm) and value is None:
                 value = term
-            elif isinstance(term, EntropyTerm) and entropy is None:
-                entropy = term
+            elif isinstance(term, EntropyTerm) and (entropy is None or entropy.goes_with(term)):
+                entropy = term if entropy is None else entropy.plus(term)
             elif bool(self._own_gradient(place, edges, gradients).any()):
                 others += 1
         if policy is None and value is None:

@@ -106,6 +106,8 @@ def _terms(
         return None
     if value is not None and (value.values is None or value.returns is None or value.kind != "squared"):
         return None
+    if entropy is not None and entropy.edge is None and entropy.weight:
+        return None
     scale = common_factor(policy, value, entropy, settings)
     gradients = {"policy": _through(loss, policy.edge, _policy_source(reading), _policy_slope(reading), parameters)}
     weights = {"policy": policy.weight / scale}
