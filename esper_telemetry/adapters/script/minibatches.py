@@ -34,6 +34,9 @@ GAUSSIAN_ENTROPY = 0.5 + 0.5 * math.log(2 * math.pi)
 MIN_PASS = 0.75
 """Share of a rollout's transitions that a pass over it has at least."""
 
+MAX_PASS = 3.0
+"""Largest share, of a mistaken pass whose minibatches overlap."""
+
 
 class ScriptMinibatch(NamedTuple):
     """A minibatch that the script has learned from.
@@ -109,16 +112,19 @@ class PassFinder:
 
     def find(self, size: int) -> tuple[int, str] | None:
         """Return the key of the variable for a rollout of so many transitions; None where none counts its passes."""
-        best: tuple[int, tuple[int, str]] | None = None
+        fitting: list[tuple[int, tuple[int, str]]] = []
+        too_long: list[tuple[int, tuple[int, str]]] = []
         for key in self._integers[0] if self._integers else ():
             numbers = [integers.get(key, -1) for integers in self._integers]
             lengths = [len(list(run)) for _, run in groupby(numbers)]
             counts = all(0 <= after - before <= 1 for before, after in pairwise(numbers)) and numbers[0] in (0, 1)
             regular = len(lengths) > 1 and len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]
             rows = sum(self._counts[: lengths[0]])
-            if counts and regular and MIN_PASS * size <= rows <= size and (best is None or lengths[0] > best[0]):
-                best = lengths[0], key
-        return None if best is None else best[1]
+            if counts and regular and MIN_PASS * size <= rows <= MAX_PASS * size:
+                (fitting if rows <= size else too_long).append((lengths[0], key))
+        if fitting:
+            return max(fitting)[1]
+        return min(too_long)[1] if too_long else None
 
     def passes(self, key: tuple[int, str]) -> list[int]:
         """Return the passes of the minibatches, from 0, by this variable."""
