@@ -245,6 +245,9 @@ def compare_rates(
 WRONG_UPDATES = {"negative": 2, "ending_early": 3}
 """Updates in a row, by the name of the hypothesis, after which a rate that is not positive is no rounding at the end of a schedule."""
 
+MIN_RESTARTS, MIN_RESTART_SHARE = 2, 0.2
+"""Restarts of a schedule from which on they are a mistake, and the share of its way that the rate goes back in each."""
+
 
 class RateHistory:
     """Learning rates of a run so far, compared with its schedule.
@@ -261,6 +264,7 @@ class RateHistory:
         self._every, self._count = 1, 0
         self._result: EquationResult | None = None
         self._first_rate, self._wrong_since = 0.0, 0
+        self._last_rate, self._restarts = 0.0, 0  # after the planned end
         self._wrong: list[float] = []  # the latest updates in which the rate was 0, or was negative
 
     def add(self, env_step: int, rate: float | None) -> None:
@@ -268,11 +272,16 @@ class RateHistory:
         schedule = self._schedule
         if schedule is None and rate is not None:
             self._add_without_schedule(env_step, rate)
-        if schedule is None or rate is None or self._over or env_step <= schedule.begin:
+        if schedule is None or rate is None:
+            return
+        if self._over:
+            self._add_after_end(schedule, env_step, rate)
+            return
+        if env_step <= schedule.begin:
             return
         if env_step > schedule.total_steps and self._rates:
             return  # a last rollout that is longer than what is left: a line may fall below 0 in it
-        self._over = env_step >= schedule.total_steps
+        self._over, self._last_rate = env_step >= schedule.total_steps, rate
         self._count += 1
         if self._count % self._every and not self._over:
             return
@@ -300,6 +309,23 @@ class RateHistory:
         hypothesis = next(one for one in equation.hypotheses if one.name == name)
         error = 1.0 - min(self._wrong) / self._first_rate
         self._result = EquationResult(equation, error, MIN_TOLERANCE, (hypothesis,), {name: share})
+
+    def _add_after_end(self, schedule: RateSchedule, env_step: int, rate: float) -> None:
+        """Count how often the rate begins again: a model may learn again, but one that learns in parts restarts its schedule each time."""
+        way, result = schedule.final - schedule.initial, self.result()
+        before, self._last_rate = self._last_rate, rate
+        if not way or result is None or not (result.matches or self._restarts >= MIN_RESTARTS):
+            return
+        back = (before - rate) / way
+        if back > MIN_RESTART_SHARE:
+            self._restarts += 1
+        if self._restarts >= MIN_RESTARTS:
+            hypothesis = next(one for one in result.equation.hypotheses if one.name == "restarting")
+            share = (schedule.total_steps - schedule.begin) / max(1, env_step - schedule.begin)
+            error = max(result.error, back)
+            self._result = EquationResult(
+                result.equation, error, result.tolerance, (hypothesis,), {"restarting": share}
+            )
 
     def result(self) -> EquationResult | None:
         """Return the comparison; without a schedule only that of rates which none should have, and None without updates."""

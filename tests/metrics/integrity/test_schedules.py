@@ -252,15 +252,16 @@ def test_random_rates_are_explained_by_nothing(seed: int) -> None:
     assert result.explanations == ()
 
 
-def test_updates_beyond_the_planned_end_are_left_out() -> None:
-    """A model that learns again restarts its schedule."""
+@pytest.mark.parametrize(("updates", "restarts"), [(80, False), (100, True), (200, True)])
+def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(updates: int, restarts: bool) -> None:
     history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()})
-    for update in range(100):
+    for update in range(updates):
         history.add(update + 1, 1 - update % 40 / 40)
     result = history.result()
 
     assert result is not None
-    assert result.matches
+    assert result.matches != restarts
+    assert result.fitted == ({"restarting": pytest.approx(40 / updates)} if restarts else {})
 
 
 def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
