@@ -166,11 +166,12 @@ def loss_rows(
     valid = _valid_rows(samples)
     with without_trace(policy):
         values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
+        masked = _masked_entropy(policy, discrete, samples, log_probs, entropy)
         columns = {
             "log_ratio": log_probs - samples.old_log_prob,
             "log_probs": log_probs,
             "values": values.flatten(),
-            "entropy": -log_probs if entropy is None else entropy,
+            "entropy": -log_probs if entropy is None else entropy if masked is None else masked,
             "advantages": advantages,
             "old_values": samples.old_values,
             "returns": samples.returns,
@@ -179,18 +180,39 @@ def loss_rows(
         # Stable-Baselines3 takes the squared error of the clipped value alone
         of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
         if valid is None:
-            yield of_rows(**columns)
+            yield of_rows(**columns, unmasked_entropy=None if masked is None else entropy)
             return
         padding = of_rows(**{name: column[~valid] for name, column in columns.items()})
         counted = {name: column[valid] for name, column in columns.items()}
         yield of_rows(**counted, padding=None if bool(valid.all()) else padding)
 
 
+def _masked_entropy(
+    policy: Any, discrete: bool, samples: Any, log_probs: Tensor, entropy: Tensor | None
+) -> Tensor | None:
+    """Return the entropy with action masks, where a policy of the user's class returns the one without them beside the same actions."""
+    evaluate = _library_evaluation(policy)
+    if entropy is None or evaluate is None or getattr(type(policy), "evaluate_actions", None) is evaluate:
+        return None
+    if "action_masks" not in samples._fields:
+        return None
+    _, same, masked = _evaluate(discrete, samples, partial(evaluate, policy))
+    _, _, unmasked = _evaluate(discrete, samples._replace(action_masks=None), partial(evaluate, policy))
+    if masked is None or unmasked is None or not torch.allclose(same, log_probs):
+        return None
+    return masked if torch.allclose(entropy, unmasked) and not torch.allclose(entropy, masked) else None
+
+
+def _library_evaluation(policy: Any) -> Callable[..., Evaluation] | None:
+    """Return how the library's class of a policy evaluates actions; None of a policy that is no subclass of one."""
+    kinds = (kind for kind in type(policy).__mro__ if kind.__module__.startswith(LIBRARIES))
+    return next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
+
+
 def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMinibatch:
     """Return the event of an update's first minibatch, for which the trainer has computed the log-probabilities `trained` [N]."""
     valid = _valid_rows(samples)
-    kinds = (kind for kind in type(model.policy).__mro__ if kind.__module__.startswith(LIBRARIES))
-    evaluate = next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
+    evaluate = _library_evaluation(model.policy)
     discrete = isinstance(model.action_space, spaces.Discrete)
 
     def counted(column: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class LossRows:
         clip: range of the ratio; None for a policy gradient without a ratio.
         clip_value: range of the values; None where they are not clipped.
         clip_maximum: the value loss of a row is the larger one of that of the value and that of the clipped value.
+        unmasked_entropy: of the policy without its action masks, [N]; None unless that is what it returns as its entropy.
         padding: rows of the minibatch that do not count, as a mistaken loss reads them; None where there are none.
     """
 
@@ -39,6 +40,7 @@ class LossRows:
     clip: float | None = None
     clip_value: float | None = None
     clip_maximum: bool = True
+    unmasked_entropy: Tensor | None = None
     padding: LossRows | None = None
 
 

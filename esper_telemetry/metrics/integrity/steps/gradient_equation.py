@@ -262,7 +262,10 @@ GRADIENT = Equation(
             variant=True,
             source="stable-baselines3, clip_range_vf",
         ),
-        *_of_losses(ENTROPY_LOSS, {"entropy_of_sample": "sample", "entropy_of_sample_sign": "sample_sign"}),
+        *_of_losses(
+            ENTROPY_LOSS,
+            {"entropy_of_sample": "sample", "entropy_of_sample_sign": "sample_sign", "entropy_unmasked": "unmasked"},
+        ),
         Hypothesis(  # see `LossGradients.of_errors`; robust losses have thresholds that no setting shows
             name="other_errors",
             says="the gradient of a loss whose value term is another increasing function of the size of the error",

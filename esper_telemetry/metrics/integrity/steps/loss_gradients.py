@@ -234,6 +234,10 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     ),
     **{f"{term}_padded": (term, partial(_with_padding, term)) for term in ("policy", "value", "entropy")},
     "entropy_of_sample": ("entropy", lambda rows: rows.log_probs.mean()),
+    "entropy_unmasked": (
+        "entropy",
+        lambda rows: None if rows.unmasked_entropy is None else -rows.unmasked_entropy.mean(),
+    ),
     "entropy_of_sample_sign": ("entropy", lambda rows: -rows.log_probs.mean()),
     "kl_difference": ("penalty", lambda rows: -rows.log_ratio.mean()),
     "kl_square": ("penalty", lambda rows: 0.5 * rows.log_ratio.square().mean()),
