@@ -377,6 +377,10 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "other_lambda": [lambda c: settings(c, c.gamma, 0.7)],
     "step_gamma": [lambda c: with_next(c, c.next_values, gamma=0.5)],
     "both_gamma": [lambda c: settings(c, 0.9, 0.7)],
+    "std_alone": [lambda c: right(c) / (right(c).std() + 1e-8), lambda c: right(c) / right(c).std(ddof=1)],
+    "mean_alone": [lambda c: right(c) - right(c).mean()],
+    "variance": [lambda c: (right(c) - right(c).mean()) / right(c).var()],
+    "precedence": [lambda c: right(c) - right(c).mean() / right(c).std()],
     "other_rows": [lambda c: np.random.default_rng(0).permutation(right(c).ravel()).reshape(right(c).shape)],
 }
 """Programs by the hypothesis that names them."""
