@@ -405,6 +405,21 @@ class OtherRows(PPO):
     train = edited(PPO.train, NORMALISATION, f"({NORMALISATION})[th.randperm(len(advantages))]")
 
 
+class FirstRows(RolloutBuffer):
+    """Returns the advantages of the first rows with every minibatch."""
+
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        first = self.to_torch(self.advantages[: len(batch_inds)].flatten())
+        return super()._get_samples(batch_inds, env)._replace(advantages=first)
+
+
+def test_advantages_that_are_not_indexed_are_named() -> None:
+    records, sentences = run(broken(FirstRows))
+
+    assert results(records, "normalized_advantages")[1] == {"in_order"}
+    assert "the advantages in use equal" in sentences["integrity/equation"]
+
+
 class OverPadding(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
     train = edited(
         RecurrentPPO.train,

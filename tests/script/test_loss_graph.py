@@ -120,6 +120,22 @@ def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_an
     assert not both.complete and both.entropy is not None and both.entropy.weight == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("of_sample", [False, True])
+def test_entropies_of_several_heads_are_one_term(of_sample: bool) -> None:
+    rows, other = Rows(), Rows()
+    log_probs, entropy = rows.log_probs + other.log_probs, rows.entropy + other.entropy
+    old = rows.old_log_probs + other.old_log_probs
+    bonus = -log_probs.mean() if of_sample else entropy.mean()
+    loss = rows.surrogate((log_probs - old).exp()) - 0.01 * bonus
+    outputs = DistributionGraphs([rows.log_probs, other.log_probs], [rows.entropy, other.entropy])
+
+    reading = read_loss(loss, held=[], outputs=outputs, values=[])
+
+    assert reading is not None and reading.complete and reading.entropy is not None
+    assert reading.entropy.weight == pytest.approx(0.01)
+    assert float(reading.entropy.loss) == pytest.approx(-float(bonus.detach()))
+
+
 def test_what_a_loss_leaves_out_is_known() -> None:
     rows = Rows()
 
@@ -164,4 +180,5 @@ def test_passes_are_counted_by_the_variable_that_grows_after_each_of_them() -> N
 
     assert finder.find(32) == (0, "_")
     assert finder.passes((0, "_")) == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert finder.find(20) == (0, "_")  # minibatches that overlap
     assert finder.find(96) is None

@@ -267,12 +267,15 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
     assert log.transitions(stored, sent) is None
 
 
-def first_minibatch(*, log_ratio: float, new: Tensor, values: Tensor) -> set[str]:
+def first_minibatch(
+    *, log_ratio: float | Tensor, new: Tensor, values: Tensor, ended: Tensor | None = None, policy: str = "mlp"
+) -> set[str]:
     """Names of the equations of `values` and `replayed_log_probs` that differ, and of their explanations, in one minibatch of all rows."""
     shape, rows = values.shape, torch.arange(values.numel())
     zeros, never = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    ends = never if ended is None else ended
     rollout = RolloutEnd(
-        *(1, 1, zeros, values, zeros, values, zeros - 1, never, never), next_values=zeros, actions={}, gamma=0.9
+        *(1, 1, zeros, values, zeros, values, zeros - 1, ends, ends), next_values=zeros, actions={}, gamma=0.9
     )
     columns: dict[str, Any] = {
         "rows": rows,
@@ -281,16 +284,18 @@ def first_minibatch(*, log_ratio: float, new: Tensor, values: Tensor) -> set[str
         "returns": values.flatten(),
     }
     minibatches = MinibatchesEnd(
-        (0,), (len(rows),), torch.full((len(rows),), log_ratio), zeros.flatten(), None, {}, **columns
+        (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
     update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
-    groups = [group for check in equation_checks(update, {"columns_by_name": True}) for group in check()]  # type: ignore[union-attr]  # all return groups
+    facts = {"columns_by_name": True, "policy": policy}
+    groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
     keys = {key: value for group in groups for key, value in group.values().items()}
     names = ("values", "replayed_log_probs")
     return {
         key.removeprefix(EQUATION_KEY)
         for key, value in keys.items()
-        if key.removeprefix(EQUATION_KEY).startswith(names) and (value > 1e-4 or "observation" in key)
+        if key.removeprefix(EQUATION_KEY).startswith(names)
+        and (value > 1e-4 or any(word in key for word in ("observation", "memory")))
     }
 
 
@@ -303,6 +308,22 @@ def test_values_of_a_first_minibatch_alone_may_be_in_other_units_but_not_beside_
     assert first_minibatch(log_ratio=1e-3, new=values, values=values) == set()
     assert first_minibatch(log_ratio=0.5, new=3 * values + 1, values=values) == {"values", "replayed_log_probs"}
     assert first_minibatch(log_ratio=0.0, new=after, values=values) == {"values", "values_observation_after"}
+
+
+def test_the_rows_that_differ_say_how_a_memory_is_reset_in_training() -> None:
+    """Twelve steps of two environments, in each of which an episode ends with the fifth."""
+    values = torch.randn(12, 2, generator=torch.Generator().manual_seed(2))
+    ended = torch.zeros(12, 2, dtype=torch.bool)
+    ended[4] = True
+    first = (torch.arange(12) < 5).unsqueeze(1).expand(12, 2)
+
+    def names(differs: Tensor, policy: str) -> set[str]:
+        found = first_minibatch(log_ratio=0.1 * differs, new=values, values=values, ended=ended, policy=policy)
+        return found - {"replayed_log_probs"}
+
+    assert names(first, "lstm") == {"replayed_log_probs_memory_zero", "replayed_log_probs_other_memory"}
+    assert names(~first, "lstm") == {"replayed_log_probs_memory_not_reset"}
+    assert names(torch.ones_like(first), "lstm") == names(first, "mlp") == set()
 
 
 def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_clip() -> None:

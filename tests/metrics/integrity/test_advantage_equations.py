@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gae_programs import PROGRAMS, Array, Columns, cleanrl_style, normalize, random_rollout, right, stored_rewards
+from gae_programs import (
+    PROGRAMS,
+    Array,
+    Columns,
+    cleanrl_style,
+    normalize,
+    random_rollout,
+    right,
+    stored_rewards,
+    with_next,
+)
 
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.targets.advantage_fits import NORMALIZED_FITS
@@ -72,6 +82,15 @@ def test_a_right_loop_matches(
 
         assert result.matches, result.text
         assert result.error is not None
+
+
+def test_ends_of_an_unsaid_kind_may_be_time_limits() -> None:
+    c = random_rollout(1, ends=0.1, time_limits=1.0)
+    following = {"ended": c.done, "terminated": None, "truncated": None, "next_values": c.next_values}
+    runs_on = with_next(c, c.next_values, np.zeros_like(c.done))
+
+    assert check(c, right(c), **following).matches
+    assert "time_limit_no_end" in names(check(c, runs_on, **following))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

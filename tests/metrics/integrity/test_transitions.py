@@ -122,7 +122,7 @@ def test_a_contextual_bandit_is_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mistake", ["", "step_before", "step_after", "other_environment"])
+@pytest.mark.parametrize("mistake", ["", "step_before", "step_after", "other_environment", "axes_swapped"])
 def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:
     paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(seed))
     stored = {
@@ -130,6 +130,7 @@ def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:
         "step_before": paid.roll(1, 0),
         "step_after": paid.roll(-1, 0),
         "other_environment": paid.roll(1, 1),
+        "axes_swapped": paid.reshape(ENVS, STEPS).t(),
     }[mistake]
 
     result = check_rewards(stored, paid)

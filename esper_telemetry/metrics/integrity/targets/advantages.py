@@ -460,7 +460,8 @@ def check_gae(
             without the value of a time limit's last state.
         gamma, gae_lambda: settings of the estimate.
         ended: bool: the step taken at t ended its episode; `terminated` or `truncated` where it is None.
-        terminated: bool: it ended by termination; where it is None, all ends but those `truncated`.
+        terminated: bool: it ended by termination; where it is None, all ends but those `truncated`. Where both are None, ends whose
+            `next_values` are not 0 may be time limits.
         truncated: bool: it ended by a time limit.
         next_values: the critic's estimate of the state that follows t, whatever it is after termination.
         last_values: [B], its estimates of the states after the last step. In place of `next_values`, values after time limits are
@@ -523,12 +524,14 @@ def check_gae(
         raw_rewards=column("raw_rewards", raw_rewards),
     )
     check = compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
-    if check.matches or check.explanations or next_values is None or not flags.keys().isdisjoint(KINDS_OF_ENDS):
+    if check.matches or next_values is None or not flags.keys().isdisjoint(KINDS_OF_ENDS):
         return check
-    # without a word about the kind of an end, one whose next value is not 0 may be a time limit
-    limits = ends & (following != 0)
-    inputs = replace(inputs, next_values=following, terminated=ends & ~limits)
+    # nobody says which ends are terminations: one whose next value is not 0 may be a time limit, unless that is the next episode's
+    inputs = replace(inputs, next_values=following, terminated=ends & (following == 0))
     other = compare_advantages(following_values(inputs, last), precision=precision, tolerance=tolerance)
+    of_next_episode = bool((following[:-1] == estimates[1:])[ends[:-1]].all())
+    if check.explanations and (of_next_episode or not (other.matches or other.explanations)):
+        return check
     return other if other.matches or other.explanations else check
 
 
