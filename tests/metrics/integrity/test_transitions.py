@@ -149,6 +149,25 @@ def test_rewards_that_a_program_clips_or_scales_are_variants() -> None:
     assert clipped.explanations[0].fitted == 1
 
 
+@pytest.mark.parametrize("choices", [2, 4])
+@pytest.mark.parametrize("kind", ["replaced", "sticky", "renamed"])
+def test_actions_that_are_replaced_by_chance_are_told_from_renamed_ones(kind: str, choices: int) -> None:
+    draw = torch.Generator().manual_seed(choices)
+    sent = torch.randint(choices, (400, 4), generator=draw)
+    some = torch.rand(400, 4, generator=draw) < 0.2
+    arrived = torch.where(some, (sent + torch.randint(1, choices, sent.shape, generator=draw)) % choices, sent)
+    if kind == "sticky":
+        for step in range(400):
+            arrived[step] = torch.where(some[step], arrived[step - 1], sent[step]) if step else sent[step]
+    if kind == "renamed":
+        arrived = sent.clamp(max=choices - 2)
+
+    result = check_executed(sent, arrived)
+
+    assert names(result) == ([] if kind == "renamed" else [kind])
+    assert result.holds == (kind == "sticky")
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["", "other_environment", "step_before"])
 def test_actions_that_arrive_elsewhere_are_named(seed: int, mistake: str) -> None:

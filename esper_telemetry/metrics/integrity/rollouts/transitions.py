@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
@@ -200,6 +201,9 @@ def _clipped(columns: tuple[Tensor, ...], stored: Tensor) -> tuple[float, Tensor
 MIN_CELL_COUNT = 20
 """Actions for each pair of choices from which on their independence is tested."""
 
+MAX_REPLACED_SHARE = 0.5
+"""Share of replaced actions from which on they are no longer mostly those that were chosen."""
+
 MAX_DEPENDENCE = 3.0
 """Standard deviations of the chi-square statistic up to which choices count as independent."""
 
@@ -299,6 +303,29 @@ def _unrelated(columns: tuple[Tensor, Tensor], arrived: Tensor) -> tuple[float, 
     )
 
 
+def _replaced(columns: tuple[Tensor, Tensor], arrived: Tensor, *, sticky: bool) -> tuple[float, Tensor] | None:
+    """Return the share of replaced actions, and those that arrived, where some of a few choices are replaced whatever they were.
+
+    `sticky`: each by the one that arrived before it, as published environments do.
+    """
+    sent = columns[1]
+    differs = arrived != sent
+    choices, counts = sent.unique(return_counts=True)
+    share = float(differs.double().mean())
+    if len(choices) < 2 or len(choices) * MIN_CELL_COUNT > sent.numel() or not 0 < share < MAX_REPLACED_SHARE:
+        return None
+    frequent = choices[counts >= MIN_CELL_COUNT / share]
+    shares = [float(differs[sent == one].double().mean()) for one in frequent]
+    others = [len(arrived[differs & (sent == one)].unique()) for one in frequent]
+    random = (
+        len(choices) == 2 or min(others, default=0) > 1
+    )  # a choice that always becomes the same other one is renamed
+    if len(frequent) < 2 or not all(0 < one < MAX_REPLACED_SHARE for one in shares) or not random:
+        return None
+    repeats = torch.equal(arrived[1:][differs[1:]], arrived[:-1][differs[1:]])
+    return (share, arrived) if repeats == sticky else None
+
+
 EXECUTED = Equation(
     name="executed_actions",
     rank=13,
@@ -339,6 +366,23 @@ EXECUTED = Equation(
             fit=_unrelated,
             parameter="share of equal ones",
             advice="Step the environments with the actions that the policy chose and the rollout stores.",
+        ),
+        Hypothesis(
+            name="replaced",
+            says="those that the policy chose, some of them replaced by others,",
+            equation="executed a_t = a_t or another action, by chance",
+            fit=partial(_replaced, sticky=False),
+            parameter="share",
+            advice="Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose.",
+        ),
+        Hypothesis(
+            name="sticky",
+            says="those that the policy chose, or by chance those that arrived in the step before,",
+            equation="executed a_t = a_t or executed a_{t-1}, by chance",
+            fit=partial(_replaced, sticky=True),
+            parameter="share",
+            variant=True,
+            source="1709.06009, section 5.2: sticky actions",
         ),
         Hypothesis(  # see `effects`; an environment may answer late by design, as actuators and networks do
             name="late_effect",
