@@ -334,9 +334,12 @@ class MinibatchListener:
         valid = torch.ones_like(raw, dtype=torch.bool) if mask is None else mask > MAX_PADDING
         count, environments = int(valid.sum()), torch.zeros(len(raw), dtype=torch.long, device=raw.device)
         environments[valid] = torch.as_tensor(opened[2] // buffer.buffer_size, device=raw.device)
-        rows = torch.as_tensor(buffer.advantages, device=raw.device).flatten()
-        own = raw.clone()
-        own[valid] = rows[torch.as_tensor(opened[2], device=raw.device)].to(raw)
+        numbers, own = torch.as_tensor(opened[2], device=raw.device), raw.clone()
+        rows, values = (
+            torch.as_tensor(column, device=raw.device).flatten() for column in (buffer.advantages, buffer.values)
+        )
+        if torch.equal(values[numbers].to(raw), opened[4][2].flatten()[valid].to(raw)):  # the buffer counts its rows so
+            own[valid] = rows[numbers].to(raw)
         event = UsedAdvantages(
             raw=own,
             used=-count * sum(gradients),
