@@ -115,9 +115,10 @@ def _first_minibatch(
 
     now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
     seen = rollout.seen_difference
-    known = dict.fromkeys(
-        [*([] if seen is None else [seen]), *_of_memory(rollout, now, valid, facts)], rollout.log_probs.double
-    )
+    of_memory = _of_memory(rollout, now, valid, facts)
+    if seen is not None and (not of_memory or seen in of_memory or not seen.startswith("memory")):
+        of_memory = (seen,)
+    known = dict.fromkeys(of_memory, rollout.log_probs.double)
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in (facts.get(UNCHECKED_FACT) or {}):

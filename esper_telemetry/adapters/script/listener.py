@@ -441,6 +441,8 @@ class ScriptListener:
                 if first is None or acting is None
                 else self._seen_difference(rollout, first, acting, variables, observations)
             )
+            if seen is None and lstm is not None and lstm.forgets:
+                seen = "memory_zero"
             self._emit_rollout(rollout, actions, lstm, limits, seen)
 
     def _seen_difference(

@@ -242,11 +242,23 @@ class EstimateLog:
 
 
 class RecordedLstm(NamedTuple):
-    """A rollout of an LSTM: states before each step [T, layers, 2, B, H] and inputs [T, b, I] in the first b environments."""
+    """A rollout of an LSTM.
+
+    Attributes:
+        states: before each step, [T, layers, 2, B, H].
+        inputs: [T, b, I], in the first b environments.
+        trained_from_zero: the first pass of training begins with states of zeros.
+    """
 
     module: nn.LSTM
     states: Tensor
     inputs: Tensor
+    trained_from_zero: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        """True where training begins with zeros, and the rollout began with other states."""
+        return self.trained_from_zero and bool(self.states[0].any())
 
 
 class LstmLog:
@@ -256,10 +268,18 @@ class LstmLog:
         self._module: nn.LSTM | None = None
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._entries = 0
+        self._trained_from_zero: bool | None = None
 
     def add(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
-        """Record the arguments of a call of one step of an LSTM; other calls are passed over."""
-        if not isinstance(module, nn.LSTM) or torch.is_grad_enabled() or len(arguments) < 2:
+        """Record the arguments of a call of one step of an LSTM without gradients, and the states of the first call with them."""
+        if not isinstance(module, nn.LSTM):
+            return
+        if torch.is_grad_enabled():
+            if self._trained_from_zero is None and module is self._module:
+                given = arguments[1] if len(arguments) > 1 else None
+                self._trained_from_zero = not (isinstance(given, tuple) and any(bool(part.any()) for part in given))
+            return
+        if len(arguments) < 2:
             return
         inputs, states = arguments[0], arguments[1]
         if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != 3:
@@ -267,7 +287,7 @@ class LstmLog:
         steps = inputs.shape[1 if module.batch_first else 0]
         if steps != 1 or module.bidirectional or self._module not in (None, module):
             return
-        self._module = module
+        self._module, self._trained_from_zero = module, None
         entries = 2 * states[0].numel()
         if self._entries + entries <= MAX_STATE_ENTRIES:
             self._entries += entries
@@ -277,10 +297,11 @@ class LstmLog:
     def take(self, steps: int, envs: int) -> RecordedLstm | None:
         """Return what was recorded since the last call of a rollout's T steps; None where that does not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
+        from_zero, self._trained_from_zero = self._trained_from_zero, None
         if self._module is None or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
             return None
         states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
-        return RecordedLstm(self._module, states, inputs)
+        return RecordedLstm(self._module, states, inputs, bool(from_zero))
 
 
 class StepGradients(NamedTuple):
