@@ -326,6 +326,22 @@ def test_the_rows_that_differ_say_how_a_memory_is_reset_in_training() -> None:
     assert names(torch.ones_like(first), "lstm") == names(first, "mlp") == set()
 
 
+def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_its_discount() -> None:
+    draw = torch.Generator().manual_seed(4)
+    values, raw = torch.randn(32, 2, generator=draw), 3 * torch.randn(32, 2, generator=draw) + 1
+    never, zeros = torch.zeros(32, 2, dtype=torch.bool), torch.zeros(32, 2)
+
+    def names(advantages: Tensor) -> set[str]:
+        columns = (zeros, values, advantages, advantages + values, zeros - 1, never, never)
+        rollout = RolloutEnd(1, 1, *columns, next_values=values.roll(-1, 0), actions={}, gamma=0.9)
+        groups = equation_checks(UpdateData(rollout=rollout, sampled=True), {"columns_by_name": True})
+        keys = [key for check in groups for group in check() for key in group.values()]  # type: ignore[union-attr]  # all return groups
+        return {key for key in keys if "returns_" in key}
+
+    assert names((raw - raw.mean()) / raw.std()) == {f"{EQUATION_KEY}returns_normalized"}
+    assert names(raw) == set()
+
+
 def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_clip() -> None:
     """A2C's loss, in a script whose settings are those of PPO too; of two steps it would be a mistake."""
     draw = torch.Generator().manual_seed(3)

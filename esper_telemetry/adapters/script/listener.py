@@ -384,7 +384,7 @@ class ScriptListener:
         facts["optimizer"] = type(optimizer).__name__
         facts.update(settings.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
         facts[UNCHECKED_FACT] = settings.unchecked_equations(facts)
-        facts["policy"] = "lstm" if self.lstm_count else "mlp"
+        facts["policy"] = "lstm" if self.lstm_count else "gru" if _is_recurrent(variables) else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
@@ -577,7 +577,7 @@ class ScriptListener:
             if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
                 places = rows.to(rollout.values.device)
                 old_values = rollout.values.reshape(-1)[places]
-                returns = rollout.targets(returns, places)
+                returns = rollout.targets(returns, places, minibatch.policy.advantages)
             if value is not None and value.loss is None and value.values is not None and returns is not None:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
             if minibatch.entropy is None and minibatch.total is not None and self._stated.get("entropy_coef"):
@@ -626,6 +626,12 @@ class ScriptListener:
             named.get(id(parameter), f"parameter_{len(named) + place}"): parameter
             for place, parameter in enumerate(_parameters_of(optimizer))
         }
+
+
+def _is_recurrent(variables: Variables) -> bool:
+    """Return True where a script has a recurrent module."""
+    modules = (value for value in variables.values() if isinstance(value, nn.Module))
+    return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for module in modules for part in module.modules())
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -93,17 +93,19 @@ class ScriptRollout(NamedTuple):
     bootstraps: bool = False
     returns_stored: bool = True
 
-    def targets(self, targets: Tensor | None, rows: Tensor) -> Tensor | None:
+    def targets(self, targets: Tensor | None, rows: Tensor, in_use: Tensor | None = None) -> Tensor | None:
         """Return the critic's targets [N] in these transitions: those of its loss, as stored where both are the same up to rounding.
 
-        A loss that has another column of the rollout for targets is compared with the stored returns.
+        A loss that has another column of the rollout for targets, or the advantages in use [N], is compared with the stored returns.
         """
         stored = self.returns.reshape(-1)[rows]
         if targets is None or len(targets) != len(stored):
             return stored if targets is None and self.returns_stored else targets
         columns = (self.returns, self.values, self.advantages) if self.returns_stored else (self.returns,)
-        for column in columns:
-            own = column.reshape(-1)[rows].to(targets)
+        others = [column.reshape(-1)[rows].to(targets) for column in columns]
+        if in_use is not None and self.returns_stored and len(in_use) == len(targets):
+            others.append(in_use.to(targets))
+        for own in others:
             if float((targets - own).abs().max()) <= SAME_NUMBER * float(own.abs().max()):
                 return stored.to(targets)
         return targets

@@ -298,8 +298,9 @@ class RateHistory:
         if rate > 0 or self._first_rate <= 0:
             self._wrong.clear()
         elif len(self._wrong) < MAX_POINTS:
-            self._wrong_since = self._wrong_since if self._wrong else env_step
             self._wrong.append(rate)
+        if rate > 0:
+            self._wrong_since = env_step
         share = self._wrong_since / max(1, env_step)
         name = "negative" if min(self._wrong, default=0.0) < 0 else "ending_early"
         enough, equation = len(self._wrong) >= WRONG_UPDATES[name], equations().get(SCHEDULES)
