@@ -53,8 +53,8 @@ class EquationRow:
         equation: the reference.
         state: `variant` where a published variant explains every difference.
         updates: number of updates in which it was checked.
-        differing: number of those in which it differs.
-        since: first update in which it differs; None where it never does.
+        differing: number of those in which it differs, by these explanations if there are any.
+        since: first of them; None where it never differs.
         error: largest one; None where it could not be checked.
         explanations: hypotheses that give the numbers in every update that differs, else in most of them.
         fitted: the latest fitted parameters, by the names of hypotheses.
@@ -167,6 +167,10 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     wrong = [(update, result) for update, result in results if not result.holds]
     variants = [(update, result) for update, result in results if result.holds and not result.matches]
     shown = wrong or variants
+    # a schedule is compared over all updates so far: the last comparison knows most
+    explanations = _common([result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES else shown)])
+    if explanations and equation.name != SCHEDULES:
+        shown = [(update, result) for update, result in shown if set(explanations) & set(result.explanations)]
     fitted: dict[str, float] = {}
     for _, result in shown:
         fitted.update(result.fitted)
@@ -177,10 +181,7 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
         differing=len(shown),
         since=shown[0][0] if shown else None,
         error=max(result.error for _, result in shown or results),
-        # a schedule is compared over all updates so far: the last comparison knows most
-        explanations=_common(
-            [result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES else shown)]
-        ),
+        explanations=explanations,
         fitted=fitted,
     )
 

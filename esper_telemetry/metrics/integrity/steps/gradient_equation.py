@@ -68,6 +68,7 @@ VALUE_ALTERNATIVES: Final = {
     "target_advantages": "advantage_target",
     "target_normalized": "normalized_advantage_target",
     "target_old_values": "old_value_target",
+    "target_moving": "moving_target",
     "target_shifted": "shifted_rows",
     "target_following": "following_rows",
     "target_normalized_returns": "normalized_returns",

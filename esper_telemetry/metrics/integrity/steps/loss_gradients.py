@@ -154,6 +154,11 @@ def _target_normalized(rows: LossRows) -> Tensor | None:
     return _target(rows, None if rows.raw_advantages is None else standardized(rows.raw_advantages))
 
 
+def _target_moving(rows: LossRows) -> Tensor | None:
+    raw = rows.raw_advantages
+    return _target(rows, None if raw is None else raw + rows.values.detach())
+
+
 def _values_broadcast(rows: LossRows) -> Tensor | None:
     if not 1 < len(rows.values) <= MAX_BROADCAST_ROWS:
         return None
@@ -217,6 +222,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "target_advantages": ("value", lambda rows: _target(rows, rows.raw_advantages)),
     "target_normalized": ("value", _target_normalized),
     "target_old_values": ("value", lambda rows: _target(rows, rows.old_values)),
+    "target_moving": ("value", _target_moving),
     "target_shifted": ("value", lambda rows: _target(rows, rows.returns.roll(1))),
     "target_following": ("value", lambda rows: _target(rows, rows.returns.roll(-1))),
     "target_normalized_returns": ("value", lambda rows: _target(rows, standardized(rows.returns))),

@@ -132,12 +132,14 @@ class StepInputs:
         settings: of parameters that the optimizer does not have.
         scale: [d], that changes of the weights are divided by.
         lost: number of steps that the optimizer has taken and its state has not counted.
+        stands_still: the optimizer's own learning rate is 0.
     """
 
     steps: tuple[ParameterStep, ...]
     settings: StepSettings
     scale: Tensor
     lost: int = 0
+    stands_still: bool = False
 
     def unscaled(self, change: Change = lambda settings: settings, *, lost: int | None = None) -> Tensor:
         """Return the change [d] of the weights, with changed settings."""
@@ -231,7 +233,7 @@ OPTIMIZER_STEP = Equation(
             name="no_step",
             says="zero",
             equation="θ' = θ",
-            compute=lambda inputs: torch.zeros_like(inputs.scale),
+            compute=lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale),
             advice="The optimizer has other parameters than the policy that is trained, or the weights are put back",
         ),
         Hypothesis(
@@ -415,7 +417,8 @@ def compare_step(
     numels = [step.weights.numel() for step in steps]
     claimed = torch.cat([(new.double() - step.weights).flatten() for new, step in zip(after, steps, strict=True)])
     weights = torch.cat([step.weights.flatten() for step in steps])
-    inputs = StepInputs(tuple(steps), settings, torch.ones_like(claimed), lost)
+    stands_still = bool(own) and all(one.lr == 0 for one in own)
+    inputs = StepInputs(tuple(steps), settings, torch.ones_like(claimed), lost, stands_still)
     expected = inputs.unscaled()
     bound = OPTIMIZER_STEP.tolerance_at(precision) if tolerance is None else tolerance
 
