@@ -248,6 +248,7 @@ LOSS_MISTAKES: Mapping[str, Loss] = {
     "target_advantages": lambda b: b.loss(value=b.value(b.raw_advantages)),
     "target_normalized": lambda b: b.loss(value=b.value(b.advantages)),
     "target_old_values": lambda b: b.loss(value=b.value(b.old_values)),
+    "target_moving": lambda b: b.loss(value=b.value(b.raw_advantages + b.values.detach())),
     "target_shifted": lambda b: b.loss(value=b.value(b.returns.roll(1))),
     "target_following": lambda b: b.loss(value=b.value(b.returns.roll(-1))),
     "target_normalized_returns": lambda b: b.loss(value=b.value((b.returns - b.returns.mean()) / b.returns.std())),

@@ -103,6 +103,13 @@ def test_a_difference_in_some_updates_says_in_how_many() -> None:
     assert row.result == "differs: no known mistake explains it (in 2 of 3 updates)"
 
 
+def test_an_explanation_of_most_differences_says_in_how_many() -> None:
+    minus = {"sums": 0.2, "sums_minus": 0.0}
+    row = rows(run(), records({"sums": 0.3, "sums_times": 0.0}, minus, minus, {"sums": 0.0}))["sums"]
+
+    assert (row.since, row.error, row.result) == (2, 0.2, "differs: equal differences (in 2 of 4 updates)")
+
+
 def test_a_variant_is_named_and_no_difference() -> None:
     row = rows(run(), records({"sums": 0.2, "sums_mean": 0}))["sums"]
 
