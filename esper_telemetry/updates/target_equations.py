@@ -17,7 +17,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard, rows_that_count
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.containment import Measurement
@@ -33,8 +33,8 @@ SHIFTED_ENDS = ("ends_late", "ends_early")
 
 OF_NORMALIZED = next(one for one in RETURNS.hypotheses if one.name == "normalized")
 
-MIN_NORMALIZED_ROWS, ROUNDED_MOMENT = 32, 1e-5
-"""Rows from which on a mean of 0 and a standard deviation of 1 are no coincidence, and the error up to which they are these."""
+MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
+"""Rows from which on a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
 
 RECOMPUTED_FACT = "recomputes_advantages"
 """Fact of a run whose advantages and targets are computed again before each pass (2006.05990, section 3.5): the first pass is checked."""
@@ -192,7 +192,9 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
     precision = facts.get("precision")
     settings: dict[str, Any] = {**({} if several else columns), "valid": rollout.valid, "precision": precision}
     check = check_returns(rollout.advantages, rollout.values, rollout.returns, **settings)
-    if check.matches and inputs is None and not several and _is_normalized(rollout):
+    if check.matches and inputs is None and not several and rollout.advantages.numel() >= MIN_NORMALIZED_ROWS:
+        if not is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
+            return check
         return replace(check, error=1.0, explanations=(Explanation(OF_NORMALIZED, 0.0),))
     if inputs is None or check.error is None:
         return check
@@ -205,14 +207,6 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
         of_gae = check_returns(gae(inputs), inputs.values, claimed, valid=inputs.valid, precision=precision)
         return of_gae if of_gae.matches else check
     return check
-
-
-def _is_normalized(rollout: RolloutEnd) -> bool:
-    """Return whether the stored advantages, to which the values were added, have mean 0 and standard deviation 1 up to rounding."""
-    rows = rows_that_count(rollout.advantages.double(), rollout.valid)
-    if len(rows) < MIN_NORMALIZED_ROWS or abs(float(rows.mean())) > ROUNDED_MOMENT:
-        return False
-    return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < ROUNDED_MOMENT
 
 
 def _returns_in_use(

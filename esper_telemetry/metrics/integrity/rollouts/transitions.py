@@ -317,9 +317,8 @@ def _replaced(columns: tuple[Tensor, Tensor], arrived: Tensor, *, sticky: bool) 
     frequent = choices[counts >= MIN_CELL_COUNT / share]
     shares = [float(differs[sent == one].double().mean()) for one in frequent]
     others = [len(arrived[differs & (sent == one)].unique()) for one in frequent]
-    random = (
-        len(choices) == 2 or min(others, default=0) > 1
-    )  # a choice that always becomes the same other one is renamed
+    # a choice that always becomes the same other one is renamed, not replaced by chance
+    random = len(choices) == 2 or min(others, default=0) > 1
     if len(frequent) < 2 or not all(0 < one < MAX_REPLACED_SHARE for one in shares) or not random:
         return None
     repeats = torch.equal(arrived[1:][differs[1:]], arrived[:-1][differs[1:]])

@@ -33,8 +33,6 @@ from esper_telemetry.metrics.statistics import same_shape
 TINY_DEVIATION = 1e-12
 """Smallest standard deviation to divide by."""
 
-KINDS_OF_ENDS = ("terminated", "truncated")
-
 SHIFTED_REWARDS = ("rewards_late", "rewards_early")
 """Hypotheses under which the rollout lacks the reward of one row."""
 
@@ -524,15 +522,21 @@ def check_gae(
         raw_rewards=column("raw_rewards", raw_rewards),
     )
     check = compare_advantages(following_values(inputs, last), known=known, precision=precision, tolerance=tolerance)
-    if check.matches or next_values is None or not flags.keys().isdisjoint(KINDS_OF_ENDS):
+    if check.matches or next_values is None or "terminated" in flags or "truncated" in flags:
         return check
-    # nobody says which ends are terminations: one whose next value is not 0 may be a time limit, unless that is the next episode's
+    # `ended` alone does not say which ends are time limits: those whose next value is not 0 may be
     inputs = replace(inputs, next_values=following, terminated=ends & (following == 0))
     other = compare_advantages(following_values(inputs, last), precision=precision, tolerance=tolerance)
-    of_next_episode = bool((following[:-1] == estimates[1:])[ends[:-1]].all())
-    if check.explanations and (of_next_episode or not (other.matches or other.explanations)):
-        return check
-    return other if other.matches or other.explanations else check
+    return _likelier(check, other, of_next_episode=bool((following[:-1] == estimates[1:])[ends[:-1]].all()))
+
+
+def _likelier(terminations: EquationCheck, limits: EquationCheck, *, of_next_episode: bool) -> EquationCheck:
+    """Return one of two checks, in which all ends are terminations, or some are time limits; the first one does not match.
+
+    `of_next_episode`: the values after the ends are those of the next episode, not of a last state.
+    """
+    known = limits.matches or bool(limits.explanations)
+    return terminations if not known or (terminations.explanations and of_next_episode) else limits
 
 
 def compare_advantages(

@@ -554,12 +554,12 @@ def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
     return column.flatten() if valid is None else column[valid]
 
 
-def is_standard(advantages: Tensor, valid: Tensor | None) -> bool:
-    """Return True where the mean of the rows that count is 0 and their standard deviation is 1, biased or not."""
+def is_standard(advantages: Tensor, valid: Tensor | None, *, error: float = 1e-2) -> bool:
+    """Return True where the rows that count have a standard deviation of 1, biased or not, and a mean of 0, to a tenth of `error`."""
     rows = rows_that_count(advantages, valid)
-    if len(rows) < 2 or abs(float(rows.mean())) > 1e-3:
+    if len(rows) < 2 or abs(float(rows.mean())) > error / 10:
         return False
-    return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < 1e-2
+    return min(abs(float(rows.std(correction=correction)) - 1.0) for correction in (0, 1)) < error
 
 
 def standard(values: Tensor, counted: Tensor, correction: int) -> Tensor:
