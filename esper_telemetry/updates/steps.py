@@ -64,13 +64,14 @@ class MinibatchLoss(NamedTuple):
 
 
 class TermGradients(NamedTuple):
-    """Gradients [d] of the terms of a loss, float64, of a source that takes no pass through the policy."""
+    """Gradients [d] of the terms of a loss and of alternatives, float64, of a source that takes no pass through the policy."""
 
     terms: Mapping[str, Tensor]
 
     def loss(self, step: CheckedStep) -> MinibatchLoss:
         """Return the gradients of the loss."""
-        total = torch.stack([step.coefficients[name] * gradient for name, gradient in self.terms.items()]).sum(0)
+        weights = {name: weight for name, weight in step.coefficients.items() if name in self.terms}
+        total = torch.stack([weight * self.terms[name] for name, weight in weights.items()]).sum(0)
         return MinibatchLoss(lambda name: self.terms.get(name), total, None)
 
 

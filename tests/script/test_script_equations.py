@@ -10,10 +10,11 @@ import pytest
 import torch
 from test_script_runs import SCRIPTS, python, with_telemetry
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import read_loss
+from esper_telemetry.adapters.script.loss_graph import LossReading, read_loss
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder
@@ -171,6 +172,83 @@ def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_h
     assert names == ["policy", "value", "entropy"]
     assert [4 * one for one in weights.values()] == pytest.approx([1.0, weight, 0.01])
     assert torch.allclose(4 * total, minibatch.backward().double(), atol=1e-7)
+
+
+class StepwiseA2C:
+    """A2C that keeps the graphs of its steps: its advantages may be attached in the policy loss, and the critic stopped."""
+
+    def __init__(self, *, gaussian: bool, attached: bool = False, stopped: bool = False) -> None:
+        torch.manual_seed(2)
+        self.agent = nn.ModuleDict({"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)})
+        log_std = nn.Parameter(torch.zeros(2))
+        self.parameters = [*self.agent.parameters(), log_std]
+        log_probs, entropies, self.outputs, values = [], [], [], []
+        for _ in range(5):
+            states = torch.randn(4, 3)
+            output, estimate = self.agent["actor"](states), self.agent["critic"](states)
+            distribution = Independent(Normal(output, log_std.exp()), 1) if gaussian else Categorical(logits=output)
+            log_probs.append(distribution.log_prob(distribution.sample()))
+            entropies.append(distribution.entropy())
+            self.outputs.append(estimate)
+            values.append(estimate.squeeze(-1))
+        self.values, self.returns, self.log_probs = torch.stack(values), torch.randn(5, 4), torch.stack(log_probs)
+        advantages = self.returns - self.values
+        detached = advantages.detach()
+        policy = -(self.log_probs * (advantages if attached else detached)).mean()
+        value = (detached if stopped else advantages).pow(2).mean()
+        self.entropies = torch.stack(entropies)
+        self.loss = policy + 0.5 * value - 0.01 * self.entropies.mean()
+
+    def read(self) -> LossReading:
+        """The terms of the loss; the last estimates alone are known."""
+        held = [self.values, self.returns, self.log_probs]
+        reading = read_loss(self.loss, held=held, values=self.outputs[-2:])
+        assert reading is not None and reading.complete and reading.entropy is not None
+        return reading
+
+    def terms(self) -> dict[str, Tensor]:
+        """Gradients of the terms and of alternatives."""
+        variables = Variables([{"agent": self.agent, "values": self.values}])
+        terms = loss_terms(self.loss, self.read(), variables, self.parameters)
+        assert terms is not None and terms.coefficients == pytest.approx({"policy": 1, "value": 1, "entropy": 0.01})
+        return dict(terms.gradients)
+
+    def backward(self) -> Tensor:
+        """The gradient of the loss."""
+        gradients = torch.autograd.grad(self.loss, self.parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients]).double()
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_the_terms_of_a2c_are_known_where_it_keeps_the_graphs_of_its_steps(gaussian: bool) -> None:
+    a2c = StepwiseA2C(gaussian=gaussian)
+
+    terms, entropy = a2c.terms(), a2c.read().entropy
+
+    assert entropy is not None and [*terms] == ["policy", "value", "entropy"]
+    torch.testing.assert_close(entropy.entropies, a2c.entropies.detach())
+    total = terms["policy"] + terms["value"] + 0.01 * terms["entropy"]
+    torch.testing.assert_close(total, a2c.backward(), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_advantages_that_are_not_detached_are_seen_in_the_gradient(gaussian: bool) -> None:
+    a2c = StepwiseA2C(gaussian=gaussian, attached=True)
+
+    terms = a2c.terms()
+
+    total = terms["advantages_attached"] + terms["value"] + 0.01 * terms["entropy"]
+    torch.testing.assert_close(total, a2c.backward(), atol=1e-7, rtol=1e-5)
+    assert not torch.allclose(terms["advantages_attached"], terms["policy"], atol=1e-3)
+
+
+def test_estimates_that_no_loss_depends_on_are_known_step_by_step() -> None:
+    a2c = StepwiseA2C(gaussian=False, stopped=True)
+
+    reading = a2c.read()
+
+    assert reading.value is None and reading.left_out is not None and reading.left_out.values is not None
+    torch.testing.assert_close(reading.left_out.values, a2c.values.detach().reshape(-1))
 
 
 def test_a_loss_with_other_terms_is_taken_as_a_whole() -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
+
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""
 
@@ -48,8 +50,12 @@ VIEWS = {
 """Operations that change the shape of their input, and no entry."""
 
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
-SUMS |= {"SumBackward0", "SumBackward1", "StackBackward0", "CatBackward0", "IndexBackward0", "SelectBackward0", *VIEWS}
+JOINTS = {"StackBackward0", "CatBackward0"}
+SUMS |= {"SumBackward0", "SumBackward1", "IndexBackward0", "SelectBackward0", *JOINTS, *VIEWS}
 """Operations that are linear in all their inputs with a graph."""
+
+EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
+"""Operations that probabilities come from."""
 
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
@@ -78,6 +84,7 @@ class PolicyTerm(NamedTuple):
         edge: where gradients of the log-ratio, or of the log-probability, go on.
         log_probs: [N], of the actions now; None where the graph does not tell.
         inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
+        attached: where gradients of the advantages go on, of their negatives where `negated`; None where they have none, as they should.
     """
 
     log_ratio: Tensor | None
@@ -89,6 +96,8 @@ class PolicyTerm(NamedTuple):
     edge: GradientEdge
     log_probs: Tensor | None
     inverted: bool = False
+    attached: GradientEdge | None = None
+    negated: bool = False
 
     @property
     def old_log_probs(self) -> Tensor | None:
@@ -169,12 +178,15 @@ class LossReading(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, and the clip between both."""
+    """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, the clip between both, and where
+    gradients of the factor go on, if it has any.
+    """
 
     factor: Tensor
     node: Node
     clip: float | None
     is_ratio: bool
+    attached: GradientEdge | None
 
 
 class _Error(NamedTuple):
@@ -227,9 +239,14 @@ class _LossReader:
         self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
         self._walk()
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
+        self.tensors = [one for one in held if one.grad_fn is not None]
         self.columns = [one.reshape(-1) for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
+        self.joined = {
+            node: numbers for node in self.consumers if (numbers := self._joined_entropies(node)) is not None
+        }
+        self.entropies |= self.joined
 
     def _walk(self) -> None:
         waiting = [self.loss.grad_fn]
@@ -295,11 +312,25 @@ class _LossReader:
 
     def _unused_values(self, count: int) -> ValueTerm | None:
         """The critic's estimates of the rows that the loss does not depend on."""
-        unused = [one for one in self.values if one.numel() == count and one.grad_fn not in self.consumers]
-        if not unused or any(one.grad_fn in self.consumers for one in self.values if one.numel() == count):
+        estimates = [*self.values, *(one for one in self.tensors if self._joins_estimates(one))]
+        unused = [one for one in estimates if one.numel() == count and one.grad_fn not in self.consumers]
+        if not unused or any(one.grad_fn in self.consumers for one in estimates if one.numel() == count):
             return None
         edge = _edge(unused[-1])
         return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, None, 0.0, "squared", edge)
+
+    def _joins_estimates(self, tensor: Tensor) -> bool:
+        """Return True for the critic's estimates of several steps, one after the other."""
+        own = {one.grad_fn for one in self.values}
+        waiting, visited = [tensor.grad_fn], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            visited.add(node)
+            if _kind(node) in JOINTS | VIEWS:
+                waiting += [child for child in _children(node) if child is not None]
+            elif node not in own and not (_kind(node) == "AddmmBackward0" and _shape(node)[-1] == 1):
+                return False
+        return len(visited) > 1 and not own.isdisjoint(visited)
 
     def _unused_entropy(self, count: int) -> EntropyTerm | None:
         """The entropies of the rows that the loss does not depend on: of the last distribution alone."""
@@ -377,6 +408,8 @@ class _LossReader:
             edge=GradientEdge(plain.node, 0),
             log_probs=self._log_probs(plain.node) if plain.is_ratio else flat,
             inverted=inverted,
+            attached=plain.attached,
+            negated=negated,
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
@@ -412,7 +445,7 @@ class _LossReader:
             return None
         children = _children(node)
         for place in (0, 1):
-            child, other = children[place], children[1 - place]
+            child, (other, number) = children[place], node.next_functions[1 - place]
             factor = node._saved_other if place == 0 else node._saved_self
             if child is None or factor is None:
                 continue
@@ -421,10 +454,11 @@ class _LossReader:
                 child, factor = self._through_views(_children(child)[0]), -factor
             inner, clip = self._unclipped(child)
             is_ratio = clip is not None or _is_ratio(inner)
-            if other is not None and (not is_ratio or other in _below(inner)):
-                continue  # both have a graph: an entropy, unless advantages were not detached
+            if other is not None and (other in _below(inner) if is_ratio else EXPONENTIALS & _kinds(other)):
+                continue  # both have a graph: an entropy, unless the advantages are not detached
             if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
-                return _Product(factor.detach(), inner, clip, is_ratio)
+                attached = None if other is None else GradientEdge(other, number)
+                return _Product(factor.detach(), inner, clip, is_ratio, attached)
         return None
 
     def _unclipped(self, node: Node) -> tuple[Node, float | None]:
@@ -438,7 +472,7 @@ class _LossReader:
 
     def _is_log_prob(self, node: Node) -> bool:
         """Return True for log-probabilities of actions: chosen from logarithms, or returned by a distribution."""
-        kinds = {_kind(one) for one in _below(node)}
+        kinds = _kinds(node)
         return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
 
     def _is_inverted(self, ratio: Node) -> bool:
@@ -590,6 +624,36 @@ class _LossReader:
         loss = contribution / weight if weight else -numbers.mean()
         return EntropyTerm(numbers, loss, weight, GradientEdge(node, 0), negated=entropies is None)
 
+    def _joined_entropies(self, node: Node) -> Tensor | None:
+        """Entropies of the distributions of several steps, one after the other, with the shape that the script gives them."""
+        if _kind(node) not in JOINTS:
+            return None
+        parts = [self._entropies_of(child) for child in _children(node)]
+        known = [part.reshape(-1) for part in parts if part is not None]
+        count = sum(map(len, known))
+        return (
+            torch.cat(known).reshape(_shape(node))
+            if len(known) == len(parts) and count == _shape(node).numel()
+            else None
+        )
+
+    def _entropies_of(self, node: Node) -> Tensor | None:
+        """Entropies [N] of a distribution over N rows, as torch computes them: of a softmax, or of independent Gaussians."""
+        numbers: Tensor
+        negative = summed = False
+        while len(_children(node)) == 1 and _kind(node) in {"NegBackward0", "SumBackward1", *VIEWS}:
+            negative ^= _kind(node) == "NegBackward0"
+            summed = summed or _kind(node) == "SumBackward1"
+            node = _children(node)[0]
+        if negative and summed and self._is_plogp(node):
+            numbers = -(node._saved_self * node._saved_other).detach()
+        else:
+            logs = [child for child in _children(node) if child is not None and _kind(child) == "LogBackward0"]
+            if negative or _kind(node) != "AddBackward0" or len(logs) != 1:
+                return None
+            numbers = logs[0]._saved_self.detach().log() + GAUSSIAN_ENTROPY
+        return numbers.sum(-1) if summed else numbers
+
     def _is_plogp(self, node: Node) -> bool:
         """Return True for probabilities times their logarithms."""
         if _kind(node) != "MulBackward0":
@@ -725,6 +789,10 @@ def _below(node: Node) -> dict[Node, None]:
                 found[child] = None
                 waiting.append(child)
     return found
+
+
+def _kinds(node: Node) -> set[str]:
+    return {_kind(one) for one in _below(node)}
 
 
 def _kind(node: Node) -> str:

@@ -8,7 +8,6 @@ Shapes: N rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -19,17 +18,14 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import HeadColumns
 from esper_telemetry.adapters.script.loss_graph import EntropyTerm, LossReading, PolicyTerm, ValueTerm
+from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
 
 SAME_WEIGHT = 0.02
 """Relative difference up to which the weight of a loss is the one that the settings say."""
 
-
 HALF_SQUARE = (1.0, 2.0)
 """Factors that the weight of a squared error may have beside its setting: it is half of the square, or the square."""
 
-
-GAUSSIAN_ENTROPY = 0.5 + 0.5 * math.log(2 * math.pi)
-"""Entropy in nats of a Gaussian whose logarithm of σ is 0."""
 
 MIN_PASS = 0.75
 """Share of a rollout's transitions that a pass over it has at least."""
@@ -89,7 +85,8 @@ def without_graph(reading: LossReading) -> LossReading:
     """Return a reading without the edges, which keep its graph alive."""
 
     def plain(term: Any) -> Any:
-        return None if term is None else term._replace(edge=None)
+        edges = {"edge", "attached"} & set(() if term is None else term._fields)
+        return None if term is None else term._replace(**dict.fromkeys(edges))
 
     terms = {name: plain(getattr(reading, name)) for name in ("policy", "value", "entropy", "left_out")}
     return reading._replace(**terms)

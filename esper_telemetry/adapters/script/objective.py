@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm
 from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.objective import LossRows
@@ -23,7 +23,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import TERM_LOSSES, 
 
 
 class LossTerms(NamedTuple):
-    """Gradients [d] of the terms of a minibatch's loss, float64, and their weights."""
+    """Gradients [d] of the terms of a minibatch's loss and of alternatives to them, float64, and the weights of the terms."""
 
     gradients: Mapping[str, Tensor]
     coefficients: Mapping[str, float]
@@ -118,9 +118,14 @@ def _terms(
         negative = bool(entropy.negated)
         own = _through(loss, entropy.edge, entropy.entropies, _entropy_slope(reading), parameters)
         gradients["entropy"] = None if own is None else (-own if negative else own)
-        weights["entropy"] = entropy.weight / scale or settings["entropy"]
+        weights["entropy"] = abs(entropy.weight / scale) or settings["entropy"]  # the bonus is subtracted
     known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    return LossTerms(known, weights) if len(known) == len(gradients) else None
+    if len(known) < len(gradients):
+        return None
+    if policy.attached is not None:
+        own = _through(loss, policy.attached, *_attached_slope(policy, reading), parameters)
+        known |= {} if own is None else {"advantages_attached": known["policy"] + own}
+    return LossTerms(known, weights)
 
 
 def _rows(reading: LossReading, **changes: Any) -> LossRows:
@@ -162,6 +167,12 @@ def _policy_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:
         return TERM_LOSSES["policy"](_rows(reading, **changes))
 
     return loss
+
+
+def _attached_slope(policy: PolicyTerm, reading: LossReading) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The numbers that advantages with a graph have at its edge, and the policy loss of them."""
+    sign = -1 if policy.negated else 1
+    return sign * policy.advantages, lambda leaf: TERM_LOSSES["policy"](_rows(reading, advantages=sign * leaf))
 
 
 def _value_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:

@@ -242,6 +242,12 @@ GRADIENT = Equation(
             "L_policy of R",
             advice="Subtract the values from the returns",
         ),
+        _alternative(
+            "advantages_attached",
+            "the gradient of a policy loss that reaches the values through the advantages",
+            "L_policy of A = R - V, with ∇V",
+            advice="Detach the advantages, or compute them without gradients",
+        ),
         *_of_losses(VALUE_LOSS, VALUE_ALTERNATIVES),
         _alternative(
             "value_unclipped",

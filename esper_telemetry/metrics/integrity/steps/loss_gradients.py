@@ -129,6 +129,12 @@ def _advantages_normalized(rows: LossRows) -> Tensor | None:
     return None if used is None else policy_loss(rows, used)
 
 
+def _advantages_attached(rows: LossRows) -> Tensor | None:
+    attached = rows.returns - rows.values
+    used = standardized(attached) if _normalized(rows) else attached
+    return None if used is None else policy_loss(rows, used)
+
+
 def _advantages_broadcast(rows: LossRows) -> Tensor | None:
     if not 1 < len(rows.advantages) <= MAX_BROADCAST_ROWS:
         return None
@@ -214,6 +220,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "advantages_normalized": ("policy", _advantages_normalized),
     "advantages_centred": ("policy", _advantages_centred),
     "advantages_std_alone": ("policy", _advantages_std_alone),
+    "advantages_attached": ("policy", _advantages_attached),
     "advantages_broadcast": ("policy", _advantages_broadcast),
     "advantages_reversed": ("policy", lambda rows: policy_loss(rows, rows.advantages.flip(0))),
     "advantages_shifted": ("policy", lambda rows: policy_loss(rows, rows.advantages.roll(1))),
