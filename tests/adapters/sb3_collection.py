@@ -205,6 +205,23 @@ class RawRewards(PPO):
             del rollout_buffer.add
 
 
+class RawAnswers(PPO):
+    """Goes on with the rewards from before normalisation as soon as the environments have answered."""
+
+    def collect_rollouts(self, env: Any, *arguments: Any, **named: Any) -> bool:
+        step = env.step
+
+        def raw(actions: Any) -> Any:
+            observations, _, *rest = step(actions)
+            return observations, env.get_original_reward(), *rest
+
+        env.step = raw
+        try:
+            return super().collect_rollouts(env, *arguments, **named)
+        finally:
+            del env.step
+
+
 class ListedMinibatches(RolloutBuffer):
     """Fetches the minibatches of a pass before the first of them is used."""
 
@@ -408,6 +425,15 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
     ),
     "rewards that are stored as they were before normalisation": (
         lambda seed: RawRewards(
+            "MlpPolicy",
+            VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
+            **SETTINGS,
+            seed=seed,
+        ),
+        frozenset({"stored_rewards_raw"}),
+    ),
+    "rewards from before normalisation in place of the environments' answers": (
+        lambda seed: RawAnswers(
             "MlpPolicy",
             VecNormalize(vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15})),
             **SETTINGS,

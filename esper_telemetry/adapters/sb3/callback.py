@@ -262,7 +262,7 @@ class ModelListener:
         model, recorder = self._model, self.recorder
         taps = [
             self._listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
-            *recorder.reset_taps(self._listen),
+            *recorder.environment_taps(self._listen),
         ]
         if hasattr(model.policy, "lstm_actor"):
             taps.insert(0, self._listen(model.policy.lstm_actor, "forward", recorder.after_lstm))

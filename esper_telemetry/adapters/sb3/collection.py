@@ -64,6 +64,7 @@ class StepRecorder:
         while hasattr(innermost, "venv"):
             innermost = innermost.venv
         self.innermost = innermost
+        self._answers: list[Array] = []
         self.begin()
 
     def begin(self) -> None:
@@ -71,6 +72,7 @@ class StepRecorder:
         self._acted: list[Tensor] = []
         self._returned: list[Array] = []
         self._rewards: list[Array] = []
+        self._paid: list[Array] = []
         self._sent: list[Array] = []
         self._received: list[Array] = []
 
@@ -79,6 +81,10 @@ class StepRecorder:
         if args and isinstance(args[0], Tensor) and args[0].numel() <= MAX_KEPT_ENTRIES:
             self._acted.append(args[0].clone())
 
+    def after_answer(self, rewards: Array) -> None:
+        """The environments returned these rewards to the collecting loop, which may change them before it shows them."""
+        self._answers.append(np.array(rewards))
+
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
         returned = variables.get("new_obs")
@@ -86,6 +92,11 @@ class StepRecorder:
         if isinstance(returned, np.ndarray):
             self._returned.append(_entries(returned).copy())
         self._rewards.append(variables["rewards"].copy())
+        answer, self._answers = self._answers, []
+        # a loop that repeats its actions adds the rewards of several answers
+        self._paid.append(
+            answer[0] if len(answer) == 1 and answer[0].shape == self._rewards[-1].shape else self._rewards[-1]
+        )
         received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:
             self._sent.append(sent)
@@ -131,7 +142,7 @@ class StepRecorder:
             inputs=checksums(torch.from_numpy(np.ascontiguousarray(own))),
             outcomes=checksums(torch.from_numpy(returned.astype(stored.dtype))),
             finals=finals,
-            rewards=torch.from_numpy(np.stack(self._rewards).astype(np.float64)),
+            rewards=torch.from_numpy(np.stack(self._paid).astype(np.float64)),
             informative=informative(observations),
             sent=sent,
             received=received,

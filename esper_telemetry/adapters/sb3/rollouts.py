@@ -148,9 +148,10 @@ class RolloutRecorder:
         if self._stop_listening is None:
             self._stop_listening = self._listen_to_policy(self.after_action)
 
-    def reset_taps(self, listen: Callable[[object, str, Listener], Remover]) -> list[Remover]:
-        """Return taps on the resets of the environments."""
-        return [listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
+    def environment_taps(self, listen: Callable[[object, str, Listener], Remover]) -> list[Remover]:
+        """Return taps on the resets of the environments, and on their answers."""
+        resets = [listen(owner, "reset", self._resets.after_reset) for owner in self._resets.owners]
+        return [*resets, listen(self._model.get_env(), "step_wait", self.after_answer)]
 
     def stop(self) -> None:
         """Listen to the policy no more."""
@@ -182,6 +183,11 @@ class RolloutRecorder:
                     self.recurrent_steps.append(self._lstm_step)
                 self._steps.after_action(args)
         self._acted_at = perf_counter()
+
+    def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The environments returned this."""
+        if self._whole:
+            self._steps.after_answer(result[1])
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
