@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -125,11 +125,16 @@ class TrainerEvents:
         """True where minibatches have to say which transitions their rows are."""
         return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
 
-    def rollout_end(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
-        """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished."""
+    def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
+        """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished.
+
+        The update reads `rollout` and was collected as `acted`; masks and relevance are those of acting.
+        """
         hooks, trainer = self._hooks, self._trainer
         if hooks.wants(RolloutEnd):
-            self._collected = self._rollout_event(rollout, advantages, returns)
+            self._collected = self._rollout_event(
+                replace(rollout, action_masks=acted.action_masks, relevance=acted.relevance), advantages, returns
+            )
             hooks.emit(self._collected)
         if rollout.recurrence is not None and hooks.wants(RecurrentForward):
             event = recurrent_event(trainer.policy, rollout, trainer.minibatch_envs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import Activations, CollectionReplay, Copy, Outputs, RolloutEnd, StateGradients
+from esper_telemetry.metrics.integrity.rollouts.collection import are_rescaled
 from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, Trunk
-from esper_telemetry.ppo.rollout import Batch, Rollout, RolloutRecurrence, columns, flatten, index_on
+from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten, index_on
 
 Flags = npt.NDArray[np.bool_]
 
@@ -96,19 +98,28 @@ class TrainerReplay:
         rollout: as the update sees it.
         batch: all transitions of the rollout, with the advantages that multiply the ratio.
         returns: [T, B].
+        acted: the rollout as it was collected.
         loss: of a batch and the outputs [N, F] of the actor's trunk, 0-d.
         envs: environments of one minibatch.
     """
 
     def __init__(
-        self, policy: ActorCritic, rollout: Rollout, batch: Batch, returns: Tensor, *, loss: Loss, envs: int
+        self,
+        policy: ActorCritic,
+        rollout: Rollout,
+        batch: Batch,
+        returns: Tensor,
+        *,
+        acted: Rollout,
+        loss: Loss,
+        envs: int,
     ) -> None:
         self._policy, self._rollout, self._batch, self._returns = policy, rollout, batch, returns
-        self._loss, self._envs = loss, envs
+        self._acted, self._loss, self._envs = acted, loss, envs
 
     def stored(self) -> Outputs:
         """See `PolicyReplay`."""
-        return self._outputs(_select_rows(self._rollout.scores, self._rows), self._rows, self._memory(self._rows))
+        return self._stored(self._rows)
 
     @torch.no_grad()
     def outputs(self) -> Outputs:
@@ -118,7 +129,10 @@ class TrainerReplay:
 
     def stored_part(self) -> Outputs:
         """See `PolicyReplay`."""
-        return self._outputs(_select_rows(self._rollout.scores, self._sample), self._sample, self._memory(self._sample))
+        return self._stored(self._sample)
+
+    def _stored(self, rows: Tensor) -> Outputs:
+        return self._outputs(_select_rows(self._acted.scores, rows), rows, self._memory(rows), self._acted)
 
     @torch.no_grad()
     def without_memory(self) -> Outputs | None:
@@ -165,20 +179,43 @@ class TrainerReplay:
     def _collected(self, hypothesis: str) -> Outputs | None:
         """Outputs now, with values, for the stored inputs or those of a hypothesis of `metrics.integrity.collection`."""
         policy, recurrence = self._policy, self._rollout.recurrence
-        if hypothesis == "mask_missing":
+        if hypothesis == "mask_missing" != self._other_inputs:
             masked = dict(self._rollout.action_masks)
-            return self._outputs(policy.scores(self._forward()[0]), self._rows, None, masks={}) if masked else None
+            unmasked = replace(self._rollout, action_masks={})
+            return self._outputs(policy.scores(self._forward()[0]), self._rows, None, unmasked) if masked else None
         if not hypothesis:
             features, memory = self._forward()
             outputs = self._outputs(policy.scores(features), self._rows, memory)
             critic = features if policy.critic is None else self._critic_features(policy.critic)
             return outputs._replace(features=features, values=policy.values(critic))
-        changes = {} if recurrence is None else memory_changes(recurrence.fresh)
-        if recurrence is None or hypothesis not in changes:
-            return None
-        change = changes[hypothesis]
-        features, critic = self._unrolled(recurrence, change.fresh, empty=change.empty)
-        return self._outputs(policy.scores(features), self._rows, None)._replace(values=policy.values(critic))
+        if hypothesis == self._other_inputs:
+            rollout = self._acted
+            features, critic = self._unrolled(rollout)
+        else:
+            rollout = self._rollout
+            changes = {} if recurrence is None else memory_changes(recurrence.fresh)
+            if hypothesis not in changes:
+                return None
+            features, critic = self._unrolled(self._rollout, changes[hypothesis])
+        outputs = self._outputs(policy.scores(features), self._rows, None, rollout)
+        return outputs._replace(values=policy.values(critic))
+
+    @cached_property
+    def _other_inputs(self) -> str:
+        """The hypothesis of what the update reads in place of what was acted on; empty where it reads that, or several others."""
+        rollout, acted = self._rollout, self._acted
+        states, before = ({} if one.recurrence is None else one.recurrence.states for one in (rollout, acted))
+        other_memory = any(
+            state is not before[name] and not state.equal(before[name]) for name, state in states.items()
+        )
+        if rollout.observations is not acted.observations and not rollout.observations.equal(acted.observations):
+            scaled = are_rescaled(rollout.observations.flatten(0, 1), acted.observations.flatten(0, 1))
+            return "" if other_memory else "other_statistics" if scaled else "other_observations"
+        if rollout.action_masks is not acted.action_masks and not other_memory:
+            return "mask_missing"
+        if not other_memory:
+            return ""
+        return "other_memory" if any(state.any() for state in states.values()) else "memory_zero"
 
     def _critic_features(self, trunk: Trunk) -> Tensor:
         grid = self._batch.grid()
@@ -189,17 +226,19 @@ class TrainerReplay:
                 features = trunk(self._batch.observations, grid, grid.states["critic"])
             return features.float()
 
-    def _unrolled(self, recurrence: RolloutRecurrence, fresh: Flags, *, empty: bool) -> tuple[Tensor, Tensor]:
-        """The actor's and the critic's features [N, F] with memory that is reset where `fresh` [T, B], and `empty` at first."""
-        features = []
+    def _unrolled(self, rollout: Rollout, change: MemoryChange | None = None) -> tuple[Tensor, Tensor]:
+        """The actor's and the critic's features [N, F] of the observations of a rollout, with its memory or a change of it."""
+        features, memory = [], rollout.recurrence
         with self._policy.autocast():
             for name, trunk in self._policy.named_trunks().items():
                 if isinstance(trunk, RecurrentTrunk):
-                    state = recurrence.states[name]
-                    first = torch.zeros_like(state) if empty else state
-                    outputs, _ = unroll(trunk, self._rollout.observations, first, fresh)
+                    assert memory is not None
+                    first = memory.states[name]
+                    first = torch.zeros_like(first) if change is not None and change.empty else first
+                    fresh = memory.fresh if change is None else change.fresh
+                    outputs, _ = unroll(trunk, rollout.observations, first, fresh)
                 else:
-                    outputs = trunk(self._rollout.observations.flatten(0, 1))
+                    outputs = trunk(rollout.observations.flatten(0, 1))
                 features.append(outputs.float()[self._rows])
         return features[0], features[-1]
 
@@ -247,12 +286,12 @@ class TrainerReplay:
         scores: Mapping[str, Tensor],
         rows: Tensor,
         memory: Tensor | None,
-        *,
-        masks: Mapping[str, Tensor] | None = None,
+        rollout: Rollout | None = None,
     ) -> Outputs:
-        masks = _select_rows(self._rollout.action_masks, rows) if masks is None else masks
-        logits, log_std, means = describe(self._policy, scores, masks)
-        return Outputs(logits, means, log_std, _select_rows(self._rollout.relevance, rows), memory)
+        """Outputs under the masks and the relevance of a rollout, by default that of the update."""
+        rollout = self._rollout if rollout is None else rollout
+        logits, log_std, means = describe(self._policy, scores, _select_rows(rollout.action_masks, rows))
+        return Outputs(logits, means, log_std, _select_rows(rollout.relevance, rows), memory)
 
 
 class MemoryChange(NamedTuple):

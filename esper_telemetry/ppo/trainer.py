@@ -231,7 +231,7 @@ class PPO:
         (transitions,) = self.ranks.totals(rollout.transitions)
         self.env_steps += transitions
         self.events.update_start()
-        epochs = self._update(self.steps.transform(rollout))
+        epochs = self._update(rollout)
         if self.watchdog is None:
             self.policy.check_finite()
         elif not self.watchdog.check():
@@ -239,12 +239,12 @@ class PPO:
         self.events.update_end(epochs, self.coefficients)
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
-    def _update(self, rollout: Rollout) -> int:
-        """Learn from a rollout in several passes; return how many, 0 where it holds no transition."""
-        config = self.config
+    def _update(self, acted: Rollout) -> int:
+        """Learn from a rollout as it was collected, in several passes; return how many, 0 where it holds no transition."""
+        config, rollout = self.config, self.steps.transform(acted)
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = self.steps.returns(advantages, rollout.values)
-        self.events.rollout_end(rollout, advantages, returns)
+        self.events.rollout_end(rollout, acted, advantages, returns)
         batch = flatten(rollout, advantages, returns, numbered=self.events.numbers_rows)
         if not len(batch):  # every row of so short a rollout was a reset
             return 0
@@ -252,7 +252,7 @@ class PPO:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         self.events.before_update(
             lambda: TrainerReplay(
-                self.policy, rollout, batch, returns, loss=self._loss_of_actor(), envs=self.minibatch_envs
+                self.policy, rollout, batch, returns, acted=acted, loss=self._loss_of_actor(), envs=self.minibatch_envs
             )
         )
         try:

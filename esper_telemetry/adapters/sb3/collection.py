@@ -22,6 +22,7 @@ from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distrib
 from esper_telemetry.adapters.sb3.replay import CHUNK_ROWS, StoredRollout, distribution_of
 from esper_telemetry.adapters.taps import in_mode, without_trace
 from esper_telemetry.events import CollectionReplay, Outputs, RolloutEnd, Transitions
+from esper_telemetry.metrics.integrity.rollouts.collection import are_rescaled
 from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12
@@ -212,9 +213,6 @@ def _action_sums(actions: Sequence[Array], steps: int) -> Tensor | None:
 MODE_LAYERS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 """Layers that work differently in training."""
 
-AFFINE_CORRELATION = 0.95
-"""Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
-
 MAX_OLDER_ENTRIES = 1 << 20
 """Entries of the weights that are copied in a sampled update, to be compared with in the next one."""
 
@@ -392,14 +390,7 @@ class CollectionPasses:
         return None if any(bool((one == two).all()) for one, two in pairs) else acted
 
     def _affine(self, observations: Tensor) -> bool:
-        """Return whether the stored observations are these with another mean and another scale, entry by entry."""
-        stored = torch.from_numpy(self._inputs.observations).double().flatten(0, 1).flatten(1)
-        received = observations.cpu().double().flatten(0, 1).reshape(stored.shape)
-        one, other = stored - stored.mean(0), received - received.mean(0)
-        size = (one.square().sum(0) * other.square().sum(0)).sqrt()
-        varies = size > 1e-12
-        correlation = ((one * other).sum(0) / size.clamp(min=1e-12))[varies]
-        return bool(varies.any()) and bool(correlation.median() > AFFINE_CORRELATION)
+        return are_rescaled(torch.from_numpy(self._inputs.observations).flatten(0, 1), observations.flatten(0, 1))
 
     def _pass(
         self,

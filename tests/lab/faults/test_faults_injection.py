@@ -9,6 +9,7 @@ import pytest
 import torch
 from faults_builders import cartpole, equal, learn, pendulum, recall, recorded, weights
 
+from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.lab.faults import FAULTS, NotApplicableError, find, inject, schedule
 from esper_telemetry.ppo import PPO, PPOConfig
@@ -134,6 +135,13 @@ def surroundings(trainer: PPO) -> list[object]:
     ]
     trained = [parameter.requires_grad for parameter in trainer.policy.parameters()]
     return [trainer.steps, trainer.config, groups, trained, trainer.collector.env, trainer.normalizers.observations]
+
+
+@pytest.mark.parametrize("fault", ["obs_mismatch", "h0_zero", "mask_bug"])
+def test_other_inputs_in_training_than_in_acting_are_named(fault: str) -> None:
+    values = second(make(fault), fault)
+
+    assert any(EQUATION_KEY + label in values for label in find(fault).hypotheses)
 
 
 def test_repeated_minibatches_hold_the_same_rows() -> None:
