@@ -190,6 +190,10 @@ def put_back(model: Any, loss: Tensor) -> None:
             parameter.copy_(old)
 
 
+def standardized(column: Tensor) -> Tensor:
+    return (column - column.mean()) / (column.std() + 1e-8)
+
+
 def unclipped(b: Minibatch) -> Tensor:
     return b.loss(-(b.advantages * b.ratio).mean())
 
@@ -244,6 +248,8 @@ LOSS_MISTAKES: Mapping[str, Loss] = {
     "advantages_broadcast": lambda b: b.loss(b.policy(b.advantages.unsqueeze(1))),
     "advantages_reversed": lambda b: b.loss(b.policy(b.advantages.flip(0))),
     "advantages_shifted": lambda b: b.loss(b.policy(b.advantages.roll(1))),
+    "advantages_negated": lambda b: b.loss(b.policy(-b.advantages)),
+    "advantages_attached": lambda b: b.loss(b.policy(standardized(b.returns - b.values))),
     "returns_for_advantages": lambda b: b.loss(b.policy(b.returns)),
     "target_advantages": lambda b: b.loss(value=b.value(b.raw_advantages)),
     "target_normalized": lambda b: b.loss(value=b.value(b.advantages)),

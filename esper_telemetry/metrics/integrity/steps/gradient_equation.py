@@ -56,6 +56,7 @@ POLICY_ALTERNATIVES: Final = {
     "ratio_inverted": "inverted_ratio",
     "no_ratio": "log_prob",
     "probability_difference": "no_exponential",
+    "advantages_negated": "negated_advantages",
     "advantages_raw": "unnormalized",
     "advantages_broadcast": "broadcast",
     "advantages_reversed": "reversed_rows",

@@ -129,6 +129,14 @@ def _advantages_normalized(rows: LossRows) -> Tensor | None:
     return None if used is None else policy_loss(rows, used)
 
 
+def _advantages_negated(rows: LossRows) -> Tensor | None:
+    """The loss of advantages with the other sign, where some ratio is clipped: else it is the negative loss."""
+    if rows.clip is None:
+        return None
+    clipped = (rows.log_ratio.exp() - 1).abs() > rows.clip
+    return policy_loss(rows, -rows.advantages) if bool((clipped & (rows.advantages != 0)).any()) else None
+
+
 def _advantages_attached(rows: LossRows) -> Tensor | None:
     attached = rows.returns - rows.values
     used = standardized(attached) if _normalized(rows) else attached
@@ -220,6 +228,7 @@ ALTERNATIVE_LOSSES: Final[Mapping[str, tuple[str, Loss]]] = {
     "advantages_normalized": ("policy", _advantages_normalized),
     "advantages_centred": ("policy", _advantages_centred),
     "advantages_std_alone": ("policy", _advantages_std_alone),
+    "advantages_negated": ("policy", _advantages_negated),
     "advantages_attached": ("policy", _advantages_attached),
     "advantages_broadcast": ("policy", _advantages_broadcast),
     "advantages_reversed": ("policy", lambda rows: policy_loss(rows, rows.advantages.flip(0))),
