@@ -66,6 +66,17 @@ def named(values: Mapping[str, float]) -> set[str]:
     return {label for label in labels - set(CHECKED) if label.startswith(CHECKED)}
 
 
+@pytest.mark.parametrize("climbs", [False, True])
+def test_an_optimizer_that_maximises_climbs_the_negative_loss(climbs: bool, tmp_path: Path) -> None:
+    settings = {"optimizer_kwargs": {"maximize": True, "eps": 1e-5}}
+
+    values = first_record(
+        model(make_loss=lambda b: -b.loss() if climbs else b.loss(), policy_kwargs=settings), tmp_path
+    )
+
+    assert (failed(values), named(values)) == ((set(), set()) if climbs else ({"gradient"}, {"gradient_sign"}))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", LOSS_MISTAKES)
 def test_a_mistake_in_the_loss_is_named(mistake: str, seed: int, tmp_path: Path) -> None:

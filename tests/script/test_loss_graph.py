@@ -136,6 +136,22 @@ def test_entropies_of_several_heads_are_one_term(of_sample: bool) -> None:
     assert float(reading.entropy.loss) == pytest.approx(-float(bonus.detach()))
 
 
+def test_the_terms_of_a_loss_that_is_climbed_are_those_of_its_negative() -> None:
+    rows = Rows()
+    loss = rows.surrogate() + 0.25 * (rows.values - rows.returns).square().mean() - 0.01 * rows.entropy.mean()
+    outputs = DistributionGraphs([rows.log_probs], [rows.entropy])
+    reading = rows.read(loss)
+
+    climbed = read_loss(-loss, held=[rows.values], outputs=outputs, values=[rows.output], climbed=True)
+
+    assert climbed is not None and climbed.policy is not None and reading.policy is not None
+    torch.testing.assert_close(climbed.policy.advantages, reading.policy.advantages)
+    torch.testing.assert_close(climbed.policy.loss, reading.policy.loss)
+    assert climbed.value is not None and climbed.entropy is not None
+    assert climbed.value.weight == pytest.approx(0.5) and climbed.entropy.weight == pytest.approx(0.01)
+    torch.testing.assert_close(climbed.total, loss.detach())
+
+
 def test_what_a_loss_leaves_out_is_known() -> None:
     rows = Rows()
 

@@ -174,6 +174,28 @@ def test_terms_of_a_loss_add_up_to_its_gradient_whatever_factor_the_value_loss_h
     assert torch.allclose(4 * total, minibatch.backward().double(), atol=1e-7)
 
 
+def test_the_gradient_of_a_loss_that_is_climbed_is_that_of_its_terms_with_the_other_sign() -> None:
+    minibatch = Minibatch()
+    reading = read_loss(-minibatch.loss, held=minibatch.variables.tensors(), climbed=True)
+
+    terms = loss_terms(-minibatch.loss, reading, minibatch.variables, minibatch.parameters)
+
+    assert terms is not None and [*terms.gradients] == ["policy", "value", "entropy"]
+    total = torch.stack([weight * terms.gradients[name] for name, weight in terms.coefficients.items()]).sum(0)
+    assert torch.allclose(-total, minibatch.backward().double(), atol=1e-7)
+
+
+def test_a_maximising_optimizer_is_found_before_the_first_update() -> None:
+    minibatch = Minibatch()
+    optimizers = [torch.optim.SGD(minibatch.parameters, lr=0.1, maximize=climbs) for climbs in (False, True)]
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, maximize=True)
+    listener = ScriptListener(lambda _: None, lambda _: None)
+
+    answers = [listener._climbs(minibatch.loss, Variables([{"optimizer": one}])) for one in (*optimizers, other)]
+
+    assert answers == [False, True, False]
+
+
 class StepwiseA2C:
     """A2C that keeps the graphs of its steps: its advantages may be attached in the policy loss, and the critic stopped."""
 

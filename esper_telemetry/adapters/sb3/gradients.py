@@ -264,7 +264,8 @@ def objective_event(
         return whole if whole is None or valid is None else whole[valid]
 
     # their value loss is the mean squared error, ours half of it
-    coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
+    sign = -1.0 if model.policy.optimizer.param_groups[0].get("maximize") else 1.0
+    coefficients = {"policy": sign, "value": sign * 2 * float(model.vf_coef), "entropy": sign * float(model.ent_coef)}
     rate = current_rate(model)
     if rate is None:  # as the model has logged it
         in_use = model.policy.optimizer.param_groups[0]["lr"]

@@ -195,7 +195,8 @@ class ScriptListener:
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         reading = None
         if loss.requires_grad:
-            reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values)
+            climbed = self._climbs(loss, variables)
+            reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
         if reading is not None:
             self._readings.append(without_graph(reading))
             if reading.policy is not None:
@@ -245,6 +246,15 @@ class ScriptListener:
         """Weights of the losses `value` and `entropy` in this update, by the settings."""
         weights = {name: self._facts.get(f"{name}_coef") for name in ("value", "entropy")} | self._coefficients
         return {name: weight for name, weight in weights.items() if weight is not None}
+
+    def _climbs(self, loss: Tensor, variables: Variables) -> bool:
+        """Return True for a loss that an optimizer maximises; before the first update the script's variables show its optimizers."""
+        new = () if self.updates else (value for value in variables.values() if isinstance(value, Optimizer))
+        climbing = [
+            one for one in (*self._optimizers, *new) if any(group.get("maximize") for group in one.param_groups)
+        ]
+        leaves = {id(leaf) for leaf in leaves_of(loss)} if climbing else set[int]()
+        return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
     def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
         """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""

@@ -158,12 +158,13 @@ class LossReading(NamedTuple):
     """The terms of a loss.
 
     Attributes:
-        total: 0-d, the loss itself.
+        total: 0-d, the loss itself; its negative where it is climbed.
         complete: there is no other term.
         left_out: the critic's estimates of these rows, which the loss does not depend on; None where it does, or where none were computed.
         inputs: [N, ...], the network's inputs in these rows; None where the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
+        climbed: the optimizer maximises the loss; the terms are those of its negative.
     """
 
     policy: PolicyTerm | None
@@ -175,6 +176,7 @@ class LossReading(NamedTuple):
     logits: Tensor | None = None
     actions: Tensor | None = None
     left_out: ValueTerm | None = None
+    climbed: bool = False
 
 
 class _Product(NamedTuple):
@@ -206,6 +208,7 @@ def read_loss(
     held: Iterable[Tensor] = (),
     outputs: DistributionGraphs = NO_OUTPUTS,
     values: Sequence[Tensor] = (),
+    climbed: bool = False,
 ) -> LossReading | None:
     """Return the terms of a loss that a backward pass is about to begin with; None where it has none of a policy or a critic.
 
@@ -214,6 +217,7 @@ def read_loss(
         held: tensors of the script, which show numbers that the graph does not keep.
         outputs: of its distributions, with graphs.
         values: of layers with one unit, with graphs, the last one at the end.
+        climbed: its optimizer maximises it.
     """
     held = [*held, *outputs.log_probs, *outputs.entropies, *values, loss]
     # a hook of the script would see a second backward pass, and `retain_grad` would add its gradients
@@ -221,7 +225,7 @@ def read_loss(
     if loss.grad_fn is None or loss.numel() != 1 or listens:
         return None
     try:
-        return _LossReader(loss, held, outputs, values).read()
+        return _LossReader(loss, held, outputs, values).read(climbed=climbed)
     except (RuntimeError, AttributeError):  # tensors that were changed in place; operations with other attributes
         return None
 
@@ -260,11 +264,12 @@ class _LossReader:
                     waiting.append(child)
                 self.consumers[child].append((node, place))
 
-    def read(self) -> LossReading | None:
+    def read(self, *, climbed: bool) -> LossReading | None:
         """Return the terms; None where there is none of a policy or a critic."""
         terms = list(dict.fromkeys(self._terms(self.loss.grad_fn)))
         edges = [GradientEdge(node, number) for node, number in terms]
-        gradients = torch.autograd.grad(self.loss, edges, retain_graph=True, allow_unused=True) if terms else ()
+        descended = -self.loss if climbed else self.loss
+        gradients = torch.autograd.grad(descended, edges, retain_graph=True, allow_unused=True) if terms else ()
         policy: PolicyTerm | None = None
         value: ValueTerm | None = None
         entropy: EntropyTerm | None = None
@@ -302,8 +307,9 @@ class _LossReader:
             policy=policy,
             value=value,
             entropy=entropy,
-            total=self.loss.detach().reshape(()),
+            total=descended.detach().reshape(()),
             complete=not others,
+            climbed=climbed,
             inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
             logits=logits,
             actions=actions,

@@ -125,7 +125,7 @@ def _terms(
     if policy.attached is not None:
         own = _through(loss, policy.attached, *_attached_slope(policy, reading), parameters)
         known |= {} if own is None else {"advantages_attached": known["policy"] + own}
-    return LossTerms(known, weights)
+    return LossTerms({name: -one if reading.climbed else one for name, one in known.items()}, weights)
 
 
 def _rows(reading: LossReading, **changes: Any) -> LossRows:
