@@ -208,7 +208,8 @@ class StepwiseA2C:
         for _ in range(5):
             states = torch.randn(4, 3)
             output, estimate = self.agent["actor"](states), self.agent["critic"](states)
-            distribution = Independent(Normal(output, log_std.exp()), 1) if gaussian else Categorical(logits=output)
+            gaussians = Independent(Normal(output, log_std.exp()), 1)
+            distribution: Any = gaussians if gaussian else Categorical(logits=output)
             log_probs.append(distribution.log_prob(distribution.sample()))
             entropies.append(distribution.entropy())
             self.outputs.append(estimate)
