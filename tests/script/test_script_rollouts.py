@@ -13,7 +13,7 @@ from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
-from esper_telemetry.adapters.script.recorders import DistributionLog, EstimateLog
+from esper_telemetry.adapters.script.recorders import ActedSteps, Asked, DistributionLog, EstimateLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
@@ -355,15 +355,17 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
     reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
+    acted = ActedSteps([Asked(one, None, with_graph=False) for one in kept["log_probs"]], ())
     ends = torch.zeros(32, 1, dtype=torch.bool)
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     rollout = finder.rollout(0.9)
     assert rollout is not None
     for name, column in kept.items():
         assert torch.equal(getattr(rollout, name).flatten(), column)
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
-    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=kept["log_probs"])
+    acted = ActedSteps([Asked(kept["log_probs"], None, with_graph=False)], ())
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
 

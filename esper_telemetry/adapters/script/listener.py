@@ -35,6 +35,8 @@ from esper_telemetry.adapters.script.minibatches import (
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
+    NOTHING_ACTED,
+    ActedSteps,
     ClipLog,
     DistributionLog,
     EpisodeLog,
@@ -134,6 +136,8 @@ class ScriptListener:
         self._early: list[set[int]] = [set(), {0}]
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
+        self._config: Mapping[str, Any] = {}
+        self._fractions: Sequence[float] = ()
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -388,19 +392,26 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        variables = variables.with_constants(names.source_constants())
+        numbers = names.SourceNumbers.read()
+        variables = variables.with_constants(numbers.named)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
         facts.update(settings.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
-        facts[UNCHECKED_FACT] = settings.unchecked_equations(facts)
         facts["policy"] = "lstm" if self.lstm_count else "gru" if _is_recurrent(variables) else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
-        self.hooks.emit(RunStart(settings.find_config(variables), facts, update=0, env_step=0, gradient_step=0))
+        self._config, self._facts, self._fractions = settings.find_config(variables), facts, numbers.fractions
+
+    def _announce_run(self, rollout: ScriptRollout | None, limits: Tensor | None) -> None:
+        """Emit `RunStart`; the first rollout may tell settings that have no name."""
+        facts = self._facts
+        if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
+            facts = self._facts = {**settings.find_discounts(rollout, limits, facts, self._fractions), **facts}
+        facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
+        self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
-        self._facts = facts
 
     def _data_of(self, variables: Variables) -> object:
         """Identify the data that are learned from, where no environment step came between: by the steps, else the script's counter."""
@@ -424,6 +435,11 @@ class ScriptListener:
             acted=self._acted(),
         )
         rollout = finder.rollout(self._facts.get("gamma"))
+        limits = (
+            None if ends is None or rollout is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
+        )
+        if UNCHECKED_FACT not in self._facts:
+            self._announce_run(rollout, limits)
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
@@ -445,7 +461,6 @@ class ScriptListener:
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
-            limits = None if ends is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
             seen = (
                 None
                 if first is None or acting is None
@@ -478,10 +493,10 @@ class ScriptListener:
         modules = [value for value in variables.values() if isinstance(value, nn.Module)]
         return acting.difference(first.inputs, rows, observations, trained, modules)
 
-    def _acted(self) -> Tensor | None:
-        """Return log-probabilities in the order of actions; None unless the environments took their steps together, or in turns."""
+    def _acted(self) -> ActedSteps:
+        """Return what was asked for in acting; nothing unless the environments took their steps together, or in turns."""
         acted, order = self.distributions.take_acted(), self.environments.order()
-        return acted if order is not None and order.places == sorted(order.places) else None
+        return acted if order is not None and order.places == sorted(order.places) else NOTHING_ACTED
 
     def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""

@@ -718,6 +718,8 @@ class _LossReader:
                 return number[tuple([slice(None) if index is None else index for index in node._saved_indices])]
             if kind == "AbsBackward0":
                 return number.abs()
+            if kind == "SelectBackward0":
+                return number.select(_axis(node._saved_dim), _axis(node._saved_index))
         return self._of_two(node, kind, inputs)
 
     @staticmethod

@@ -54,6 +54,33 @@ EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_rew
 """Tags of single episodes' returns."""
 
 
+class Asked(NamedTuple):
+    """Log-probabilities that a distribution was asked for, and the actions; None of those that are no tensor."""
+
+    log_probs: Tensor
+    actions: Tensor | None
+    with_graph: bool
+
+    def copied(self) -> Asked:
+        """Return the same with a copy of the actions, whose memory a script may use again."""
+        return self._replace(actions=None if self.actions is None else self.actions.clone())
+
+
+class ActedSteps(NamedTuple):
+    """What was asked for before steps of the environments, and after the last one without a graph."""
+
+    before: Sequence[Asked]
+    after: Sequence[Asked]
+
+    def of(self, steps: int) -> list[Asked]:
+        """Return those of so many steps: a script that asks after each step has done so after the last one too."""
+        late = len(self.before) == steps - 1 and len(self.after) == 1
+        return [*self.before, *(self.after if late else ())]
+
+
+NOTHING_ACTED = ActedSteps((), ())
+
+
 class DistributionLog:
     """Records what the script asks its distributions for. What is followed by a step of the environments belongs to the rollout, what has a
     graph before a loss to the minibatch.
@@ -67,15 +94,16 @@ class DistributionLog:
         self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entries = 0
-        self._asked: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._acted: list[Tensor] = []
+        self._asked: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._acted: list[Asked] = []
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
-        self._asked.append(log_probs.detach())
+        chosen = actions.detach() if isinstance(actions, Tensor) else None
+        self._asked.append(Asked(log_probs.detach(), chosen, log_probs.requires_grad))
         if log_probs.requires_grad:
             self._returned.append(log_probs)
-            self._chosen = actions.detach() if isinstance(actions, Tensor) else None
+            self._chosen = chosen
         if not _has_columns(distribution):
             return
         columns = head_columns({"": distribution})
@@ -99,16 +127,16 @@ class DistributionLog:
             if self._entries <= MAX_DISTRIBUTION_ENTRIES:
                 self._rollout.append(columns)
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-            self._acted += self._asked
+            self._acted += [one.copied() for one in self._asked]
         self._asked.clear()
         self._recent.clear()
         self._returned.clear()
         self._entropies.clear()
 
-    def take_acted(self) -> Tensor | None:
-        """Return the log-probabilities that were asked for before steps of the environments since the last call, as one column."""
+    def take_acted(self) -> ActedSteps:
+        """Return what was asked for in acting since the last call."""
         acted, self._acted = self._acted, []
-        return torch.cat([log_probs.reshape(-1) for log_probs in acted]) if acted else None
+        return ActedSteps(acted, [one.copied() for one in self._asked if not one.with_graph])
 
     @property
     def chosen(self) -> Tensor | None:

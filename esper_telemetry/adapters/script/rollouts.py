@@ -20,7 +20,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.recorders import LastEstimate
+from esper_telemetry.adapters.script.recorders import NOTHING_ACTED, ActedSteps, LastEstimate
 from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, stacked
 from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
@@ -101,7 +101,9 @@ class ScriptRollout(NamedTuple):
         stored = self.returns.reshape(-1)[rows]
         if targets is None or len(targets) != len(stored):
             return stored if targets is None and self.returns_stored else targets
-        columns = (self.returns, self.values, self.advantages) if self.returns_stored else (self.returns,)
+        values = self.values[: len(self.returns)]
+        differences = (values, self.advantages, self.returns - values) if self.returns_stored else ()
+        columns = (self.returns, *differences)
         others = [column.reshape(-1)[rows].to(targets) for column in columns]
         if in_use is not None and self.returns_stored and len(in_use) == len(targets):
             others.append(in_use.to(targets))
@@ -127,7 +129,7 @@ class RolloutFinder:
         reading: of the loss of the first minibatch, before any step.
         estimates: outputs of the critic that need be in no variable any more.
         last_estimates: outputs after the last step of the environments.
-        acted: [R] or [R, D], log-probabilities of the actions in the order in which they were taken; None where they are not known.
+        acted: log-probabilities and actions of the steps in the order in which they were taken; nothing where that is not known.
     """
 
     def __init__(
@@ -140,10 +142,13 @@ class RolloutFinder:
         reading: LossReading | None = None,
         estimates: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
-        acted: Tensor | None = None,
+        acted: ActedSteps = NOTHING_ACTED,
     ) -> None:
         self._variables, self._paid, self._limits = variables, paid, limits
-        self._estimates, self._last_estimates, self._acted = estimates, last_estimates, acted
+        self._estimates, self._last_estimates = estimates, last_estimates
+        asked = acted.of(0 if ends is None else len(ends))
+        self._acted = torch.cat([one.log_probs.reshape(-1) for one in asked]) if asked else None
+        self._taken = [one.actions for one in asked if one.actions is not None]
         self._shuffle: Shuffle | None = None
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
@@ -206,6 +211,7 @@ class RolloutFinder:
         self._identify_sum(grids)
         self._identify_returns()
         self._identify_difference(grids)
+        self._identify_acting_values(grids)
         values = self._found.get("values")
         if values is not None and len(values) == self.steps:
             longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
@@ -219,6 +225,7 @@ class RolloutFinder:
             log_probs = None if policy.log_probs is None else self._as_grid(policy.log_probs)
             if log_probs is not None and log_probs.numel() == self.steps * self.envs:
                 self._found["log_probs"] = log_probs
+        self._identify_by_acting(grids)
         self._identify_rewards(grids)
         self._identify_next_values(grids)
 
@@ -341,6 +348,23 @@ class RolloutFinder:
         if pair is not None:
             self._found["returns"], self._found["values"] = pair
 
+    def _identify_acting_values(self, grids: list[Tensor]) -> None:
+        """Find the values of acting where the critic of training is another one: their last row is its output before the last step."""
+        outputs = [
+            one.before for one in self._last_estimates if one.before is not None and one.before.numel() == self.envs
+        ]
+        held = [grid for grid in grids if any(_is_same(output, grid[self.steps - 1]) for output in outputs)]
+        free = [grid for grid in held if all(grid is not found for found in self._found.values())]
+        is_acting = any(grid is self._found.get("values") for grid in held)
+        self._found |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
+
+    def _identify_by_acting(self, grids: list[Tensor]) -> None:
+        """Find what the loss does not tell: log-probabilities with few different numbers."""
+        if "log_probs" not in self._found and self._acted is not None and self._acted.numel() == self.steps * self.envs:
+            acted = self._acted.reshape(self.steps, self.envs)
+            held = [grid for grid in grids if len(grid) == self.steps and torch.equal(grid.to(acted), acted)]
+            self._found |= {"log_probs": held[0]} if held else {}
+
     def _identify_rewards(self, grids: list[Tensor]) -> None:
         """Find the array with the rewards that were paid, or with numbers that follow them."""
         if self._paid is None:
@@ -449,7 +473,13 @@ class RolloutFinder:
 
         named = self._variables.find(ACTIONS, accept)
         array = self._holding(chosen, accept) if named is None else named
-        return None if array is None else self._in_time(array, chosen).clone()
+        return self._taken_actions() if array is None else self._in_time(array, chosen).clone()
+
+    def _taken_actions(self) -> Tensor | None:
+        """Actions [T, B, D] that distributions were asked for in acting; None unless that was one for each step."""
+        whole = len(self._taken) == self.steps > 0 and all(one.numel() % self.envs == 0 for one in self._taken)
+        same = len({one.shape for one in self._taken}) == 1
+        return torch.stack([one.reshape(self.envs, -1) for one in self._taken]) if whole and same else None
 
     def observations(self, inputs: Tensor | None) -> Tensor | None:
         """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of a minibatch."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
+from torch import Tensor
+
 from esper_telemetry.adapters.script.loss_graph import LossReading
+from esper_telemetry.adapters.script.rollouts import ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.metrics.integrity.targets.advantages import compare_advantages
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
@@ -60,6 +66,9 @@ FACTS: Mapping[str, Aliases] = {
 
 MIN_TRACE_DECAY = 0.5
 """Smallest `tau` that is the lambda of advantages."""
+
+MIN_DISCOUNT, MAX_DISCOUNTS = 0.5, 6
+"""Numbers of a source above which, and how many of them, are tried as discount factors and lambdas without a name."""
 
 MAX_NORM: Aliases = (
     "max_grad_norm",
@@ -143,6 +152,53 @@ def _trace_decay(value: object) -> float | None:
     """Return a number that decays a trace; None of a small one, by which other algorithms move the weights of a target network."""
     number = as_number(value)
     return number if number is not None and number >= MIN_TRACE_DECAY else None
+
+
+def find_discounts(
+    rollout: ScriptRollout, limits: Tensor | None, facts: Mapping[str, Any], fractions: Sequence[float]
+) -> dict[str, float]:
+    """Return the discount factor and the lambda of a script that gives them no name: those of its numbers that explain its advantages.
+
+    Args:
+        rollout: of the first update.
+        limits: [T, B], bool: steps that a time limit ended; None where that is not known.
+        facts: of the settings that are known.
+        fractions: numbers between 0 and 1 in the script's source.
+    """
+    likely = sorted((one for one in fractions if MIN_DISCOUNT < one < 1), reverse=True)[:MAX_DISCOUNTS]
+    gammas, lambdas = ([facts[name]] if name in facts else likely for name in ("gamma", "gae_lambda"))
+    explained: dict[tuple[float, float], frozenset[str]] = {}
+    for gamma, gae_lambda in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0]):
+        check = compare_advantages(_gae_inputs(rollout, limits, float(gamma), float(gae_lambda)), precision="fp32")
+        if check.matches:
+            return {"gamma": gamma, "gae_lambda": gae_lambda}
+        if check.explanations and all(one.fitted is None for one in check.explanations):
+            explained[gamma, gae_lambda] = frozenset(one.hypothesis.name for one in check.explanations)
+    if len(set(explained.values())) != 1:
+        return {}
+    gamma, gae_lambda = next(iter(explained))
+    return {"gamma": gamma, "gae_lambda": gae_lambda}
+
+
+def _gae_inputs(rollout: ScriptRollout, limits: Tensor | None, gamma: float, gae_lambda: float) -> GaeInputs:
+    """The columns of a rollout; where a script hides what follows time limits, they are ends like others."""
+    next_values, terminated = rollout.next_values, rollout.ended
+    if limits is not None:
+        limits = limits.to(terminated.device)
+        terminated = terminated & ~limits
+        next_values = next_values if rollout.bootstraps else next_values.where(~limits, 0.0)
+    inputs = GaeInputs(
+        rewards=rollout.rewards.double(),
+        values=rollout.values.double(),
+        next_values=next_values.double(),
+        ended=rollout.ended,
+        terminated=terminated,
+        following=next_values.double(),
+        claimed=rollout.advantages.double(),
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    return following_values(inputs, rollout.last_values.double().reshape(-1))
 
 
 def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:

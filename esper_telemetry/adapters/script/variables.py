@@ -10,12 +10,12 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -237,17 +237,28 @@ def calling_variables() -> Variables:
     return Variables(scopes)
 
 
-def source_constants() -> dict[str, float]:
-    """Return the numbers that the source of the script's frames gives a name: in assignments, defaults of arguments, and calls."""
-    constants: dict[str, float] = {}
-    for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
-        with suppress(OSError, SyntaxError, ValueError):
-            for name, number in _named_numbers(ast.parse(Path(path).read_bytes())):
-                constants.setdefault(name, number)
-    return constants
+class SourceNumbers(NamedTuple):
+    """Numbers in a script's source: those with a name, by assignments, defaults of arguments and calls; and all fractions."""
+
+    named: Mapping[str, float]
+    fractions: Sequence[float]
+
+    @classmethod
+    def read(cls) -> SourceNumbers:
+        """Return those of the files of the script's frames."""
+        named, fractions = dict[str, float](), dict[float, None]()
+        for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
+            with suppress(OSError, SyntaxError, ValueError):
+                tree = ast.parse(Path(path).read_bytes())
+                for name, number in _named_numbers(tree):
+                    named.setdefault(name, number)
+                constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+                fractions |= dict.fromkeys(value for value in constants if isinstance(value, float) and 0 < value < 1)
+        return cls(named, list(fractions))
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         pairs: list[tuple[Any, Any]] = []
         if isinstance(node, ast.Assign):
@@ -258,6 +269,10 @@ def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
             own = [*node.posonlyargs, *node.args]
             pairs = list(zip(own[len(own) - len(node.defaults) :], node.defaults, strict=True))
             pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            own = functions[called].args.args if called in functions else []
+            pairs = list(zip(own[bool(own) and own[0].arg == "self" :], node.args, strict=False))
         for target, value in pairs:
             name = (
                 target

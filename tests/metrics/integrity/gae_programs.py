@@ -346,6 +346,14 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
         lambda c: with_rewards(c, c.rewards.T.reshape(c.values.shape)),
         lambda c: of_stored(c, stored_rewards(c).reshape(c.values.T.shape).T, c.gamma),
     ],
+    "ends_swapped": [
+        lambda c: cleanrl_style(c, c.done.T.reshape(c.values.shape)),
+        lambda c: cleanrl_style(
+            c,
+            c.done.reshape(c.values.T.shape).T,
+            c.rewards.reshape(c.values.T.shape).T + c.gamma * c.final * c.truncated,
+        ),
+    ],
     "rewards_negated": [lambda c: with_rewards(c, -c.rewards)],
     "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
     "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],

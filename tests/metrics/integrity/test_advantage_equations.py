@@ -33,6 +33,7 @@ SEVERAL_ENVIRONMENTS = {
         "ends_of_others",
         "axes_swapped",
         "rewards_swapped",
+        "ends_swapped",
         "along_environments",
         "chained",
         "environment_mean",

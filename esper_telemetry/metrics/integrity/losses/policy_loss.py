@@ -132,6 +132,13 @@ def other_dual_clip(inputs: PolicyLossInputs, claimed: Tensor) -> tuple[float, T
 PPO_SOURCE: Final = "1707.06347, eq. 7"
 DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO"
 
+
+def _of_negated_advantages(inputs: PolicyLossInputs) -> Tensor | None:
+    """The loss of advantages with the other sign; None where no ratio is clipped, because that is the negative loss then."""
+    clips = bool((inputs.clipped() != inputs.ratio).any())
+    return clipped_surrogate(replace(inputs, advantages=-inputs.advantages)) if clips else None
+
+
 POLICY_LOSS = Equation(
     name="policy_loss",
     rank=52,
@@ -154,7 +161,7 @@ POLICY_LOSS = Equation(
             name="negated_advantages",
             says="the clipped surrogate of the advantages with the opposite sign",
             equation="L = mean max(r A, clip(r) A)",
-            compute=lambda x: clipped_surrogate(replace(x, advantages=-x.advantages)),
+            compute=_of_negated_advantages,
             advice="Use max only with the two negative terms: max(-r A, -clip(r) A).",
         ),
         Hypothesis(

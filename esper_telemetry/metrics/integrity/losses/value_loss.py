@@ -94,6 +94,13 @@ def _of_difference(inputs: ValueLossInputs, difference: Tensor | None) -> Tensor
     return None if difference is None else inputs.nearest(inputs.half_square(difference))
 
 
+def _raw_advantages(inputs: ValueLossInputs) -> Tensor | None:
+    """Return the advantages before normalisation: by the returns, where a program keeps normalised ones alone."""
+    raw, old_values = inputs.raw_advantages, inputs.old_values
+    kept = raw is not None and (inputs.advantages is None or not torch.equal(raw, inputs.advantages))
+    return raw if kept or old_values is None else inputs.returns - old_values
+
+
 def _with_estimates(inputs: ValueLossInputs, advantages: Tensor | None, estimates: Tensor | None) -> Tensor | None:
     target = None if advantages is None or estimates is None else advantages + estimates
     return _with_target(inputs, target)
@@ -217,7 +224,7 @@ VALUE_LOSS = Equation(
             name="advantage_target",
             says="the squared error to the advantages in place of the returns",
             equation="L = ½ mean (V - A)²",
-            compute=lambda x: _with_target(x, x.raw_advantages),
+            compute=lambda x: _with_target(x, _raw_advantages(x)),
             advice="Regress on returns = advantages + values.",
         ),
         Hypothesis(
@@ -238,7 +245,7 @@ VALUE_LOSS = Equation(
             name="moving_target",
             says="the squared error to advantages plus the values of now, which are never reached",
             equation="L = ½ mean (V - (A + V))²",
-            compute=lambda x: _with_estimates(x, x.raw_advantages, x.values),
+            compute=lambda x: _with_estimates(x, _raw_advantages(x), x.values),
             advice="Add the values at collection to the advantages, once per rollout.",
         ),
         Hypothesis(

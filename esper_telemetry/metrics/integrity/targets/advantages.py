@@ -304,6 +304,13 @@ MISTAKES = (
         advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
     ),
     Hypothesis(
+        "ends_swapped",
+        "GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped",
+        "end[t, b] = ends.reshape(B, T)[b, t]",
+        estimates.ends_swapped,
+        advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+    ),
+    Hypothesis(
         "along_environments",
         "the recursion of GAE over environments in place of steps",
         "A_tb = δ_tb + γλ A_t,b+1",

@@ -20,6 +20,9 @@ from esper_telemetry.core.lazy import Tensor, torch
 MAX_ENV_SHIFTS = 8
 """Other environments whose ends are compared with the claimed advantages, of many: the nearest on both sides."""
 
+NEAR = 1e-3
+"""Largest difference from the claimed advantages, next to the largest of them, of a candidate that is taken for them."""
+
 STD_EPS = 1e-8
 """Added to a standard deviation that is divided by, as in Stable-Baselines3 and CleanRL."""
 
@@ -128,13 +131,19 @@ def closest(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
 
 
 def closest_whole(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
-    """Return the candidate, [T, B], that is nearest to the trainer's advantages in all environments."""
-    flat = replace(
-        inputs,
-        claimed=inputs.claimed.reshape(-1, 1),
-        valid=None if inputs.valid is None else inputs.valid.reshape(-1, 1),
-    )
-    return closest(flat, *[one.reshape(-1, 1) for one in candidates]).view_as(inputs.claimed)
+    """Return the candidate, [T, B], that is nearest to the trainer's advantages in all environments.
+
+    Where none is near, that is the one of which a multiple and an offset are: the advantages may be normalised.
+    """
+    valid = None if inputs.valid is None else inputs.valid.reshape(-1, 1)
+    flat = replace(inputs, claimed=inputs.claimed.reshape(-1, 1), valid=valid)
+    columns = [one.reshape(-1, 1) for one in candidates]
+    best = closest(flat, *columns)
+    limit = NEAR * float(rows_that_count(flat.claimed, valid).abs().max())
+    if float(rows_that_count(best - flat.claimed, valid).abs().max()) > limit:
+        rows = torch.stack([rows_that_count(one, valid) for one in (flat.claimed, *columns)])
+        best = columns[int(torch.corrcoef(rows)[0, 1:].nan_to_num(-1.0).argmax())]
+    return best.view_as(inputs.claimed)
 
 
 def at(mask: Tensor, values: Tensor | float, otherwise: Tensor) -> Tensor:
@@ -486,13 +495,28 @@ def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[T
 @in_each_rollout
 def rewards_swapped(inputs: GaeInputs) -> Tensor | None:
     """GAE of rewards of which [T, B] was read as [B, T], or the other way round."""
-    steps, envs = inputs.values.shape
-    if 1 in (steps, envs):
-        return None
-    readings = (lambda x: x.t().reshape(steps, envs)), (lambda x: x.reshape(envs, steps).t())
-    results = [of_rewards(reading)(inputs) for reading in readings]
+    results = [of_rewards(reading)(inputs) for reading in _other_readings(inputs)]
     present = [result for result in results if result is not None]
     return closest_whole(inputs, *present) if present else None
+
+
+@in_each_rollout
+def ends_swapped(inputs: GaeInputs) -> Tensor | None:
+    """GAE of ends, and perhaps of rewards, of which [T, B] was read as [B, T], or the other way round."""
+    results = []
+    for reading in _other_readings(inputs):
+        ended = reading(inputs.ended)
+        if not torch.equal(ended, inputs.ended):
+            both = replace(inputs, rewards=reading(inputs.rewards))
+            rewards = (one for base in (inputs, both) for one in (base.rewards, base.bootstrapped_rewards))
+            results += [gae(inputs, rewards=one, next_values=inputs.following * ~ended, cut=ended) for one in rewards]
+    return closest_whole(inputs, *results) if results else None
+
+
+def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return what changes a column [T, B] into that of exchanged axes; nothing of one step or one environment."""
+    steps, envs = inputs.values.shape
+    return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
 def raw_rewards(inputs: GaeInputs) -> Tensor | None:
