@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import runpy
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +16,8 @@ from torch.distributions import Categorical
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
 from esper_telemetry.adapters.script.recorders import ActedSteps, Asked, DistributionLog, EstimateLog
-from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder
+from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.variables import Variables, calling_variables
 
@@ -385,3 +388,100 @@ def test_advantages_that_a_script_detaches_in_its_loss_have_their_sign() -> None
     reading = read_loss(products.mean(), held=[products])
     assert reading is not None and reading.policy is not None
     assert reading.policy.advantages.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_acting() -> None:
+    draw = torch.Generator().manual_seed(21)
+    log_probs, advantages, actions = (torch.randn(32, generator=draw) for _ in range(3))
+    log = DistributionLog()
+    for step in range(32):  # asked after each step
+        if step:
+            log.after_env_step()
+        log.add(object(), log_probs[step].reshape(1), actions[step].reshape(1))
+    acted, arrays = log.take_acted(), {"z": log_probs, "a": advantages}
+    ends, reading = torch.zeros(32, 1, dtype=torch.bool), reading_of(log_probs, advantages)
+
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+    found = finder.actions(None)
+
+    assert found is not None and torch.equal(found.flatten(), actions)
+    assert not acted.of(40)[32:] and RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
+
+
+def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
+    log_probs = torch.tensor([-0.25, -1.5]).repeat(16)
+    advantages = torch.randn(32, generator=torch.Generator().manual_seed(22))
+    acted = ActedSteps([Asked(one.reshape(1), None, with_graph=False) for one in log_probs], ())
+    arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
+    reading = reading_of(log_probs, advantages)
+
+    finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
+
+    assert finder.log_probs is not None and torch.equal(finder.log_probs.flatten(), log_probs)
+
+
+def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> None:
+    draw = torch.Generator().manual_seed(23)
+    log_probs, advantages, values, others = (torch.randn(32, generator=draw) for _ in range(4))
+    critic, log = nn.Linear(1, 1), EstimateLog()
+    log.add(critic, values[-1].reshape(1, 1))
+    log.after_env_step()
+    log.add(critic, torch.ones(1, 1))
+    now, new = log_probs.clone().requires_grad_() + 0, others.clone().requires_grad_() + 0
+    gain = ((now - log_probs).exp() * advantages).mean()
+    reading = read_loss((new - advantages - values).square().mean() - gain, held=[now, new])
+    arrays = {"z": log_probs, "a": advantages, "q": advantages + values, "v": values, "n": new.detach()}
+
+    finder = RolloutFinder(
+        Variables([arrays]),
+        torch.zeros(32, 1, dtype=torch.bool),
+        paid=torch.ones(32, 1),
+        reading=reading,
+        last_estimates=log.take_last(),
+    )
+    rollout = finder.rollout()
+
+    assert rollout is not None and torch.equal(rollout.values.flatten(), values)
+    assert rollout.last_values.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize(("bootstrap", "gae_lambda"), [(True, 0.9), (False, 0.9), (True, 1.0)])
+def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the_advantages(
+    bootstrap: bool, gae_lambda: float
+) -> None:
+    draw = torch.Generator().manual_seed(24)
+    rewards, values = (torch.randn(20, 3, generator=draw).double() for _ in range(2))
+    last, advantages = torch.randn(3, generator=draw).double(), torch.zeros(20, 3).double()
+    running, following = torch.zeros(3).double(), last * bootstrap
+    for step in reversed(range(20)):
+        running = rewards[step] + 0.97 * following - values[step] + 0.97 * gae_lambda * running
+        advantages[step], following = running, values[step]
+    never = torch.zeros(20, 3, dtype=torch.bool)
+    following_values = torch.cat([values[1:], last[None]])
+    rollout = ScriptRollout(
+        rewards, values, advantages, advantages + values, rewards, never, following_values, last.reshape(1, 3)
+    )
+    numbers = [0.2, 0.9, 0.95, 0.97, 0.999]
+
+    found = {"gamma": 0.97, "gae_lambda": gae_lambda}
+    assert find_discounts(rollout, None, {}, numbers) == found
+    assert find_discounts(rollout, None, {"gamma": 0.97}, numbers) == found
+    assert find_discounts(rollout, None, {}, [0.2, 0.9]) == {}
+    assert find_discounts(rollout._replace(advantages=rewards), None, {}, numbers) == {}
+
+
+def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from esper_telemetry.adapters.script.variables import SourceNumbers\n"
+        "class Buffer:\n"
+        "    def finish(self, gamma, lam=0.5):\n"
+        "        return SourceNumbers.read()\n"
+        "def scale(factor): return 0.25 * factor\n"
+        "scale(3)\n"
+        "numbers = Buffer().finish(0.99, 0.9)\n"
+    )
+
+    numbers = runpy.run_path(str(tmp_path / "script.py"))["numbers"]
+
+    assert [numbers.named[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
+    assert sorted(numbers.fractions) == [0.25, 0.5, 0.9, 0.99]

@@ -258,8 +258,9 @@ class SourceNumbers(NamedTuple):
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
+    """Yield those of calls and assignments, then those that are defaults of arguments, which calls replace."""
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
+    for node in sorted(ast.walk(tree), key=lambda node: isinstance(node, ast.arguments)):
         pairs: list[tuple[Any, Any]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
