@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.rollouts import ScriptRollout
+from esper_telemetry.adapters.script.rollouts import SAME_SHAPE, ScriptRollout, correlation
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.metrics.integrity.targets.advantages import compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values
+from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
@@ -69,6 +69,9 @@ MIN_TRACE_DECAY = 0.5
 
 MIN_DISCOUNT, MAX_DISCOUNTS = 0.5, 6
 """Numbers of a source above which, and how many of them, are tried as discount factors and lambdas without a name."""
+
+MAX_EXPLAINED_PAIRS = 6
+"""Pairs of both with which known mistakes are tried: 0.07 s each for 2,048 transitions, once in a run."""
 
 MAX_NORM: Aliases = (
     "max_grad_norm",
@@ -166,18 +169,24 @@ def find_discounts(
         fractions: numbers between 0 and 1 in the script's source.
     """
     likely = sorted((one for one in fractions if MIN_DISCOUNT < one < 1), reverse=True)[:MAX_DISCOUNTS]
-    gammas, lambdas = ([facts[name]] if name in facts else likely for name in ("gamma", "gae_lambda"))
+    gammas, lambdas = ([float(facts[name])] if name in facts else likely for name in ("gamma", "gae_lambda"))
+    estimates = {
+        pair: _gae_inputs(rollout, limits, *pair)
+        for pair in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0])
+    }
+    followed = {pair: correlation(gae(inputs), inputs.claimed) for pair, inputs in estimates.items()}
+    best = max(followed, key=followed.__getitem__, default=None)
+    if best is not None and followed[best] > SAME_SHAPE:  # the advantages may be normalised
+        return dict(zip(("gamma", "gae_lambda"), best, strict=True))
     explained: dict[tuple[float, float], frozenset[str]] = {}
-    for gamma, gae_lambda in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0]):
-        check = compare_advantages(_gae_inputs(rollout, limits, float(gamma), float(gae_lambda)), precision="fp32")
-        if check.matches:
-            return {"gamma": gamma, "gae_lambda": gae_lambda}
-        if check.explanations and all(one.fitted is None for one in check.explanations):
-            explained[gamma, gae_lambda] = frozenset(one.hypothesis.name for one in check.explanations)
+    stated = {"gamma", "gae_lambda"} & facts.keys()
+    for pair in [pair for pair in estimates if stated or pair[0] > pair[1]][:MAX_EXPLAINED_PAIRS]:
+        found = compare_advantages(estimates[pair], precision="fp32").explanations
+        if found and all(one.fitted is None for one in found):
+            explained[pair] = frozenset(one.hypothesis.name for one in found)
     if len(set(explained.values())) != 1:
         return {}
-    gamma, gae_lambda = next(iter(explained))
-    return {"gamma": gamma, "gae_lambda": gae_lambda}
+    return dict(zip(("gamma", "gae_lambda"), next(iter(explained)), strict=True))
 
 
 def _gae_inputs(rollout: ScriptRollout, limits: Tensor | None, gamma: float, gae_lambda: float) -> GaeInputs:
