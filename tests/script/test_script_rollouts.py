@@ -358,7 +358,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
     reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
-    acted = ActedSteps([Asked(one, None, with_graph=False) for one in kept["log_probs"]], ())
+    acted = ActedSteps([Asked(one, None) for one in kept["log_probs"]], ())
     ends = torch.zeros(32, 1, dtype=torch.bool)
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     rollout = finder.rollout(0.9)
@@ -367,7 +367,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
         assert torch.equal(getattr(rollout, name).flatten(), column)
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
-    acted = ActedSteps([Asked(kept["log_probs"], None, with_graph=False)], ())
+    acted = ActedSteps([Asked(kept["log_probs"], None)], ())
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
@@ -411,7 +411,7 @@ def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_a
 def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
     log_probs = torch.tensor([-0.25, -1.5]).repeat(16)
     advantages = torch.randn(32, generator=torch.Generator().manual_seed(22))
-    acted = ActedSteps([Asked(one.reshape(1), None, with_graph=False) for one in log_probs], ())
+    acted = ActedSteps([Asked(one.reshape(1), None) for one in log_probs], ())
     arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, advantages)
 

@@ -59,7 +59,6 @@ class Asked(NamedTuple):
 
     log_probs: Tensor
     actions: Tensor | None
-    with_graph: bool
 
     def copied(self) -> Asked:
         """Return the same with a copy of the actions, whose memory a script may use again."""
@@ -67,15 +66,17 @@ class Asked(NamedTuple):
 
 
 class ActedSteps(NamedTuple):
-    """What was asked for before steps of the environments, and after the last one without a graph."""
+    """What was asked for before steps of the environments, and after the last one."""
 
     before: Sequence[Asked]
     after: Sequence[Asked]
 
     def of(self, steps: int) -> list[Asked]:
         """Return those of so many steps: a script that asks after each step has done so after the last one too."""
-        late = len(self.before) == steps - 1 and len(self.after) == 1
-        return [*self.before, *(self.after if late else ())]
+        if not self.before or len(self.before) != steps - 1:
+            return list(self.before)
+        last = [one for one in self.after if one.log_probs.shape == self.before[-1].log_probs.shape]
+        return [*self.before, *(last if len(last) == 1 else ())]
 
 
 NOTHING_ACTED = ActedSteps((), ())
@@ -100,7 +101,7 @@ class DistributionLog:
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
         chosen = actions.detach() if isinstance(actions, Tensor) else None
-        self._asked.append(Asked(log_probs.detach(), chosen, log_probs.requires_grad))
+        self._asked.append(Asked(log_probs.detach(), chosen))
         if log_probs.requires_grad:
             self._returned.append(log_probs)
             self._chosen = chosen
@@ -136,7 +137,7 @@ class DistributionLog:
     def take_acted(self) -> ActedSteps:
         """Return what was asked for in acting since the last call."""
         acted, self._acted = self._acted, []
-        return ActedSteps(acted, [one.copied() for one in self._asked if not one.with_graph])
+        return ActedSteps(acted, [one.copied() for one in self._asked])
 
     @property
     def chosen(self) -> Tensor | None:
@@ -170,7 +171,7 @@ class DistributionLog:
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
         heads, self._rollout = [_as_rows(head, envs) for head in self._rollout], []
-        after, self._after = [*self._after, *(head for head, log_probs in self._recent if log_probs is None)], []
+        after, self._after = [*self._after, *(head for head, _ in self._recent)], []
         if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
             last = [head for head in (_as_rows(one, envs) for one in after) if _rows(head) == envs]
             heads += last[: len(heads) // (steps - 1)]
