@@ -247,10 +247,6 @@ class _LossReader:
         self.columns = [one.reshape(-1) for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
-        self.joined = {
-            node: numbers for node in self.consumers if (numbers := self._joined_entropies(node)) is not None
-        }
-        self.entropies |= self.joined
 
     def _walk(self) -> None:
         waiting = [self.loss.grad_fn]
@@ -372,6 +368,8 @@ class _LossReader:
             if node in visited:
                 continue
             visited.add(node)
+            joined = self._joined_entropies(node) if _kind(node) in JOINTS else None
+            self.entropies |= {} if joined is None else {node: joined}
             output = node in self.entropies or node in self.log_probs
             if not output and (_kind(node) in SUMS or _is_scaling(node)):
                 waiting += [(child, place) for child, place in node.next_functions if child is not None]
@@ -632,16 +630,11 @@ class _LossReader:
 
     def _joined_entropies(self, node: Node) -> Tensor | None:
         """Entropies of the distributions of several steps, one after the other, with the shape that the script gives them."""
-        if _kind(node) not in JOINTS:
-            return None
         parts = [self._entropies_of(child) for child in _children(node)]
         known = [part.reshape(-1) for part in parts if part is not None]
         count = sum(map(len, known))
-        return (
-            torch.cat(known).reshape(_shape(node))
-            if len(known) == len(parts) and count == _shape(node).numel()
-            else None
-        )
+        whole = len(known) == len(parts) and count == _shape(node).numel()
+        return torch.cat(known).reshape(_shape(node)) if whole else None
 
     def _entropies_of(self, node: Node) -> Tensor | None:
         """Entropies [N] of a distribution over N rows, as torch computes them: of a softmax, or of independent Gaussians."""
