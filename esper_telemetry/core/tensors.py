@@ -1,4 +1,4 @@
-"""Tensor arithmetic that the trainer and the metric functions share: masks, gradient norms, clipping."""
+"""Tensor arithmetic that the trainer and the metric functions share: masks, gradient norms, clipping, scales of observations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from torch import Tensor
 
 TINY_NORM, HUGE_NORM = 1e-18, 1e18  # beyond these, squares leave float32: the norm is computed again in float64
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
+
+AFFINE_CORRELATION = 0.95
+"""Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
+
+MIN_SPREAD = 1e-12
+"""Product of the deviations of an entry's numbers in both, summed over rows, up to which it does not vary."""
 
 Norms = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
@@ -145,3 +151,14 @@ def _scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
         if norm.is_cpu and float(coefficient) == 1.0:
             return
     torch._foreach_mul_(list(reversed(gradients)), coefficient.to(gradients[0].dtype))
+
+
+def are_rescaled(stored: Tensor, received: Tensor) -> bool:
+    """Return True where observations [N, ...] are the others with another mean and another scale, entry by entry, nearly."""
+    own = stored.double().flatten(1)
+    others = received.to(own).reshape(own.shape)
+    one, other = own - own.mean(0), others - others.mean(0)
+    size = (one.square().sum(0) * other.square().sum(0)).sqrt()
+    varies = size > MIN_SPREAD
+    correlation = ((one * other).sum(0) / size.clamp(min=MIN_SPREAD))[varies]
+    return bool(varies.any()) and bool(correlation.median() > AFFINE_CORRELATION)

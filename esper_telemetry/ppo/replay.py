@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.tensors import are_rescaled
 from esper_telemetry.events import Activations, CollectionReplay, Copy, Outputs, RolloutEnd, StateGradients
-from esper_telemetry.metrics.integrity.rollouts.collection import are_rescaled
 from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk

@@ -21,8 +21,8 @@ from esper_telemetry.adapters.columns import Array
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.replay import CHUNK_ROWS, StoredRollout, distribution_of
 from esper_telemetry.adapters.taps import in_mode, without_trace
+from esper_telemetry.core.tensors import are_rescaled
 from esper_telemetry.events import CollectionReplay, Outputs, RolloutEnd, Transitions
-from esper_telemetry.metrics.integrity.rollouts.collection import are_rescaled
 from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12

@@ -45,12 +45,6 @@ class ReplayInputs:
     alternative: Callable[[str], Tensor | None]
 
 
-AFFINE_CORRELATION = 0.95
-"""Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
-
-MIN_SPREAD = 1e-12
-"""Product of the deviations of an entry's numbers in both, summed over rows, up to which it does not vary."""
-
 SIMILAR_SIZE = 3.0
 """Ratio up to which two random differences count as equally large."""
 
@@ -94,17 +88,6 @@ def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
 def _alternative(name: str, says: str, equation: str, advice: str, source: str = "") -> Hypothesis:
     """A hypothesis that the policy's pass of that name predicts."""
     return Hypothesis(name, says, equation, lambda inputs: inputs.alternative(name), advice=advice, source=source)
-
-
-def are_rescaled(stored: Tensor, received: Tensor) -> bool:
-    """Return True where observations [N, ...] are the others with another mean and another scale, entry by entry, nearly."""
-    own = stored.double().flatten(1)
-    others = received.to(own).reshape(own.shape)
-    one, other = own - own.mean(0), others - others.mean(0)
-    size = (one.square().sum(0) * other.square().sum(0)).sqrt()
-    varies = size > MIN_SPREAD
-    correlation = ((one * other).sum(0) / size.clamp(min=MIN_SPREAD))[varies]
-    return bool(varies.any()) and bool(correlation.median() > AFFINE_CORRELATION)
 
 
 INPUT_HYPOTHESES = (
