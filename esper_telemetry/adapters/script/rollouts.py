@@ -68,6 +68,9 @@ MIN_DISTINCT = 8
 SAME_SHAPE = 1 - 1e-6
 """Correlation from which on two columns are the same up to a factor and an offset."""
 
+ROUNDED_LINE = 1e-5
+"""Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
+
 MIN_CORRELATION = 0.9
 """Correlation with the rewards that were paid from which on an array holds rewards, perhaps scaled or cut."""
 
@@ -288,14 +291,21 @@ class RolloutFinder:
             role: self._found[role][: self.steps] for role in ("log_probs", "returns") if role in self._found
         }
         own = wanted["advantages"]
-        if own is None or not known or "advantages" in self._found:
+        used = self._found.get("advantages")
+        if used is not None:  # normalised before the passes: the array from before that may be there too
+            free = [
+                grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
+            ]
+            raw = [grid for grid in free if not torch.equal(grid, used) and _is_line(grid, used)]
+            self._found["advantages"] = raw[0] if len(raw) == 1 else used
+        if own is None or not known or used is not None:
             return
         rows = RowFinder(known).rows_of(None, {role: wanted[role] for role in known})
         if rows is None or len(rows) != own.numel():
             return
         for grid in grids:
-            free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
-            if free and correlation(grid.reshape(-1)[rows.to(grid.device)], own) > SAME_SHAPE:
+            is_free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
+            if is_free and correlation(grid.reshape(-1)[rows.to(grid.device)], own) > SAME_SHAPE:
                 self._found["advantages"] = grid
                 return
 
@@ -651,6 +661,16 @@ def nearest(numbers: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     is_left = (numbers - table[left]).abs() <= (table[right] - numbers).abs()
     places = torch.where(is_left, left, right)
     return places, (table[places] - numbers).abs()
+
+
+def _is_line(one: Tensor, other: Tensor) -> bool:
+    """Return True where the second array is the first times a number, plus another one, up to rounding: correlations do not tell arrays
+    whose difference is small.
+    """
+    first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
+    size = float(first @ first)
+    difference = second - (float(first @ second) / size if size > 0 else 0.0) * first
+    return size > 0 and float(difference.abs().max()) <= ROUNDED_LINE * float(second.abs().max())
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
