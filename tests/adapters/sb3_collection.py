@@ -222,6 +222,48 @@ class RawAnswers(PPO):
             del env.step
 
 
+class ChangedAnswers(PPO):
+    """Goes on with other observations than the environments have answered."""
+
+    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+        raise NotImplementedError
+
+    def collect_rollouts(self, env: Any, *arguments: Any, **named: Any) -> bool:
+        step = env.step
+
+        def other(actions: Any) -> Any:
+            observations, rewards, dones, infos = step(actions)
+            return self.changed(observations, dones, infos), rewards, dones, infos
+
+        env.step = other
+        try:
+            return super().collect_rollouts(env, *arguments, **named)
+        finally:
+            del env.step
+
+
+class ActsOnFinals(ChangedAnswers):
+    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+        for index in np.flatnonzero(dones):
+            observations[index] = infos[index]["terminal_observation"]
+        return observations
+
+
+class LateAnswers(ChangedAnswers):
+    before: Any = None
+
+    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+        late, self.before = (observations if self.before is None else self.before), observations
+        return late
+
+
+class ScaledAnswers(ChangedAnswers):
+    """Scales what it acts on in the loop, which is no mistake."""
+
+    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+        return observations / 2
+
+
 class ListedMinibatches(RolloutBuffer):
     """Fetches the minibatches of a pass before the first of them is used."""
 
@@ -441,6 +483,19 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
         ),
         frozenset({"stored_rewards_raw"}),
     ),
+    "the final observation of an episode in place of the first one of the next": (
+        lambda seed: ActsOnFinals(
+            "MlpPolicy",
+            vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
+            **SETTINGS,
+            seed=seed,
+        ),
+        frozenset({"transitions_final_observation"}),
+    ),
+    "observations of the step before in place of the environments' answers": (
+        lambda seed: LateAnswers("MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed),
+        frozenset({"transitions_stale"}),
+    ),
     "observations that are stored one step late": (
         lambda seed: ppo(vec_env(seed=seed), seed=seed, rollout_buffer_class=LateObservations),
         frozenset({"transitions_stale", "replayed_log_probs_observation_after", "values_observation_after"}),
@@ -489,6 +544,9 @@ HEALTHY: Mapping[str, Callable[[int], Any]] = {
     "Pendulum, normalised": lambda seed: ppo(VecNormalize(vec_env("Pendulum-v1", seed=seed)), seed=seed),
     "Pendulum, gSDE": lambda seed: ppo(
         vec_env("Pendulum-v1", seed=seed), seed=seed, use_sde=True, policy_kwargs={"squash_output": True}
+    ),
+    "Pendulum, observations scaled by the loop": lambda seed: ScaledAnswers(
+        "MlpPolicy", vec_env("Pendulum-v1", seed=seed), **SETTINGS, seed=seed
     ),
     "FrozenLake": lambda seed: ppo(vec_env("FrozenLake-v1", seed=seed), seed=seed),
     "CliffWalking": lambda seed: ppo(vec_env("CliffWalking-v1", seed=seed), seed=seed),

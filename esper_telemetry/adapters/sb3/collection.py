@@ -38,6 +38,13 @@ End = tuple[int, Array, Array, Sequence[Mapping[str, Any]]]
 """A step in which episodes ended: its number, `dones`, rewards and infos."""
 
 
+class Answer(NamedTuple):
+    """What the environments returned in a step: some entries of the observations, [B, n], None of several parts; rewards [B]."""
+
+    observations: Array | None
+    rewards: Array
+
+
 class CollectedSteps(NamedTuple):
     """A rollout as it was collected.
 
@@ -65,13 +72,14 @@ class StepRecorder:
         while hasattr(innermost, "venv"):
             innermost = innermost.venv
         self.innermost = innermost
-        self._answers: list[Array] = []
+        self._answers: list[Answer] = []
         self.begin()
 
     def begin(self) -> None:
         """Forget all steps: a rollout begins."""
         self._acted: list[Tensor] = []
         self._returned: list[Array] = []
+        self._shown: list[Array] = []
         self._rewards: list[Array] = []
         self._paid: list[Array] = []
         self._sent: list[Array] = []
@@ -82,21 +90,26 @@ class StepRecorder:
         if args and isinstance(args[0], Tensor) and args[0].numel() <= MAX_KEPT_ENTRIES:
             self._acted.append(args[0].clone())
 
-    def after_answer(self, rewards: Array) -> None:
-        """The environments returned these rewards to the collecting loop, which may change them before it shows them."""
-        self._answers.append(np.array(rewards))
+    def after_answer(self, observations: Any, rewards: Array) -> None:
+        """The environments returned these to the collecting loop, which may change them before it shows them."""
+        kept = _entries(observations).copy() if isinstance(observations, np.ndarray) else None
+        self._answers.append(Answer(kept, np.array(rewards)))
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
         returned = variables.get("new_obs")
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
+        answers, self._answers = self._answers, []
         if isinstance(returned, np.ndarray):
-            self._returned.append(_entries(returned).copy())
-        self._rewards.append(variables["rewards"].copy())
-        answer, self._answers = self._answers, []
+            shown = _entries(returned).copy()
+            last = answers[-1].observations if answers else None
+            self._shown.append(shown)
+            self._returned.append(last if last is not None and last.shape == shown.shape else shown)
+        rewards = variables["rewards"].copy()
+        self._rewards.append(rewards)
         # a loop that repeats its actions adds the rewards of several answers
         self._paid.append(
-            answer[0] if len(answer) == 1 and answer[0].shape == self._rewards[-1].shape else self._rewards[-1]
+            answers[0].rewards if len(answers) == 1 and answers[0].rewards.shape == rewards.shape else rewards
         )
         received = getattr(self.innermost, "actions", None)
         if isinstance(sent, np.ndarray) and isinstance(received, np.ndarray) and received.shape == sent.shape:
@@ -121,7 +134,7 @@ class StepRecorder:
 
     def _transitions(self, stored: Array, ends: Sequence[End], resets: ResetCounter) -> Transitions | None:
         observations = torch.from_numpy(stored)
-        returned = np.stack(self._returned)
+        returned = _outcomes(np.stack(self._returned), np.stack(self._shown))
         own = _entries(stored.reshape(-1, *stored.shape[2:])).reshape(*stored.shape[:2], -1)
         if own.shape != returned.shape:
             return None
@@ -195,6 +208,16 @@ class ResetCounter:
         """Return the number since the last call."""
         count, self._count = self._count, 0
         return count
+
+
+def _outcomes(returned: Array, shown: Array) -> Array:
+    """Return observations [T, B, n] as the environments returned them, or as the loop shows them where it transforms most of them.
+
+    A loop that exchanges some of them, or delays all, makes a mistake; one that scales them acts on what it shows.
+    """
+    kept = (shown == returned).all(-1)
+    delayed = (shown[1:] == returned[:-1]).all(-1)
+    return returned if 2 * max(kept.mean(), delayed.mean() if delayed.size else 0.0) >= 1 else shown
 
 
 def _entries(observations: Array) -> Array:

@@ -187,7 +187,7 @@ class RolloutRecorder:
     def after_answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The environments returned this."""
         if self._whole:
-            self._steps.after_answer(result[1])
+            self._steps.after_answer(result[0], result[1])
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""

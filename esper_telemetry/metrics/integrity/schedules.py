@@ -71,13 +71,21 @@ def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | 
 
 
 def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
-    """Return the share of the run after which a line restarts, and its rates; the first line gives both, and the others decide."""
+    """Return the share of the run after which a line restarts, and its rates; the first line gives both, and the others decide.
+
+    A line that is too fast and has not come to its end may be the first of several.
+    """
     if inputs.schedule.defect:
         return inputs.defective("restarting", rates)
     way = inputs.schedule.final - inputs.schedule.initial or -inputs.schedule.initial
     back = np.flatnonzero(np.diff(rates) * np.sign(way) < -MIN_JUMP * np.abs(way))
-    if way == 0 or not len(back):
+    if way == 0:
         return None
+    if not len(back):
+        faster = fitted_speed(inputs, rates)
+        if faster is None or faster <= 1 or faster * inputs.progress[-1] >= 1:
+            return None
+        return 1 / faster, inputs.line(faster, stops=False)
     end, progress = back[0] + 1, inputs.progress
     square = progress[:end] @ progress[:end]
     speed = progress[:end] @ (rates[:end] - inputs.schedule.initial) / square / way if square else 0.0

@@ -113,6 +113,22 @@ def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:
     assert {one.name for one in SCHEDULES.hypotheses} == {*PROGRAMS, "annealed", "other_end"}
 
 
+@pytest.mark.parametrize(
+    ("updates", "names"),
+    [
+        (8, ["restarting", "ending_early", "negative"]),
+        (12, ["restarting", "ending_early", "negative"]),
+        (24, ["restarting"]),
+    ],
+)
+def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, names: list[str]) -> None:
+    rates = PROGRAMS["restarting"](np.arange(60) / 60)[:updates]
+    result = check_schedule(rates, np.arange(updates) / 60, initial=1.0, final=0.0)
+
+    assert [one.hypothesis.name for one in result.explanations] == names
+    assert all(one.fitted == pytest.approx(0.25) for one in result.explanations)
+
+
 def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> None:
     history = RateHistory(
         {SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact()}
