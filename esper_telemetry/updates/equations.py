@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -293,16 +293,21 @@ class LossClaims(NamedTuple):
         stored = None if self.rollout is None else self.of_rows(self.rollout.log_probs)
         return None if stored is None else stored + self.batches.log_ratio
 
-    def chosen_log_probs(self) -> Tensor | None:
-        """Return the same [R] by the distributions of the minibatches; None where these or an action are not known."""
+    def chosen_log_probs(self, rows: Tensor | None = None) -> Tensor | None:
+        """Return the same [R] by the distributions of the minibatches; None where these or an action are not known.
+
+        With `rows` [R] those of the actions in these rows of the rollout.
+        """
         batches, rollout = self.batches, self.rollout
         if rollout is None or not set(batches.log_std) <= set(batches.means):
             return None
         parts = []
         for head in (*batches.logits, *batches.log_std):
-            actions = self.of_rows(rollout.actions[head]) if head in rollout.actions else None
-            if actions is None:
+            stored = rollout.actions.get(head)
+            actions = None if stored is None else self.of_rows(stored)
+            if stored is None or actions is None:
                 return None
+            actions = actions if rows is None else stored.flatten(0, 1)[rows]
             if head in batches.logits:
                 chosen = actions.long().reshape(-1, 1)
                 part = batches.logits[head].double().log_softmax(-1).gather(-1, chosen).squeeze(-1)
@@ -367,15 +372,28 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
         return unchecked(LOG_RATIOS, "the recorded distributions do not give the stored log-probabilities")
     size = rollout.log_probs.numel()
     places = torch.arange(len(chosen), device=chosen.device) % size
+    exchanged = _exchanged(batches.rows, *rollout.log_probs.shape)
     return check_log_ratios(
         batches.log_ratio,
         chosen,
         stored,
         valid=batches.valid,
         in_order=rollout.log_probs.flatten()[places],
-        swapped=rollout.log_probs.T.flatten()[batches.rows],
+        swapped=_nearest([rollout.log_probs.flatten()[rows] for rows in exchanged], chosen - batches.log_ratio),
+        now_swapped=_nearest([claims.chosen_log_probs(rows) for rows in exchanged], batches.log_ratio + stored),
         precision=claims.facts.get("precision"),
     )
+
+
+def _exchanged(rows: Tensor, steps: int, envs: int) -> list[Tensor]:
+    """Return rows in which steps and environments change places, in both ways that columns can be flattened."""
+    return [rows % steps * envs + rows // steps, rows % envs * steps + rows // envs]
+
+
+def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:
+    """Return the column that is nearest to what the trainer claims."""
+    known = [column for column in columns if column is not None]
+    return min(known, key=lambda column: float((column - claimed).abs().sum()), default=None)
 
 
 def _policy_loss(claims: LossClaims) -> EquationCheck:

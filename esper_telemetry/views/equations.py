@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
+from esper_telemetry.alarms.rules.exact.equations import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
 from esper_telemetry.core.equations.equation import (
     Equation,
     EquationResult,
@@ -59,6 +59,7 @@ class EquationRow:
         explanations: hypotheses that give the numbers in every update that differs, else in most of them.
         fitted: the latest fitted parameters, by the names of hypotheses.
         reason: why it could not be checked.
+        over_run: how the sums over all updates differ, where no single one does.
     """
 
     equation: Equation
@@ -70,6 +71,7 @@ class EquationRow:
     explanations: tuple[Hypothesis, ...] = ()
     fitted: Mapping[str, float] | None = None
     reason: str = ""
+    over_run: str = ""
 
     @property
     def phrases(self) -> list[str]:
@@ -88,6 +90,8 @@ class EquationRow:
             return f"could not be checked: {self.reason}"
         if self.state == "matches":
             return "matches"
+        if self.over_run:
+            return f"{WORDS[self.state]}: {self.over_run}"
         words = f"equal {alternatives(self.phrases)}" if self.phrases else "no known mistake explains it"
         share = "" if self.differing == self.updates else f" (in {self.differing} of {self.updates} updates)"
         return f"{WORDS[self.state]}: {words}{share}"
@@ -117,6 +121,7 @@ class EquationRow:
             ],
             "advice": "" if self.state in ("matches", "unchecked") else self.advice,
             "reason": self.reason,
+            "over_run": self.over_run,
         }
 
 
@@ -143,6 +148,8 @@ class EquationHistory:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts, self._rates = facts, RateHistory(facts)
         self._results: dict[str, list[tuple[int, EquationResult]]] = {}
+        self._calibration, self._sum_since = CalibrationJudge(), 0
+        self._sum: ActionSum | None = None
 
     def add(self, record: Record) -> None:
         """Add a record; those of updates that did not end do not count."""
@@ -150,6 +157,10 @@ class EquationHistory:
             return
         for result in equation_results(record.values, self._facts):
             self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
+        action_sum = self._calibration.add(record.values)
+        if action_sum is not None:
+            self._sum = action_sum
+            self._sum_since = (self._sum_since or record.axes.update) if action_sum.exceeds else 0
         self._rates.add(record.axes.env_step, record.values.get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
@@ -158,7 +169,17 @@ class EquationHistory:
     def rows(self, run: RunInfo) -> list[EquationRow]:
         """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
         ordered = sorted(equations().values(), key=lambda equation: equation.rank)
-        return [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
+        rows = [_row(equation, self._results.get(equation.name, ()), run) for equation in ordered]
+        return [self._with_sum(row) if row.equation.name == ACTIONS else row for row in rows]
+
+    def _with_sum(self, row: EquationRow) -> EquationRow:
+        """The row of the actions, with what shows over several rollouts alone."""
+        if row.state != "matches" or self._sum is None or not self._sum.exceeds:
+            return row
+        error = abs(self._sum.total) / self._sum.bound
+        return replace(
+            row, state="differs", over_run=str(self._sum), since=self._sum_since, differing=row.updates, error=error
+        )
 
 
 def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.adapters.script.settings import find_schedule, unchecked_equations
@@ -71,6 +72,23 @@ def test_a_script_that_does_not_anneal_keeps_its_rate() -> None:
     schedule = script_facts(anneal_lr=False)[SCHEDULE_FACT]
 
     assert (schedule["initial"], schedule["final"]) == (1e-3, 1e-3)
+
+
+def test_a_number_of_updates_stands_for_steps_and_a_straight_scheduler_for_a_setting() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1e-3)
+    schedulers = {
+        updates: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=updates) for updates in (10, 12)
+    }
+
+    def found(**settings: Any) -> Mapping[str, Any]:
+        return find_schedule(Variables([{"num_updates": 10} | settings]), {}, 1e-3, 64)
+
+    flag, same, other = found(anneal_lr=True), found(s=schedulers[10]), found(s=schedulers[12])
+
+    assert (flag[SCHEDULE_FACT]["total_steps"], flag[SCHEDULE_FACT]["final"]) == (640, 0.0)
+    assert same[SCHEDULE_FACT]["final"] == pytest.approx(1e-4) and same[SCHEDULE_FACT]["final_is_set"]
+    assert other == {}
+    assert found() == {}
 
 
 def test_a_script_that_does_not_say_is_not_checked_and_the_reason_says_so() -> None:

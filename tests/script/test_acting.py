@@ -21,7 +21,7 @@ def acted(network: nn.Sequential, states: Tensor) -> Acting:
             rows = inputs
             for layer in network:
                 if isinstance(layer, nn.Linear):
-                    log.add(layer, rows)
+                    log.add(layer, rows, graded=False)
                 rows = layer(rows)
             log.after_env_step()
     acting = log.take(len(states), ENVS)
@@ -52,9 +52,40 @@ def test_what_differs_between_acting_and_training(case: str) -> None:
     assert named == {**expected, "dropout": "random_passes", "mode": "other_mode"}.get(case)
 
 
+def test_a_network_may_act_with_a_graph_and_training_is_none_of_its_acting() -> None:
+    acting, trained = nn.Linear(INPUTS, 2), nn.Linear(INPUTS, 2)
+    log, states = ActingLog(), torch.randn(STEPS, ENVS, INPUTS)
+    log.add(trained, torch.randn(16, INPUTS), graded=True)
+    log.before_backward()
+    for inputs in states:
+        log.add(acting, inputs, graded=True)
+        log.after_env_step()
+    log.add(trained, torch.randn(16, INPUTS), graded=True)
+    log.before_backward()
+
+    taken = log.take(STEPS, ENVS)
+
+    assert taken is not None and torch.equal(taken.inputs, states)
+    assert [weight() for weight in taken.weights] == [acting.weight]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_running_statistics_of_one_environment_change_from_step_to_step(delayed: bool) -> None:
+    """Observations that change slowly are nearly those of the step before, times a number."""
+    time = torch.arange(64.0).reshape(-1, 1, 1)
+    stored = torch.sin(time / torch.tensor([9.0, 5.0, 3.0]) + torch.arange(3))
+    moving = 1 + time / 2000
+    inputs = torch.cat([stored[:1], stored[:-1]]) if delayed else (stored - moving) / moving
+    acting = Acting(inputs, [], training=False)
+
+    named = acting.difference(stored.reshape(-1, INPUTS), torch.arange(64), stored, set(), [])
+
+    assert named == ("other_observations" if delayed else "other_statistics")
+
+
 def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
     log = ActingLog()
-    log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS))
+    log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS), graded=False)
     log.after_env_step()
 
     assert log.take(STEPS, ENVS) is None

@@ -93,6 +93,23 @@ def test_a_difference_of_a_column_and_a_row_has_their_numbers() -> None:
     torch.testing.assert_close(value.returns, rows.returns)
 
 
+@pytest.mark.parametrize("form", ["added", "subtracted", "inverted"])
+def test_log_probabilities_may_be_stored_as_negative_ones(form: str) -> None:
+    rows = Rows()
+    negative = -rows.old_log_probs
+    ratio = {
+        "added": (negative + rows.log_probs).exp(),
+        "subtracted": (negative - -rows.log_probs).exp(),
+        "inverted": (-rows.log_probs - negative).exp(),
+    }[form]
+
+    policy = rows.read(rows.surrogate(ratio)).policy
+
+    assert policy is not None and policy.inverted == (form == "inverted")
+    torch.testing.assert_close(policy.log_ratio, (rows.log_probs - rows.old_log_probs).detach())
+    torch.testing.assert_close(policy.old_log_probs, rows.old_log_probs)
+
+
 @pytest.mark.parametrize("inverted", [False, True])
 def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(inverted: bool) -> None:
     rows = Rows()
@@ -198,3 +215,12 @@ def test_passes_are_counted_by_the_variable_that_grows_after_each_of_them() -> N
     assert finder.passes((0, "_")) == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert finder.find(20) == (0, "_")  # minibatches that overlap
     assert finder.find(96) is None
+
+
+def test_a_pass_over_few_of_the_rows_is_counted_by_a_variable_with_a_name_that_says_so() -> None:
+    finder = PassFinder()
+    for count in range(8):
+        epoch, minibatch = divmod(count, 2)
+        finder.add({(0, name): number for name, number in {"_": epoch, "epoch": epoch, "i": minibatch}.items()}, 20)
+
+    assert finder.find(320) == (0, "epoch")

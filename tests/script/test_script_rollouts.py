@@ -293,6 +293,20 @@ def test_the_value_after_the_last_step_is_not_implied_by_targets_that_are_the_ad
     assert float(rollout.last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
 
 
+def test_the_value_that_a_loop_from_the_last_step_leaves_behind_is_that_of_the_first_one() -> None:
+    draw = torch.Generator().manual_seed(11)
+    log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))
+    arrays = {"values": values, "z": log_probs, "a": advantages, "returns": advantages + values}
+    last = [
+        rollout_of(arrays | {"next_value": value}, reading_of(log_probs, advantages)).rollout(0.5)
+        for value in (values[:1], torch.tensor([3.0]))
+    ]
+
+    assert last[0] is not None and last[1] is not None
+    assert float(last[0].last_values) == pytest.approx(float(2 * (advantages[-1] + values[-1] - 1)))
+    assert float(last[1].last_values) == 3
+
+
 def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_of_last_states() -> None:
     draw = torch.Generator().manual_seed(12)
     log_probs, advantages, values = (torch.randn(32, generator=draw) for _ in range(3))

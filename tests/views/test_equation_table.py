@@ -78,6 +78,18 @@ def test_an_equation_that_holds_matches() -> None:
     assert (row.state, row.updates, row.differing, row.error, row.result) == ("matches", 2, 0, 3e-7, "matches")
 
 
+def test_actions_that_differ_over_the_run_alone_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    update = {"actions": 0.5, "integrity/actions/mode": 16.0, "integrity/actions_variance/mode": 8.0}
+    chance = update | {"integrity/actions/mode": 0.5}
+
+    row, healthy = (rows(run(), records(*[one] * 20))["actions"] for one in (update, chance))
+
+    assert (row.state, row.since) == ("differs", 3)
+    assert row.result.startswith("differs: the policy's likeliest choice too often: their excess, summed over")
+    assert healthy.state == "matches"
+
+
 def test_causes_come_before_effects() -> None:
     assert list(rows(run(), records({"sums": 0.0, "terms": 0.0}))) == ["terms", "sums", "schedules"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from gymnasium import spaces
@@ -166,12 +166,12 @@ def loss_rows(
     valid = _valid_rows(samples)
     with without_trace(policy):
         values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
-        masked = _masked_entropy(policy, discrete, samples, log_probs, entropy)
+        entropies = _entropies(policy, discrete, samples, log_probs, entropy)
         columns = {
             "log_ratio": log_probs - samples.old_log_prob,
             "log_probs": log_probs,
             "values": values.flatten(),
-            "entropy": -log_probs if entropy is None else entropy if masked is None else masked,
+            "entropy": entropies.right,
             "advantages": advantages,
             "old_values": samples.old_values,
             "returns": samples.returns,
@@ -180,27 +180,39 @@ def loss_rows(
         # Stable-Baselines3 takes the squared error of the clipped value alone
         of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
         if valid is None:
-            yield of_rows(**columns, unmasked_entropy=None if masked is None else entropy)
+            yield of_rows(**columns, unmasked_entropy=entropies.unmasked)
             return
         padding = of_rows(**{name: column[~valid] for name, column in columns.items()})
         counted = {name: column[valid] for name, column in columns.items()}
         yield of_rows(**counted, padding=None if bool(valid.all()) else padding)
 
 
-def _masked_entropy(
-    policy: Any, discrete: bool, samples: Any, log_probs: Tensor, entropy: Tensor | None
-) -> Tensor | None:
-    """Return the entropy with action masks, where a policy of the user's class returns the one without them beside the same actions."""
+class _Entropies(NamedTuple):
+    """Entropies [N] of a minibatch: those of its distributions, and those without action masks where the policy returns these."""
+
+    right: Tensor
+    unmasked: Tensor | None = None
+
+
+def _entropies(policy: Any, discrete: bool, samples: Any, log_probs: Tensor, entropy: Tensor | None) -> _Entropies:
+    """Return the entropies that the library's class gives, where a policy of the user's class makes a known mistake in their place.
+
+    Others that it returns beside the same log-probabilities are its own choice.
+    """
     evaluate = _library_evaluation(policy)
-    if entropy is None or evaluate is None or getattr(type(policy), "evaluate_actions", None) is evaluate:
-        return None
-    if "action_masks" not in samples._fields:
-        return None
-    _, same, masked = _evaluate(discrete, samples, partial(evaluate, policy))
-    _, _, unmasked = _evaluate(discrete, samples._replace(action_masks=None), partial(evaluate, policy))
-    if masked is None or unmasked is None or not torch.allclose(same, log_probs):
-        return None
-    return masked if torch.allclose(entropy, unmasked) and not torch.allclose(entropy, masked) else None
+    if entropy is None:
+        return _Entropies(-log_probs)
+    if evaluate is None or getattr(type(policy), "evaluate_actions", None) is evaluate:
+        return _Entropies(entropy)
+    _, same, right = _evaluate(discrete, samples, partial(evaluate, policy))
+    if right is None or not torch.allclose(same, log_probs) or torch.allclose(entropy, right):
+        return _Entropies(entropy)
+    if "action_masks" in samples._fields:
+        _, _, unmasked = _evaluate(discrete, samples._replace(action_masks=None), partial(evaluate, policy))
+        if unmasked is not None and torch.allclose(entropy, unmasked):
+            return _Entropies(right, unmasked=entropy)
+    is_mistake = any(torch.allclose(entropy, wrong) for wrong in (-log_probs, log_probs, -right))
+    return _Entropies(right if is_mistake else entropy)
 
 
 def _library_evaluation(policy: Any) -> Callable[..., Evaluation] | None:

@@ -17,6 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
 
+MAX_GRADED_ENTRIES = 1 << 14
+"""Entries of the inputs of a layer with a graph, which may be those of a minibatch, that are copied."""
+
 MAX_LAYERS = 16
 """Layers of the acting network that are known."""
 
@@ -28,6 +31,9 @@ MIN_GROUP = 3
 
 MIN_SCALED = 0.95
 """Share of groups and inputs in which they must be: normalisers cut a few."""
+
+DRIFT_STEPS, DRIFT = 8, 1e-3
+"""Steps within which running statistics are the same, up to this share of the variance."""
 
 MIN_SHARE = 0.5
 """Share of rows with other inputs from which on a script acts on other observations than it trains on."""
@@ -72,9 +78,8 @@ class Acting(NamedTuple):
             if float(others.double().mean()) > MIN_SHARE:
                 scaled = _are_scaled(acted.unsqueeze(0), own.unsqueeze(0))
                 if not scaled and observations is not None and observations.numel() == self.inputs.numel():
-                    scaled = _are_scaled(
-                        self.inputs.double(), observations.reshape(self.inputs.shape).to(device).double()
-                    )
+                    stored = observations.reshape(self.inputs.shape).to(device).double()
+                    scaled = _are_scaled(self.inputs.double(), stored) or _drift(self.inputs.double(), stored)
                 return "other_statistics" if scaled else "other_observations"
         weights = [weight for one in self.weights if (weight := one()) is not None]
         if weights and trained and not any(id(weight) in trained for weight in weights):
@@ -85,7 +90,19 @@ class Acting(NamedTuple):
         return "other_mode" if modes else "random_passes" if random else None
 
 
-def _are_scaled(acted: Tensor, own: Tensor) -> bool:
+def _drift(acted: Tensor, stored: Tensor) -> bool:
+    """Return True where inputs [T, B, n] are the stored ones times numbers that hardly change from step to step: running statistics."""
+    whole = len(acted) // DRIFT_STEPS * DRIFT_STEPS
+    delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)
+    if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
+        return False
+    one, other = (
+        part[:whole].unflatten(0, (-1, DRIFT_STEPS)).transpose(1, 2).flatten(0, 1) for part in (acted, stored)
+    )
+    return _are_scaled(one, other, tolerance=DRIFT)
+
+
+def _are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> bool:
     """Return True where inputs [K, M, n] are others times a number, plus another one.
 
     The numbers may differ between the K groups, as running statistics do between steps.
@@ -96,7 +113,7 @@ def _are_scaled(acted: Tensor, own: Tensor) -> bool:
     sizes = one.square().sum(1) * other.square().sum(1)
     varies = sizes > SAME_INPUT**2
     squares = (one * other).sum(1).square()[varies] / sizes[varies]
-    return bool(squares.numel()) and float((squares > 1 - SAME_INPUT).double().mean()) > MIN_SCALED
+    return bool(squares.numel()) and float((squares > 1 - tolerance).double().mean()) > MIN_SCALED
 
 
 class ActingLog:
@@ -109,13 +126,21 @@ class ActingLog:
         self._training = False
         self._entries = 0
 
-    def add(self, layer: nn.Module, inputs: Tensor) -> None:
-        """Record a call of a layer that acts, without a graph."""
+    def add(self, layer: nn.Module, inputs: Tensor, *, graded: bool) -> None:
+        """Record a call of a layer that may act; `graded`: its output has a graph."""
+        if graded and inputs.numel() > MAX_GRADED_ENTRIES:
+            return
         weight = layer.weight
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
         if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:
             self._pending, self._training = inputs.detach().reshape(-1, inputs.shape[-1]).clone(), layer.training
+
+    def before_backward(self) -> None:
+        """What was called since the last step of the environments was training."""
+        self._pending = None
+        if not self._steps:
+            self._weights.clear()
 
     def after_env_step(self) -> None:
         """The environments have taken a step, with the actions of the network."""

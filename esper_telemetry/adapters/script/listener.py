@@ -137,7 +137,7 @@ class ScriptListener:
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
-        self._fractions: Sequence[float] = ()
+        self._numbers = names.SourceNumbers({}, ())
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -195,6 +195,7 @@ class ScriptListener:
         """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective."""
         if not self._started and self._other_losses > MAX_OTHER_LOSSES:
             return
+        self.acting.before_backward()
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         reading = None
@@ -397,18 +398,21 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
-        facts.update(settings.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
         facts["policy"] = "lstm" if self.lstm_count else "gru" if _is_recurrent(variables) else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
-        self._config, self._facts, self._fractions = settings.find_config(variables), facts, numbers.fractions
+        self._config, self._facts, self._numbers = settings.find_config(variables), facts, numbers
+        self._first_rate = float(optimizer.param_groups[0]["lr"])
 
-    def _announce_run(self, rollout: ScriptRollout | None, limits: Tensor | None) -> None:
+    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None, limits: Tensor | None) -> None:
         """Emit `RunStart`; the first rollout may tell settings that have no name."""
-        facts = self._facts
+        numbers, rate = self._numbers, self._first_rate or 0.0
+        collected = 0 if rollout is None else rollout.rewards.numel()
+        known = variables.with_constants(numbers.named)
+        facts = self._facts = {**self._facts, **settings.find_schedule(known, self._facts, rate, collected)}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = self._facts = {**settings.find_discounts(rollout, limits, facts, self._fractions), **facts}
+            facts = self._facts = {**settings.find_discounts(rollout, limits, facts, numbers.fractions), **facts}
         facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
@@ -439,7 +443,7 @@ class ScriptListener:
             None if ends is None or rollout is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
         )
         if UNCHECKED_FACT not in self._facts:
-            self._announce_run(rollout, limits)
+            self._announce_run(variables, rollout, limits)
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected

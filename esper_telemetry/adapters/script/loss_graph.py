@@ -482,14 +482,29 @@ class _LossReader:
     def _is_inverted(self, ratio: Node) -> bool:
         """Return True for the exponential of a difference from which the log-probabilities of now are subtracted."""
         below = self._through_views(_children(ratio)[0]) if _kind(ratio) == "ExpBackward0" else None
-        return below is not None and _kind(below) == "SubBackward0" and _children(below)[0] is None
+        if below is None or _kind(below) not in ("SubBackward0", "AddBackward0"):
+            return False
+        first, second = _children(below)[:2]
+        if None not in (first, second):
+            return False
+        subtracted = first is None and _kind(below) == "SubBackward0"
+        return subtracted != self._without_sign(second if first is None else first)[1]
+
+    def _without_sign(self, node: Node) -> tuple[Node, bool]:
+        """Return what is negated, and whether it is: an odd number of times, through views."""
+        negative, node = False, self._through_views(node)
+        while _kind(node) == "NegBackward0":
+            negative, node = not negative, self._through_views(_children(node)[0])
+        return node, negative
 
     def _log_probs(self, ratio: Node) -> Tensor | None:
         """Log-probabilities now [N], below a ratio that is the exponential of a difference."""
         below = self._through_views(_children(ratio)[0])
-        if _kind(ratio) == "ExpBackward0" and _kind(below) == "SubBackward0":
+        if _kind(ratio) == "ExpBackward0" and _kind(below) in ("SubBackward0", "AddBackward0"):
             first, second = _children(below)[:2]
-            number = self.value(second if first is None else first)
+            if _kind(below) == "AddBackward0" and None not in (first, second):
+                return None
+            number = self.value(self._without_sign(second if first is None else first)[0])
             return None if number is None else number.reshape(-1)
         if _kind(ratio) == "DivBackward0":  # of two probabilities
             number = self.value(below)
@@ -644,7 +659,7 @@ class _LossReader:
             negative ^= _kind(node) == "NegBackward0"
             summed = summed or _kind(node) == "SumBackward1"
             node = _children(node)[0]
-        if negative and summed and self._is_plogp(node):
+        if negative and summed and self._is_plogp(node, min_dims=1):
             numbers = -(node._saved_self * node._saved_other).detach()
         else:
             logs = [child for child in _children(node) if child is not None and _kind(child) == "LogBackward0"]
@@ -653,12 +668,12 @@ class _LossReader:
             numbers = logs[0]._saved_self.detach().log() + GAUSSIAN_ENTROPY
         return numbers.sum(-1) if summed else numbers
 
-    def _is_plogp(self, node: Node) -> bool:
-        """Return True for probabilities times their logarithms."""
+    def _is_plogp(self, node: Node, *, min_dims: int = 2) -> bool:
+        """Return True for probabilities times their logarithms, of a distribution over one row where `min_dims` is 1."""
         if _kind(node) != "MulBackward0":
             return False
         pair = [node._saved_self, node._saved_other]
-        if any(one is None or one.dim() < 2 for one in pair) or pair[0].shape != pair[1].shape:
+        if any(one is None or one.dim() < min_dims for one in pair) or pair[0].shape != pair[1].shape:
             return False
         return any(
             torch.allclose(probs, logs.exp(), atol=1e-5)
@@ -699,6 +714,10 @@ class _LossReader:
         if kind == "ClampBackward1":
             return node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max))
         inputs = [None if child is None else self.value(child, depth) for child in children]
+        if kind in JOINTS:
+            known = [number for number in inputs if number is not None]
+            join = torch.stack if kind == "StackBackward0" else torch.cat
+            return join(known, _axis(node._saved_dim)) if len(known) == len(inputs) else None
         if len(inputs) == 1 and inputs[0] is not None:
             number = inputs[0]
             if kind in VIEWS:

@@ -117,7 +117,8 @@ class PassFinder:
             counts = all(0 <= after - before <= 1 for before, after in pairwise(numbers)) and numbers[0] in (0, 1)
             regular = len(lengths) > 1 and len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]
             rows = sum(self._counts[: lengths[0]])
-            if counts and regular and MIN_PASS * size <= rows <= MAX_PASS * size:
+            long_enough = rows >= MIN_PASS * size or "epoch" in key[1].lower()
+            if counts and regular and long_enough and rows <= MAX_PASS * size:
                 (fitting if rows <= size else too_long).append((lengths[0], key))
         if fitting:
             return max(fitting)[1]

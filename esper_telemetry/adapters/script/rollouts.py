@@ -433,6 +433,9 @@ class RolloutFinder:
             array.reshape(self.steps, self.envs).float() for array in arrays if _is_shaped(array, self.steps, self.envs)
         ]
         grids += [] if self._paid is None else [self._paid.float()]
+        if self._acted is not None and self._acted.numel() == self.steps * self.envs:
+            acted = self._acted.reshape(self.steps, self.envs).float()
+            grids += [acted, -acted]
         votes = 0
         for grid in grids:
             by_time, by_env = grid.reshape(-1), grid.T.reshape(-1)
@@ -613,7 +616,10 @@ class RolloutFinder:
             found = self._variables.find(VALUES, self._in_grid) if self.steps else None
         if found is not None and len(found) == self.steps + 1:
             return found[:-1], found[-1]
-        return found, self._variables.find(NEXT_VALUE, as_column(self.envs))
+        last = self._variables.find(NEXT_VALUE, as_column(self.envs))
+        if last is not None and found is not None and self.steps > 1 and torch.equal(last.to(found), found[0]):
+            last = None  # a loop from the last step to the first one keeps the value of the step after under this name
+        return found, last
 
 
 def _last_values(implied: Tensor, values: Tensor, ended: Tensor) -> Tensor:

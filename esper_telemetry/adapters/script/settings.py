@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.rollouts import SAME_SHAPE, ScriptRollout, correlation
@@ -92,6 +93,13 @@ ANNEALS: Aliases = (
     "linear_lr_decay",
     "ANNEAL_LR",
 )
+UPDATES: Aliases = (
+    *("num_updates", "n_updates", "total_updates", "max_updates", "num_iterations", "n_iterations", "total_iterations"),
+    *("NUM_UPDATES", "N_UPDATES", "UPDATES", "ITERATIONS", "NUM_ITERATIONS"),
+)
+MIN_UPDATES = 4
+"""Smallest number under such a name that is one of updates to come; below it may be a count of those that are over."""
+
 CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
 
 
@@ -227,17 +235,34 @@ def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
     return reasons
 
 
-def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
+def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule, where the script says whether it is annealed.
+
+    A straight scheduler of torch for as many iterations as the run has updates says it as a setting does, and to which rate.
+
+    Args:
+        rate: of the first step.
+        collected: transitions of the first rollout, by which a number of updates is one of steps; 0 where it is not known.
+    """
     anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
     total = facts.get("total_steps")
-    if anneals is None or not isinstance(total, int) or total <= 0 or not rate > 0:
+    total = total if isinstance(total, int) else (updates or 0) * collected
+    scheduler = variables.find_kind(LinearLR)
+    if scheduler is not None:
+        falls_in_this_run = scheduler.total_iters in (updates, total // max(1, collected))
+        scheduler = scheduler if falls_in_this_run and scheduler.start_factor > scheduler.end_factor else None
+    anneals = True if scheduler is not None else anneals
+    if anneals is None or total <= 0 or not rate > 0:
         return {}
     counts = {
         name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
     }
     final = 0.0 if anneals else rate
-    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=False, counts=counts)
+    if scheduler is not None:
+        final = rate * float(scheduler.end_factor) / float(scheduler.start_factor)
+    is_set = scheduler is not None
+    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=is_set, counts=counts)
     return {SCHEDULE_FACT: schedule.fact()}
 
 

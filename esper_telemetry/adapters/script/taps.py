@@ -271,8 +271,8 @@ class Taps:
             if not _compiling():
                 if layer.out_features == 1:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
-                if not output.requires_grad:
-                    self._call_briefly(lambda script: script.acting.add(layer, inputs))
+                graded = output.requires_grad
+                self._call_briefly(lambda script: script.acting.add(layer, inputs, graded=graded))
             return output
 
         return passed

@@ -373,9 +373,9 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "broadcast_mean": [broadcast],
     "normalized_parts": [
         lambda c: normalize(right(c), 0),
-        lambda c: normalize(right(c), 1),
         lambda c: normalize(right(c), 0, 1),
     ],
+    "normalized_steps": [lambda c: normalize(right(c), 1)],
     "normalized": [lambda c: normalize(right(c)), lambda c: normalize(right(c), ddof=1)],
     "lambda_one": [lambda c: settings(c, c.gamma, 1.0)],
     "lambda_zero": [lambda c: settings(c, c.gamma, 0.0)],

@@ -38,6 +38,7 @@ SEVERAL_ENVIRONMENTS = {
         "chained",
         "environment_mean",
         "normalized_parts",
+        "normalized_steps",
     ),
 }
 WITHOUT_EFFECT = {"std_alone", "mean_alone", "variance", "precedence"}

@@ -13,6 +13,12 @@ from esper_telemetry.metrics.integrity.losses.minibatches import check_log_ratio
 
 STEPS, ENVS = 16, 4
 
+
+def other_actions(new: Tensor) -> Tensor:
+    """Log-probabilities of now of other actions."""
+    return new.flip(0) - 0.3
+
+
 PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "inverted": lambda new, old, rows: old[rows] - new,
     "recomputed": lambda new, old, rows: new - new.detach(),
@@ -20,6 +26,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "quotient": lambda new, old, rows: (new / old[rows]).log(),
     "rows_in_order": lambda new, old, rows: new - old,
     "axes_swapped": lambda new, old, rows: new - old.view(STEPS, ENVS).T.flatten()[rows],
+    "actions_swapped": lambda new, old, rows: other_actions(new) - old[rows],
     "shifted_rows": lambda new, old, rows: new - old[rows].roll(1),
 }
 
@@ -34,7 +41,9 @@ def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> N
 
     def check(log_ratio: Tensor) -> EquationCheck:
         swapped = old.view(STEPS, ENVS).T.flatten()[rows]
-        return check_log_ratios(log_ratio, new, old[rows], in_order=old, swapped=swapped)
+        return check_log_ratios(
+            log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new)
+        )
 
     assert {one.hypothesis.name for one in check(PROGRAMS[name](new, old, rows)).explanations} == {name}
     assert check(new - old[rows]).matches

@@ -121,6 +121,24 @@ def test_a_contextual_bandit_is_no_mistake() -> None:
     assert check_transitions(contexts[:-1], contexts[1:], ended=ended).matches
 
 
+@pytest.mark.parametrize("mistake", ["step_before", "step_after", "axes_swapped"])
+def test_rewards_of_another_row_are_named_although_they_are_scaled(mistake: str) -> None:
+    paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(1))
+    stored = {
+        "step_before": paid.roll(1, 0),
+        "step_after": paid.roll(-1, 0),
+        "axes_swapped": paid.reshape(ENVS, STEPS).t(),
+    }[mistake]
+
+    assert names(check_rewards(stored / 8, paid)) == [mistake]
+
+
+def test_rewards_that_a_program_makes_itself_have_no_name() -> None:
+    paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(1))
+
+    assert names(check_rewards(paid.square() / 3, paid)) == []
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["", "step_before", "step_after", "other_environment", "axes_swapped"])
 def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:

@@ -7,9 +7,9 @@ sums of many: these are an alarm of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count, number
 from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
@@ -120,6 +120,9 @@ PHRASES: Final = {
 }
 """Excess of each test in words, above and below 0."""
 
+ACTIONS: Final = "actions"
+"""Name of the equation of the actions of one rollout."""
+
 ON_PURPOSE: Final = ("repeat",)
 """Tests that noise which is correlated on purpose fails, where actions are real numbers."""
 
@@ -136,6 +139,26 @@ def sum_bound(variance: float) -> float:
     return third + math.sqrt(third**2 + 2 * 2.0**epoch * chance)
 
 
+class ActionSum(NamedTuple):
+    """The excess of a test, summed over the sampled updates, and what chance explains."""
+
+    test: str
+    total: float
+    bound: float
+
+    @property
+    def exceeds(self) -> bool:
+        """True where chance does not explain it."""
+        return abs(self.total) > self.bound
+
+    def __str__(self) -> str:
+        phrase = PHRASES[self.test][self.total < 0]
+        return (
+            f"{phrase}: their excess, summed over the sampled updates, is {number(abs(self.total))} "
+            f"where chance explains {number(self.bound)}"
+        )
+
+
 @dataclass(slots=True)
 class CalibrationJudge:
     """Sums of each test over the run.
@@ -147,35 +170,30 @@ class CalibrationJudge:
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, view: View) -> Iterator[Finding]:
-        worst: tuple[float, str, float, float] | None = None
-        continuous = view.get(EXCESS + "spread") is not None
-        if (view.get(EQUATION_KEY + "actions") or 0.0) > 1:  # then that equation says what these actions are
-            return
-        for test, _, excess in view.labelled(EXCESS, ""):
-            if test not in PHRASES or (continuous and test in ON_PURPOSE):
+        worst = self.add(view.values, factor=view.limits[FACTOR])
+        if worst is not None:
+            yield Finding(
+                1.0 if worst.exceeds else 0.0,
+                EXCESS + worst.test,
+                abs(worst.total),
+                worst.bound,
+                text=lambda: f"the actions are {worst}",
+            )
+
+    def add(self, values: Mapping[str, float], *, factor: float = FACTOR.default) -> ActionSum | None:
+        """Add the values of a record; return the largest sum next to its bound, None without one."""
+        if values.get(EQUATION_KEY + ACTIONS, 0.0) > 1:  # then that equation says what these actions are
+            return None
+        continuous, worst = EXCESS + "spread" in values, list[ActionSum]()
+        for test in PHRASES:
+            excess = values.get(EXCESS + test)
+            if excess is None or (continuous and test in ON_PURPOSE):
                 continue
             before, variance = self.sums.get(test, (0.0, 0.0))
-            total, spread = before + excess, variance + max(0.0, view.get(VARIANCE + test) or 0.0)
+            total, spread = before + excess, variance + max(0.0, values.get(VARIANCE + test, 0.0))
             self.sums[test] = total, spread
-            bound = view.limits[FACTOR] * sum_bound(spread)
-            if worst is None or abs(total) / bound > worst[0]:
-                worst = abs(total) / bound, test, total, bound
-        if worst is not None:
-            yield _sum_finding(*worst)
-
-
-def _sum_finding(size: float, test: str, total: float, bound: float) -> Finding:
-    phrase = PHRASES[test][total < 0]
-    return Finding(
-        1.0 if size > 1 else 0.0,
-        EXCESS + test,
-        abs(total),
-        bound,
-        text=lambda: (
-            f"the actions are {phrase}: their excess, summed over the sampled updates, is {number(abs(total))} "
-            f"where chance explains {number(bound)}"
-        ),
-    )
+            worst.append(ActionSum(test, total, factor * sum_bound(spread)))
+        return max(worst, key=lambda one: abs(one.total) / one.bound, default=None)
 
 
 RULES = (

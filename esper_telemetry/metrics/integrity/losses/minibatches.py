@@ -322,12 +322,14 @@ class LogRatioInputs:
         stored: at collection.
         in_order: at collection, in the order of the rollout instead of that of the minibatches.
         swapped: at collection, in the rows that steps and environments give when they change places.
+        now_swapped: under the policy of the minibatch, of the actions in these rows.
     """
 
     now: Tensor
     stored: Tensor
     in_order: Tensor | None = None
     swapped: Tensor | None = None
+    now_swapped: Tensor | None = None
 
     def to(self, stored: Tensor | None) -> Tensor | None:
         """Return the log-ratios to other stored log-probabilities."""
@@ -388,6 +390,13 @@ LOG_RATIOS = Equation(
             advice="Flatten all columns of the rollout in the same order.",
         ),
         Hypothesis(
+            name="actions_swapped",
+            says="log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones",
+            equation="log r = log π(a_bt|s_tb) - log π_old,tb",
+            compute=lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
+            advice="Flatten all columns of the rollout in the same order.",
+        ),
+        Hypothesis(
             name="shifted_rows",
             says="the new log-probabilities less the old ones of the row before",
             equation="log r_i = log π_i - log π_old,i-1",
@@ -407,6 +416,7 @@ def check_log_ratios(
     valid: ArrayLike | None = None,
     in_order: ArrayLike | None = None,
     swapped: ArrayLike | None = None,
+    now_swapped: ArrayLike | None = None,
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
@@ -419,6 +429,7 @@ def check_log_ratios(
         valid: bool, of the same shape; None where every row counts.
         in_order, swapped: of the same shape: those at collection in the order of the rollout, and in rows that steps and environments give
             when they change places, for the mistakes that involve them.
+        now_swapped: of the same shape: under the policy of the minibatch, of the actions in these other rows.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
         tolerance: largest relative error; by precision where it is None.
 
@@ -426,12 +437,24 @@ def check_log_ratios(
         ValueError: shapes differ.
     """
     claimed = as_tensor(log_ratio)
-    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "in_order": in_order, "swapped": swapped}
+    given = {
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "in_order": in_order,
+        "swapped": swapped,
+        "now_swapped": now_swapped,
+    }
     columns = {name: as_tensor(column, claimed) for name, column in given.items() if column is not None}
     mask = as_mask(valid, claimed)
     same_shape(log_ratio=claimed, valid=mask, **columns)
     exact = {name: column.detach().double() for name, column in columns.items()}
-    inputs = LogRatioInputs(exact["log_probs"], exact["old_log_probs"], exact.get("in_order"), exact.get("swapped"))
+    inputs = LogRatioInputs(
+        exact["log_probs"],
+        exact["old_log_probs"],
+        exact.get("in_order"),
+        exact.get("swapped"),
+        exact.get("now_swapped"),
+    )
     # of an action that is certain both are about 0, and rounded where the probability is: at 1
     magnitudes = (inputs.now, inputs.stored, torch.ones(1))
     return compare(

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
@@ -206,6 +205,9 @@ MAX_REPLACED_SHARE = 0.5
 
 MAX_DEPENDENCE = 3.0
 """Standard deviations of the chi-square statistic up to which choices count as independent."""
+
+MOVES = (_other_step(-1), _other_step(1), _axes_swapped)
+"""Other places of rewards, which may be scaled as well."""
 
 STORED_REWARDS = Equation(
     name="stored_rewards",
@@ -496,8 +498,19 @@ def check_rewards(
     others = [as_tensor(one, stored).detach().double() for one in (paid, raw_rewards) if one is not None]
     for one in others:
         same_shape(rewards=stored, paid=one)
-    settings: dict[str, Any] = {"valid": as_mask(valid, stored)}
-    return compare(STORED_REWARDS, (stored, *others), stored, **settings)
+    mask = as_mask(valid, stored)
+
+    def compared(own: Tensor) -> EquationCheck:
+        return compare(STORED_REWARDS, (own, *others), own, valid=mask)
+
+    check = compared(stored)
+    if check.matches or check.explanations:
+        return check
+    inner = slice(1, -1)  # what comes from outside the rollout is not known
+    moved = (move((stored, others[0])) for move in MOVES)
+    factors = (_scaled((stored[inner], to[inner]), stored[inner]) for to in moved if to is not None)
+    scaled = (compared(stored / factor[0]) for factor in factors if factor is not None)
+    return next((one for one in scaled if not one.matches and one.explanations), check)
 
 
 @inference_mode

@@ -279,7 +279,7 @@ MISTAKES = (
         "monte_carlo_cut",
         "discounted rewards to the end of the rollout, less values, without a bootstrap after the last step",
         "A_t = Σ_k γ^k r_{t+k} - V_t",
-        estimates.monte_carlo_cut,
+        lambda inputs: None if inputs.gae_lambda == 1 else estimates.monte_carlo_cut(inputs),  # no_last_bootstrap then
         advice="Bootstrap the last step with the value of the state that follows the rollout.",
     ),
     Hypothesis(
@@ -341,9 +341,17 @@ MISTAKES = (
     ),
     Hypothesis(
         "normalized_parts",
-        "GAE normalised over each environment or each step",
-        "A = (GAE - mean_b) / std_b",
-        estimates.normalized_in_parts,
+        "GAE normalised over each environment",
+        "A_tb = (GAE_tb - mean_b) / std_b",
+        estimates.normalized_along(0),
+        source="Huang et al. 2022, detail 7, normalises over the minibatch",
+        advice="Normalise over all rows of the batch or of the minibatch.",
+    ),
+    Hypothesis(
+        "normalized_steps",
+        "GAE normalised over the environments of each step",
+        "A_tb = (GAE_tb - mean_t) / std_t",
+        estimates.normalized_along(1),
         source="Huang et al. 2022, detail 7, normalises over the minibatch",
         advice="Normalise over all rows of the batch or of the minibatch.",
     ),

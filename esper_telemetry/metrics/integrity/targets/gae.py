@@ -555,22 +555,19 @@ def without_signs(inputs: GaeInputs) -> Tensor:
     return closest_whole(inputs, right.abs(), right.square(), right.clamp(min=0.0))
 
 
-@in_each_rollout
-def normalized_in_parts(inputs: GaeInputs) -> Tensor | None:
-    """GAE normalised over each environment or over each step."""
-    steps, envs = inputs.values.shape
-    if envs == 1 or inputs.valid is not None:
-        return None
-    right = gae(inputs)
-    sizes = {0: steps, 1: envs}
-    parts = [(dim, correction) for dim in (0, 1) for correction in (0, 1) if sizes[dim] - correction > 1]
-    return closest_whole(
-        inputs,
-        *(
-            (right - right.mean(dim, keepdim=True)) / (right.std(dim, correction=correction, keepdim=True) + STD_EPS)
-            for dim, correction in parts
-        ),
-    )
+def normalized_along(dim: int) -> Callable[[GaeInputs], Tensor | None]:
+    """Return the estimate that normalises over the steps of each environment (`dim` 0) or the environments of each step (1)."""
+
+    @in_each_rollout
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        size = inputs.values.shape[dim]
+        if inputs.values.shape[1] == 1 or inputs.valid is not None:
+            return None
+        right = gae(inputs)
+        stds = [right.std(dim, correction=c, keepdim=True) for c in (0, 1) if size - c > 1]
+        return closest_whole(inputs, *((right - right.mean(dim, keepdim=True)) / (std + STD_EPS) for std in stds))
+
+    return compute
 
 
 def rows_that_count(column: Tensor, valid: Tensor | None) -> Tensor:
