@@ -219,6 +219,8 @@ class TrainerEvents:
 
     def optimizer_step(self, epoch: int, step: int) -> None:
         """Emit `OptimizerStep`."""
+        if step == 0:  # a hook of the user may have set another rate
+            self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
         if self._hooks.wants(OptimizerStep):
             self._hooks.emit(OptimizerStep(epoch, step, self._trainer.optimizer, self._trainer.parameters))
 

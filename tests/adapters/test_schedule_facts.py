@@ -14,6 +14,7 @@ from esper_telemetry.adapters.script.settings import find_schedule, unchecked_eq
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT, equations
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT
+from esper_telemetry.events import MinibatchStart
 from esper_telemetry.views.equations import EquationRow, equation_rows
 
 
@@ -34,6 +35,22 @@ def trained(run_dir: Path, *, totals: tuple[int, ...] = (640,), **settings: Any)
         for total in totals:
             trainer.learn(total)
     return schedules(run_dir)
+
+
+def test_a_rate_that_a_hook_sets_is_the_one_that_is_compared(tmp_path: Path) -> None:
+    config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), seed=1)
+    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
+        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config)
+        attach(telemetry, trainer)
+
+        def anneal(_: MinibatchStart) -> None:
+            trainer.optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - trainer.env_steps / 448)
+
+        trainer.hooks.on(MinibatchStart, anneal)
+        trainer.learn(640)
+    row = schedules(tmp_path)
+
+    assert row.state == "differs" and [one.name for one in row.explanations] == ["negative"]
 
 
 @pytest.mark.parametrize("anneal", [True, False])
