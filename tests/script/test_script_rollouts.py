@@ -140,6 +140,22 @@ def test_log_probabilities_may_be_stored_as_probabilities() -> None:
     assert torch.allclose(finder.log_probs.flatten(), probabilities.log())
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked_for(asked: bool) -> None:
+    log, logits = DistributionLog(), torch.randn(3, 2, 4)
+    for step in range(3):
+        policy = Categorical(logits=logits[step])
+        log.add_sample(policy)
+        log.add_sample(distributions.Normal(torch.zeros(2, 1), 1.0))  # noise
+        if asked:
+            log.add(policy, policy.log_prob(policy.sample()))
+        log.after_env_step()
+
+    heads = log.take_rollout(3, 2).logits
+
+    torch.testing.assert_close(heads["action"], logits.log_softmax(-1))
+
+
 def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
     log = DistributionLog()
     for step in range(3):

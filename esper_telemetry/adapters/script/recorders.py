@@ -97,6 +97,7 @@ class DistributionLog:
         self._entries = 0
         self._asked: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._acted: list[Asked] = []
+        self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
@@ -105,16 +106,17 @@ class DistributionLog:
         if log_probs.requires_grad:
             self._returned.append(log_probs)
             self._chosen = chosen
-        if not _has_columns(distribution):
-            return
-        columns = head_columns({"": distribution})
-        parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
-        if parameters[0].dim() < 1:
-            return
-        columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
-        if columns.logits:  # masked actions have a large negative finite logit
-            columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
-        self._recent.append((columns, log_probs if log_probs.requires_grad else None))
+        columns = _columns_of(distribution)
+        if columns is not None:
+            self._recent.append((columns, log_probs if log_probs.requires_grad else None))
+
+    def add_sample(self, distribution: Any) -> None:
+        """Record choices that were drawn from a distribution, for a script that asks for no log-probabilities in acting.
+
+        Draws of a Gaussian may be noise that the script scales itself.
+        """
+        if isinstance(distribution, distributions.Categorical):
+            self._drawn.append(distribution)
 
     def add_entropy(self, entropies: Tensor) -> None:
         """Record entropies that a distribution has returned."""
@@ -123,7 +125,9 @@ class DistributionLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
-        for columns, _ in self._recent:
+        drawn = [] if self._asked else [_columns_of(distribution) for distribution in self._drawn]
+        self._drawn.clear()
+        for columns in (*(columns for columns, _ in self._recent), *(one for one in drawn if one is not None)):
             self._entries += sum(part.numel() for column in columns for part in column.values())
             if self._entries <= MAX_DISTRIBUTION_ENTRIES:
                 self._rollout.append(columns)
@@ -166,6 +170,7 @@ class DistributionLog:
         columns = [_as_rows(head, rows) for head, log_probs in self._recent if log_probs is not None]
         self._recent.clear()
         self._asked.clear()
+        self._drawn.clear()
         return _merge([head for head in columns if _rows(head) == rows])
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
@@ -186,6 +191,20 @@ class DistributionLog:
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
             return HeadColumns()
         return _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def _columns_of(distribution: Any) -> HeadColumns | None:
+    """Parameters [N, ...] of a distribution over rows; None of others."""
+    if not _has_columns(distribution):
+        return None
+    columns = head_columns({"": distribution})
+    parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
+    if parameters[0].dim() < 1:
+        return None
+    columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
+    if columns.logits:  # masked actions have a large negative finite logit
+        columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
+    return columns
 
 
 def _has_columns(distribution: Any) -> bool:

@@ -204,7 +204,7 @@ class Taps:
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
         self._patches.replace(torch.Tensor, "backward", self._backward)
         for kind in _subclasses(torch.distributions.Distribution):
-            for name, wrap in (("log_prob", self._log_prob), ("entropy", self._entropy)):
+            for name, wrap in (("log_prob", self._log_prob), ("entropy", self._entropy), ("sample", self._sample)):
                 if name in vars(kind):
                     self._patches.replace(kind, name, wrap)
         self._patches.replace(torch.nn.Linear, "forward", self._linear)
@@ -246,6 +246,9 @@ class Taps:
 
     def _entropy(self, entropy: Callable[..., Any]) -> Callable[..., Any]:
         return self._asked(entropy, lambda script, _, result: script.distributions.add_entropy(result))
+
+    def _sample(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        return self._asked(sample, lambda script, distribution, *_: script.distributions.add_sample(distribution))
 
     def _asked(self, method: Callable[..., Any], record: Callable[..., None]) -> Callable[..., Any]:
         """Record what a distribution returns to the script, and not what it asks the distribution that it is made of."""
