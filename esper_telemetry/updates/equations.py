@@ -492,6 +492,20 @@ def _required(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
+def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the passes of a source that does not count them, which all take the same few rows in several minibatches; none of others."""
+    taken, passes = set[int](), list[list[Tensor]]()
+    for part in parts:
+        rows = set(part.tolist())
+        if not passes or taken & rows:
+            passes, taken = [*passes, []], set()
+        passes[-1].append(part)
+        taken |= rows
+    visited = [torch.cat(one).sort().values for one in passes]
+    several = len(passes) > 1 and min(map(len, passes)) > 1
+    return passes if several and all(torch.equal(one, visited[0]) for one in visited) else []
+
+
 def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
     """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one.
 
@@ -506,9 +520,12 @@ def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool
     if uncounted and len(rows) % count:
         return unchecked(MINIBATCHES, "the trainer does not count its passes")
     row_count = 0
-    for epoch, part in zip(batches.epochs, rows.split(list(batches.counts)), strict=True):
+    parts = rows.split(list(batches.counts))
+    for epoch, part in zip(batches.epochs, parts, strict=True):
         passes.setdefault(row_count // count if uncounted else epoch, []).append(part)
         row_count += len(part)
+    if len(passes) == 1:
+        passes = dict(enumerate(short_passes(parts))) or passes
     if len(passes) == 1 and len(rows) < count and ends_early and len(rows.unique()) == len(rows):
         return unchecked(MINIBATCHES, "training stopped in its only pass")
     return check_minibatches(

@@ -15,6 +15,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.core.equations.equation import EQUATION_KEY, EquationResult, equation_results
 from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE
 from esper_telemetry.ppo.rollout import Batch
+from esper_telemetry.updates.equations import short_passes
 
 STEPS, ENVS = 32, 4
 CHECKED = ("policy_loss", "value_loss", "entropy_loss", "minibatches")
@@ -126,3 +127,13 @@ def test_a_wrong_loss_raises_the_alarm(tmp_path: Path) -> None:
     alarms = [alarm for alarm in read_run(tmp_path).alarms if alarm.type == "integrity/equation"]
 
     assert {alarm.key for alarm in alarms} == {EQUATION_KEY + "entropy_loss"}
+
+
+def test_passes_that_are_not_counted_are_told_apart_where_they_take_the_same_few_rows() -> None:
+    draw = torch.Generator().manual_seed(1)
+    short = [part for _ in range(3) for part in torch.randperm(40, generator=draw).chunk(2)]
+    alone = [torch.randperm(40, generator=draw)[:20] for _ in range(6)]
+    one = list(torch.randperm(120, generator=draw).chunk(6))
+
+    assert [len(minibatches) for minibatches in short_passes(short)] == [2, 2, 2]
+    assert short_passes(alone) == [] and short_passes(one) == []
