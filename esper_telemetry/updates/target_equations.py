@@ -5,7 +5,7 @@ Shapes: T steps, B environments; M minibatches of N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -177,21 +177,30 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
 
 
 def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
-    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts.
+    """Check the returns of the rollout; several rollouts that a record joins stand side by side.
 
     Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
     made of GAE that is normalised. `inputs` are those of GAE; None where it is not known.
     """
-    several = rollout.last_values is not None and len(rollout.last_values) > 1
-    columns: dict[str, Any] = {
-        "rewards": rollout.rewards,
-        "next_values": rollout.next_values,
-        "ended": rollout.ended,
-        "gamma": rollout.gamma,
-    }
+    count = 1 if rollout.last_values is None else len(rollout.last_values)
+    several = count > 1
+
+    def aside(column: Tensor) -> Tensor:
+        return column.unflatten(0, (count, -1)).transpose(0, 1).flatten(1) if several else column
+
     precision = facts.get("precision")
-    settings: dict[str, Any] = {**({} if several else columns), "valid": rollout.valid, "precision": precision}
-    check = check_returns(rollout.advantages, rollout.values, rollout.returns, **settings)
+    settings: dict[str, Any] = {
+        "rewards": aside(rollout.rewards),
+        "next_values": aside(rollout.next_values),
+        "ended": aside(rollout.ended),
+        "gamma": rollout.gamma,
+        "valid": None if rollout.valid is None else aside(rollout.valid),
+        "precision": precision,
+    }
+    targets = [aside(column) for column in (rollout.advantages, rollout.values, rollout.returns)]
+    check = check_returns(*targets, **settings)
+    if several and not (check.matches or check.explanations):
+        check = _in_each_rollout(check, targets, settings, count)
     if check.matches and inputs is None and not several and rollout.advantages.numel() >= MIN_NORMALIZED_ROWS:
         if not is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
             return check
@@ -203,10 +212,31 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
         if any(one.hypothesis.name == "normalized" for one in made_of):
             return check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
     if not check.matches and not check.holds:
-        claimed = rollout.returns.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
-        of_gae = check_returns(gae(inputs), inputs.values, claimed, valid=inputs.valid, precision=precision)
+        of_gae = check_returns(
+            gae(inputs), inputs.values, aside(rollout.returns), valid=inputs.valid, precision=precision
+        )
         return of_gae if of_gae.matches else check
     return check
+
+
+def _in_each_rollout(
+    check: EquationCheck, targets: Sequence[Tensor], settings: Mapping[str, Any], count: int
+) -> EquationCheck:
+    """Return a check of `count` rollouts side by side with what explains each of them that differs, as where each is normalised."""
+
+    def part(value: Any, place: int) -> Any:
+        return value.chunk(count, 1)[place] if isinstance(value, Tensor) else value
+
+    parts = [
+        check_returns(
+            *(part(one, place) for one in targets), **{name: part(one, place) for name, one in settings.items()}
+        )
+        for place in range(count)
+    ]
+    names = [{one.hypothesis.name for one in each.explanations} for each in parts if not each.matches]
+    common = set.intersection(*names) if names else set()
+    explained = next((each.explanations for each in parts if not each.matches), ())
+    return replace(check, explanations=tuple([one for one in explained if one.hypothesis.name in common]))
 
 
 def _returns_in_use(

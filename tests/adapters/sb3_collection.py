@@ -249,6 +249,34 @@ class ActsOnFinals(ChangedAnswers):
         return observations
 
 
+class OwnNames(PPO):
+    """A collecting loop that calls the observations otherwise, and keeps the last one of an episode."""
+
+    def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        rollout_buffer.reset()
+        callback.on_rollout_start()
+        for _ in range(n_rollout_steps):
+            with torch.no_grad():
+                chosen, value, log_prob = self.policy(torch.as_tensor(self._last_obs))
+            after, rewards, dones, infos = env.step(chosen.numpy())
+            self.num_timesteps += env.num_envs
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+            after = after.copy()
+            for index in np.flatnonzero(dones):
+                after[index] = infos[index]["terminal_observation"]
+            starts = self._last_episode_starts
+            rollout_buffer.add(self._last_obs, chosen.numpy().reshape(-1, 1), rewards, starts, value, log_prob)
+            self._last_obs, self._last_episode_starts = after, dones
+        with torch.no_grad():
+            last = self.policy.predict_values(torch.as_tensor(self._last_obs))
+        rollout_buffer.compute_returns_and_advantage(last_values=last, dones=dones)
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+
 class LateAnswers(ChangedAnswers):
     before: Any = None
 
@@ -489,6 +517,12 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = {
             vec_env("Pendulum-v1", seed=seed, env_kwargs={"max_episode_steps": 15}),
             **SETTINGS,
             seed=seed,
+        ),
+        frozenset({"transitions_final_observation"}),
+    ),
+    "that in a loop with names of its own": (
+        lambda seed: OwnNames(
+            "MlpPolicy", vec_env("CartPole-v1", seed=seed, env_kwargs={"max_episode_steps": 15}), **SETTINGS, seed=seed
         ),
         frozenset({"transitions_final_observation"}),
     ),

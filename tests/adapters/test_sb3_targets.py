@@ -288,6 +288,36 @@ def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, n
     assert f"the {equation} equal" in sentences["integrity/equation"]
 
 
+class MonteCarloTargets(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        goes_on, total = np.append(1 - self.episode_starts[1:], [1.0 - dones], 0), 0.0
+        for step in reversed(range(self.buffer_size)):
+            total = self.rewards[step] + self.gamma * goes_on[step] * total
+            self.returns[step] = total
+
+
+class Centred(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages = self.advantages - self.advantages.mean()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "equation", "name"),
+    [
+        (MonteCarloTargets, "returns", "monte_carlo_cut"),
+        (NormalizedBeforeReturns, "returns", "normalized"),
+        (Centred, "advantages", "mean_alone"),
+    ],
+)
+def test_a_mistake_in_each_of_the_rollouts_of_a_record_is_named(buffer: type[Buffer], equation: str, name: str) -> None:
+    model = A2C("MlpPolicy", limited(), rollout_buffer_class=buffer, **{**SETTINGS, "n_steps": 16})
+    records, _ = run(model, updates=60)
+
+    assert results(records, equation)[1] == {name}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "name"),
     [

@@ -100,9 +100,11 @@ class StepRecorder:
         returned = variables.get("new_obs")
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         answers, self._answers = self._answers, []
-        if isinstance(returned, np.ndarray):
-            shown = _entries(returned).copy()
-            last = answers[-1].observations if answers else None
+        last = answers[-1].observations if answers else None
+        shown = (
+            _entries(returned).copy() if isinstance(returned, np.ndarray) else last
+        )  # a loop may give it another name
+        if shown is not None:
             self._shown.append(shown)
             self._returned.append(last if last is not None and last.shape == shown.shape else shown)
         rewards = variables["rewards"].copy()

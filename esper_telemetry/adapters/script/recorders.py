@@ -44,6 +44,9 @@ MAX_STATE_ENTRIES = 1 << 24
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""
 
+MAX_DRAWN_STEPS = 1 << 12
+"""Steps of which the distributions that actions were drawn from are recorded."""
+
 MAX_END_STEPS = 1 << 14
 """Steps of an environment whose ends are recorded: more than a rollout has."""
 
@@ -98,6 +101,7 @@ class DistributionLog:
         self._asked: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._acted: list[Asked] = []
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._drawn_from: list[HeadColumns] = []
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
@@ -125,14 +129,15 @@ class DistributionLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
-        drawn = [] if self._asked else [_columns_of(distribution) for distribution in self._drawn]
-        self._drawn.clear()
-        for columns in (*(columns for columns, _ in self._recent), *(one for one in drawn if one is not None)):
+        for columns, _ in self._recent:
             self._entries += sum(part.numel() for column in columns for part in column.values())
             if self._entries <= MAX_DISTRIBUTION_ENTRIES:
                 self._rollout.append(columns)
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
             self._acted += [one.copied() for one in self._asked]
+            if not self._rollout and len(self._drawn_from) < MAX_DRAWN_STEPS:
+                self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
+        self._drawn.clear()
         self._asked.clear()
         self._recent.clear()
         self._returned.clear()
@@ -175,7 +180,8 @@ class DistributionLog:
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
-        heads, self._rollout = [_as_rows(head, envs) for head in self._rollout], []
+        heads = [_as_rows(head, envs) for head in self._rollout or self._drawn_from]
+        self._rollout, self._drawn_from = [], []
         after, self._after = [*self._after, *(head for head, _ in self._recent)], []
         if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
             last = [head for head in (_as_rows(one, envs) for one in after) if _rows(head) == envs]

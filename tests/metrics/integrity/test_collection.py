@@ -74,6 +74,11 @@ def test_what_no_pass_gives_is_unexplained() -> None:
     assert names(check) == []
 
 
+def test_a_name_that_is_no_hypothesis_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"alternatives are of other_observations, .*, got stale_weights"):
+        check_replayed_log_probs(torch.zeros(4), torch.zeros(4), alternatives={"stale_weights": lambda: torch.zeros(4)})
+
+
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shapes must agree"):
         check_values(column(0), column(0)[:-1])

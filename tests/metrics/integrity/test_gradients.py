@@ -214,7 +214,7 @@ def test_parameters_stand_for_their_gradients_and_none_for_zeros() -> None:
         ({"terms": {"value": [torch.ones(2)]}}, "coefficients must have a weight for value"),
         ({"terms": {"policy": [torch.ones(2), torch.ones(2)]}}, "equally many tensors"),
         ({"terms": {"policy": [torch.ones(3)]}}, "must have the shapes"),
-        ({"alternatives": {"magic": [torch.ones(2)]}}, "unknown alternatives: magic"),
+        ({"alternatives": {"magic": [torch.ones(2)]}}, "alternatives are of no_clip, .*, got magic"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_reason(arguments: dict[str, object], message: str) -> None:

@@ -236,11 +236,14 @@ def check_replayed_log_probs(
     Args:
         log_probs: [T, B] or [N], at collection.
         replayed: same shape, of the same actions, from a pass of the policy over the stored observations.
-        alternatives: functions that return log-probabilities of passes over other inputs, by the names of hypotheses of
-            `REPLAYED_LOG_PROBS`; called only where the others differ.
+        alternatives: functions that return log-probabilities of passes over other inputs, or with other weights, by the names of what they
+            are: `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
+            `memory_zero`, `memory_not_reset` and the other hypotheses of this equation; called only where the others differ.
         valid: same shape, bool; None where every entry counts.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision where it is None.
+
+    Raises ValueError for a name that is no hypothesis, or shapes that differ.
     """
     return _check_replay(REPLAYED_LOG_PROBS, log_probs, replayed, alternatives, valid, precision, tolerance)
 
@@ -271,6 +274,10 @@ def _check_replay(
     claimed = as_tensor(stored).detach().double()
     now = as_tensor(replayed, claimed).detach().double()
     same_shape(stored=claimed, replayed=now)
+    names = list(dict.fromkeys([one.name for one in (*REPLAYED_LOG_PROBS.hypotheses, *VALUES.hypotheses)]))
+    unknown = sorted(set(alternatives or {}) - set(names))
+    if unknown:
+        raise ValueError(f"alternatives are of {', '.join(names)}, got {', '.join(unknown)}")
 
     def alternative(name: str) -> Tensor | None:
         run = (alternatives or {}).get(name)

@@ -56,8 +56,8 @@ def check_gradient(
         weights: of the parameters, to recognise a penalty on them.
         rows: of the minibatch, to recognise a sum in place of a mean.
         max_norm: limit of the global norm.
-        alternatives: gradients of other losses by the name of their hypothesis, unweighted: of `no_clip` and others of
-            `ALTERNATIVE_LOSSES`, or `critic_leaks`: that of the value loss where nothing is stopped.
+        alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
+            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: that of the value loss where nothing is stopped.
         precision: of the trainer's arithmetic.
         tolerance: largest relative error; by precision where it is None.
 
@@ -101,9 +101,10 @@ def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives
     unweighted = [name for name in terms if name != "policy" and name not in coefficients]
     if unweighted:
         raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
-    unknown = sorted(set(alternatives) - {*ALTERNATIVE_LOSSES, "critic_leaks"})
+    known = [*ALTERNATIVE_LOSSES, "critic_leaks"]
+    unknown = sorted(set(alternatives) - set(known))
     if unknown:
-        raise ValueError(f"unknown alternatives: {', '.join(unknown)}")
+        raise ValueError(f"alternatives are of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor]:

@@ -537,9 +537,10 @@ def normalized(inputs: GaeInputs) -> Tensor:
 
 def moved_and_scaled(
     change: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Callable[[GaeInputs], Tensor]:
+) -> Callable[[GaeInputs], Tensor | None]:
     """Return what `change` makes of GAE, the mean of all rows that count and their standard deviation, biased or not."""
 
+    @in_each_rollout
     def compute(inputs: GaeInputs) -> Tensor:
         right = gae(inputs)
         rows = rows_that_count(right, inputs.valid)
