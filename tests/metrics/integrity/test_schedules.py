@@ -123,7 +123,7 @@ def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:
 )
 def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, names: list[str]) -> None:
     rates = PROGRAMS["restarting"](np.arange(60) / 60)[:updates]
-    result = check_schedule(rates, np.arange(updates) / 60, initial=1.0, final=0.0)
+    result = check_schedule(list(rates), list(np.arange(updates) / 60), initial=1.0, final=0.0)
 
     assert [one.hypothesis.name for one in result.explanations] == names
     assert all(one.fitted == pytest.approx(0.25) for one in result.explanations)
