@@ -207,10 +207,14 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
         return replace(check, error=1.0, explanations=(Explanation(OF_NORMALIZED, 0.0),))
     if inputs is None or check.error is None:
         return check
-    if check.matches and not several and is_standard(rollout.advantages, rollout.valid):
+    valid = rollout.valid
+    each = zip(rollout.advantages.chunk(count), [None] * count if valid is None else valid.chunk(count), strict=True)
+    if check.matches and all(is_standard(*one) for one in each):
         made_of = compare_advantages(inputs, precision=precision).explanations
         if any(one.hypothesis.name == "normalized" for one in made_of):
-            return check_returns(gae(inputs), rollout.values, rollout.returns, **settings)
+            targets[0] = gae(inputs)
+            made = check_returns(*targets, **settings)
+            return _in_each_rollout(made, targets, settings, count) if several and not made.explanations else made
     if not check.matches and not check.holds:
         of_gae = check_returns(
             gae(inputs), inputs.values, aside(rollout.returns), valid=inputs.valid, precision=precision

@@ -308,6 +308,7 @@ class Centred(Buffer):
     [
         (MonteCarloTargets, "returns", "monte_carlo_cut"),
         (NormalizedBeforeReturns, "returns", "normalized"),
+        (ReturnsFromNormalized, "returns", "normalized"),
         (Centred, "advantages", "mean_alone"),
     ],
 )

@@ -198,3 +198,11 @@ def test_a_right_entropy_matches_however_certain_the_choice(scale: float, seed: 
     assert check_entropy(-Categorical(logits=column).entropy().mean(-1), logits={"": column}).matches
     normalized = column.log_softmax(-1)
     assert check_entropy((normalized.exp() * normalized).sum(-1).mean(-1), logits={"": column}).matches
+
+
+def test_rows_of_padding_do_not_count_in_the_entropy() -> None:
+    pi, valid = Categorical(logits=logits(1)), torch.rand(MINIBATCHES, ROWS, generator=generator(2)) < 0.8
+    mean = (pi.entropy() * valid).sum(-1) / valid.sum(-1)
+
+    assert check_entropy(-mean, logits={"": logits(1)}, valid=valid).matches
+    assert not check_entropy(-mean, logits={"": logits(1)}).matches

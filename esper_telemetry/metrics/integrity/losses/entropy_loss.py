@@ -303,7 +303,7 @@ def check_entropy(
     for head, mask in allowed.items():
         same_shape(**{f"masks of {head}": mask, f"logits of {head}": categorical.get(head)})
     relevant = masks_by_head(relevance)
-    given = {"chosen_log_probs": chosen_log_probs, "log_probs": log_probs, "valid": valid, **relevant}
+    given = {"chosen_log_probs": chosen_log_probs, "log_probs": log_probs, **relevant}
     columns = {name: as_tensor(column, first) for name, column in given.items() if column is not None}
     claimed, minibatches, rows = divided(as_tensor(loss), counts, valid, entropy=first[..., 0], **columns)
 
