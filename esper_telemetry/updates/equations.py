@@ -450,7 +450,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
         relevance=batches.relevance,
         valid=batches.valid,
         counts=batches.counts,
-        chosen_log_probs=chosen,
+        chosen_log_probs=trained if chosen is None else chosen,  # where the actions are not known, it may be either
         log_probs=trained if differs else None,
         weight=claims.weights.get("entropy"),
         precision=claims.facts.get("precision"),
@@ -473,12 +473,12 @@ def _total_loss(claims: LossClaims) -> EquationCheck:
     result = check(policy, value, entropy)
     if result.matches and result.error is not None:
         return result
-    if claims.facts.get("clip") is not None and _is_variant(_policy_loss(claims), "with_entropy"):
-        policy = _required(policy) - _required(claims.bonus)
-    if claims.batches.values is not None and _is_variant(_value_loss(claims), "weighted"):
-        value = _required(value) / weights["value_coef"]
-    if (claims.batches.logits or claims.batches.log_std) and _is_variant(_entropy_loss(claims), "weighted"):
-        entropy = _required(entropy) / weights["entropy_coef"]
+    if policy is not None and _has_inputs("policy", claims) and _is_variant(_policy_loss(claims), "with_entropy"):
+        policy = policy - _required(claims.bonus)
+    if value is not None and _has_inputs("value", claims) and _is_variant(_value_loss(claims), "weighted"):
+        value = value / weights["value_coef"]
+    if entropy is not None and _has_inputs("entropy", claims) and _is_variant(_entropy_loss(claims), "weighted"):
+        entropy = entropy / weights["entropy_coef"]
     return check(policy, value, entropy)
 
 
@@ -517,10 +517,10 @@ def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool
     count = size if rollout.valid is None else int(rollout.valid.sum())
     passes: dict[int, list[Tensor]] = {}
     uncounted = len(set(batches.epochs)) == 1 and len(rows) > count
-    if uncounted and len(rows) % count:
+    parts = rows.split(list(batches.counts))
+    if uncounted and len(rows) % count and all(len(part.unique()) == len(part) for part in parts):
         return unchecked(MINIBATCHES, "the trainer does not count its passes")
     row_count = 0
-    parts = rows.split(list(batches.counts))
     for epoch, part in zip(batches.epochs, parts, strict=True):
         passes.setdefault(row_count // count if uncounted else epoch, []).append(part)
         row_count += len(part)

@@ -100,6 +100,60 @@ def test_a_script_with_two_networks_and_no_known_rollout(tmp_path: Path) -> None
     assert not any(alarm.type.startswith("integrity/") for alarm in run.alarms)
 
 
+REPLACED_ROWS = """
+import gymnasium as gym, numpy as np, torch
+from torch import nn
+env, size, rng, gamma, lam = gym.make("Pendulum-v1", max_episode_steps=400), 96, np.random.default_rng(1), 0.9, 0.95
+vf_coef, ent_coef, clip_coef = 0.5, ENTROPY_COEF, 0.2
+torch.manual_seed(0)
+actor, critic, log_std = nn.Linear(3, 1), nn.Linear(3, 1), nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters(), log_std], lr=1e-3)
+o, _ = env.reset(seed=0)
+for update in range(3):
+    s, a, r, v = [], [], [], []
+    for _ in range(size):
+        x = torch.tensor(o, dtype=torch.float32)
+        with torch.no_grad():
+            s.append(x); a.append(torch.normal(actor(x), log_std.exp())); v.append(critic(x)[0])
+        o, reward, end, cut, _ = env.step(a[-1].clamp(-2, 2).numpy())
+        r.append(reward / 10)
+        if cut:
+            o, _ = env.reset()
+    with torch.no_grad():
+        last, s, a, v = critic(torch.tensor(o, dtype=torch.float32))[0], torch.stack(s), torch.stack(a), torch.stack(v)
+        old = torch.distributions.Normal(actor(s), log_std.exp()).log_prob(a).sum(-1)
+    advantages, total = torch.zeros(size), 0.0
+    for t in reversed(range(size)):
+        total = r[t] + gamma * (last if t == size - 1 else v[t + 1]) - v[t] + gamma * lam * total
+        advantages[t] = total
+    returns = advantages + v
+    for _ in range(3 * size // 40):
+        i = rng.integers(0, size, 40)
+        log_prob = torch.distributions.Normal(actor(s[i]), log_std.exp()).log_prob(a[i]).sum(-1)
+        ratio = (log_prob - old[i]).exp()
+        policy = -torch.min(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i]).mean()
+        value = 0.5 * (critic(s[i])[:, 0] - returns[i]).square().mean()
+        loss = policy + vf_coef * value
+        if ent_coef:
+            loss = loss + ent_coef * log_prob.mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float, tmp_path: Path) -> None:
+    """Without log-probabilities in acting, actions are still known; a bonus of 0 leaves nothing out but itself."""
+    (tmp_path / "script.py").write_text(REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient)))
+
+    result = with_telemetry(tmp_path, "script.py")
+
+    assert result.code == 0 and "failed" not in result.stderr, result.stderr
+    values = read_run(tmp_path / "run").records[-1].values
+    assert EQUATION_KEY + "minibatches_with_replacement" in values
+    assert (EQUATION_KEY + "entropy_loss_sample" in values) == bool(coefficient)
+    assert values[EQUATION_KEY + "advantages"] < 1e-4 and values[EQUATION_KEY + "total_loss"] < 1e-4
+
+
 @pytest.mark.parametrize("uncleared", [None, 0, 1])
 def test_gradients_of_two_optimizers_are_checked_in_turns(uncleared: int | None, tmp_path: Path) -> None:
     """Both are known from the second update on: it checks the actor, the third the critic. A gradient that is not cleared is named."""

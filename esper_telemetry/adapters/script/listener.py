@@ -509,8 +509,11 @@ class ScriptListener:
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
-        if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
-            by_head = head_actions(actions, head_names(count), heads.means)
+        if actions is not None and (count < 2 or actions.shape[-1] >= count):
+            # without distributions in acting those of training, if it is one, are of the same head
+            names = head_names(max(1, count))
+            whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
+            by_head = head_actions(actions, names, heads.means if count or whole else names)
         bounds = self.environments.bounds(actions) if count == 1 else None
         return RolloutActions(
             log_probs=log_probs.clone(),
@@ -600,8 +603,7 @@ class ScriptListener:
             if value is None and not self._minibatches.critic_apart:
                 value = minibatch.left_out
             rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
-            if self._pass_key is None and self._size % len(minibatch.policy.advantages):
-                rows = None  # where a pass ends is not known
+            counted = self._pass_key is not None or not self._size % len(minibatch.policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
                 places = rows.to(rollout.values.device)
@@ -616,7 +618,7 @@ class ScriptListener:
                 self.findings[LOSSES] = None
             self.hooks.emit(
                 MinibatchEnd(
-                    epoch=minibatch.epoch,
+                    epoch=minibatch.epoch if counted else 0,  # where a pass ends is not known
                     step=minibatch.step,
                     log_ratio=minibatch.log_ratio,
                     advantages=minibatch.policy.advantages,
