@@ -31,9 +31,9 @@ def _annealed(inputs: ScheduleInputs) -> Array | None:
 
 
 def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
-    """Return the rates where each update counts as so many; None where that is once."""
-    speed = float(np.prod([inputs.schedule.counts.get(name, 1) for name in names]))
-    return inputs.line(speed, stops=stops) if speed != 1 and _anneals(inputs) else None
+    """Return the rates where each update counts as so many; None where one of the numbers is 1, or not known."""
+    counts = [inputs.schedule.counts.get(name, 1) for name in names]
+    return inputs.line(float(np.prod(counts)), stops=stops) if 1 not in counts and _anneals(inputs) else None
 
 
 def _rising(inputs: ScheduleInputs) -> Array | None:

@@ -143,6 +143,13 @@ def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> Non
     assert result.fitted["other_end"] == pytest.approx(0.4)
 
 
+def test_a_number_that_is_not_known_is_none_that_a_schedule_counts() -> None:
+    rates = PROGRAMS["per_epoch"](np.arange(40) / 40)
+    result = check_schedule(list(rates), list(np.arange(40) / 40), initial=1.0, num_epochs=EPOCHS)
+
+    assert [one.hypothesis.name for one in result.explanations] == ["per_epoch"]
+
+
 def test_the_fitted_share_is_that_of_the_program() -> None:
     assert check(PROGRAMS["ending_early"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.7)
     assert check(PROGRAMS["restarting"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.25)
