@@ -370,18 +370,23 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
     first = slice(batches.counts[0])
     if float((chosen - stored)[first].abs().max()) > MAX_LOG_PROB_ERROR * max(1.0, float(stored.abs().max())):
         return unchecked(LOG_RATIOS, "the recorded distributions do not give the stored log-probabilities")
-    size = rollout.log_probs.numel()
-    places = torch.arange(len(chosen), device=chosen.device) % size
-    exchanged = _exchanged(batches.rows, *rollout.log_probs.shape)
-    return check_log_ratios(
+    compared = partial(
+        check_log_ratios,
         batches.log_ratio,
         chosen,
         stored,
         valid=batches.valid,
+        precision=claims.facts.get("precision"),
+    )
+    check = compared()
+    if check.matches:
+        return check
+    places = torch.arange(len(chosen), device=chosen.device) % rollout.log_probs.numel()
+    exchanged = _exchanged(batches.rows, *rollout.log_probs.shape)
+    return compared(
         in_order=rollout.log_probs.flatten()[places],
         swapped=_nearest([rollout.log_probs.flatten()[rows] for rows in exchanged], chosen - batches.log_ratio),
         now_swapped=_nearest([claims.chosen_log_probs(rows) for rows in exchanged], batches.log_ratio + stored),
-        precision=claims.facts.get("precision"),
     )
 
 

@@ -185,19 +185,19 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
     count = 1 if rollout.last_values is None else len(rollout.last_values)
     several = count > 1
 
-    def aside(column: Tensor) -> Tensor:
+    def side_by_side(column: Tensor) -> Tensor:
         return column.unflatten(0, (count, -1)).transpose(0, 1).flatten(1) if several else column
 
     precision = facts.get("precision")
     settings: dict[str, Any] = {
-        "rewards": aside(rollout.rewards),
-        "next_values": aside(rollout.next_values),
-        "ended": aside(rollout.ended),
+        "rewards": side_by_side(rollout.rewards),
+        "next_values": side_by_side(rollout.next_values),
+        "ended": side_by_side(rollout.ended),
         "gamma": rollout.gamma,
-        "valid": None if rollout.valid is None else aside(rollout.valid),
+        "valid": None if rollout.valid is None else side_by_side(rollout.valid),
         "precision": precision,
     }
-    targets = [aside(column) for column in (rollout.advantages, rollout.values, rollout.returns)]
+    targets = [side_by_side(column) for column in (rollout.advantages, rollout.values, rollout.returns)]
     check = check_returns(*targets, **settings)
     if several and not (check.matches or check.explanations):
         check = _in_each_rollout(check, targets, settings, count)
@@ -217,7 +217,7 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
             return _in_each_rollout(made, targets, settings, count) if several and not made.explanations else made
     if not check.matches and not check.holds:
         of_gae = check_returns(
-            gae(inputs), inputs.values, aside(rollout.returns), valid=inputs.valid, precision=precision
+            gae(inputs), inputs.values, side_by_side(rollout.returns), valid=inputs.valid, precision=precision
         )
         return of_gae if of_gae.matches else check
     return check

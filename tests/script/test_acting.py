@@ -21,7 +21,7 @@ def acted(network: nn.Sequential, states: Tensor) -> Acting:
             rows = inputs
             for layer in network:
                 if isinstance(layer, nn.Linear):
-                    log.add(layer, rows, graded=False)
+                    log.add(layer, rows, has_graph=False)
                 rows = layer(rows)
             log.after_env_step()
     acting = log.take(len(states), ENVS)
@@ -55,12 +55,12 @@ def test_what_differs_between_acting_and_training(case: str) -> None:
 def test_a_network_may_act_with_a_graph_and_training_is_none_of_its_acting() -> None:
     acting, trained = nn.Linear(INPUTS, 2), nn.Linear(INPUTS, 2)
     log, states = ActingLog(), torch.randn(STEPS, ENVS, INPUTS)
-    log.add(trained, torch.randn(16, INPUTS), graded=True)
+    log.add(trained, torch.randn(16, INPUTS), has_graph=True)
     log.before_backward()
     for inputs in states:
-        log.add(acting, inputs, graded=True)
+        log.add(acting, inputs, has_graph=True)
         log.after_env_step()
-    log.add(trained, torch.randn(16, INPUTS), graded=True)
+    log.add(trained, torch.randn(16, INPUTS), has_graph=True)
     log.before_backward()
 
     taken = log.take(STEPS, ENVS)
@@ -85,7 +85,7 @@ def test_running_statistics_of_one_environment_change_from_step_to_step(delayed:
 
 def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
     log = ActingLog()
-    log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS), graded=False)
+    log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS), has_graph=False)
     log.after_env_step()
 
     assert log.take(STEPS, ENVS) is None

@@ -101,9 +101,8 @@ class StepRecorder:
         sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         answers, self._answers = self._answers, []
         last = answers[-1].observations if answers else None
-        shown = (
-            _entries(returned).copy() if isinstance(returned, np.ndarray) else last
-        )  # a loop may give it another name
+        # a loop may give them another name
+        shown = _entries(returned).copy() if isinstance(returned, np.ndarray) else last
         if shown is not None:
             self._shown.append(shown)
             self._returned.append(last if last is not None and last.shape == shown.shape else shown)

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 MAX_INPUT_ENTRIES = 1 << 22
 """Entries of the inputs of one rollout that are copied."""
 
-MAX_GRADED_ENTRIES = 1 << 14
+MAX_GRAPH_ENTRIES = 1 << 14
 """Entries of the inputs of a layer with a graph, which may be those of a minibatch, that are copied."""
 
 MAX_LAYERS = 16
@@ -91,7 +91,7 @@ class Acting(NamedTuple):
 
 
 def _drift(acted: Tensor, stored: Tensor) -> bool:
-    """Return True where inputs [T, B, n] are the stored ones times numbers that hardly change from step to step: running statistics."""
+    """Return True where inputs [T, B, n] are the stored ones, moved and scaled by numbers that hardly change between steps."""
     whole = len(acted) // DRIFT_STEPS * DRIFT_STEPS
     delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)
     if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
@@ -126,9 +126,9 @@ class ActingLog:
         self._training = False
         self._entries = 0
 
-    def add(self, layer: nn.Module, inputs: Tensor, *, graded: bool) -> None:
-        """Record a call of a layer that may act; `graded`: its output has a graph."""
-        if graded and inputs.numel() > MAX_GRADED_ENTRIES:
+    def add(self, layer: nn.Module, inputs: Tensor, *, has_graph: bool) -> None:
+        """Record a call of a layer that may act; `has_graph`: its output has one, so that it may be training."""
+        if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
         weight = layer.weight
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:

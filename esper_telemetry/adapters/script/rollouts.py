@@ -662,7 +662,7 @@ def _share(column: Tensor, array: Tensor) -> float:
 
 def nearest(numbers: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the places in a sorted table of the entries next to these numbers, and their distances."""
-    right = torch.searchsorted(table, numbers).clamp(max=len(table) - 1)
+    right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
     left = (right - 1).clamp(min=0)
     is_left = (numbers - table[left]).abs() <= (table[right] - numbers).abs()
     places = torch.where(is_left, left, right)
@@ -809,8 +809,8 @@ class RowFinder:
         """The transitions with these numbers in one column; where several have a number, those that are nearest in all columns."""
         table, order = self._columns[first].sort(stable=True)
         limit = self._limits[first]
-        low = torch.searchsorted(table, own[first] - limit)
-        high = torch.searchsorted(table, own[first] + limit, right=True)
+        low = torch.searchsorted(table, (own[first] - limit).contiguous())
+        high = torch.searchsorted(table, (own[first] + limit).contiguous(), right=True)
         if bool((low == high).any()):
             return None
         rows = order[low]

@@ -258,10 +258,9 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
     counts = {
         name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
     }
-    final = 0.0 if anneals else rate
-    if scheduler is not None:
-        final = rate * float(scheduler.end_factor) / float(scheduler.start_factor)
     is_set = scheduler is not None
+    left = float(scheduler.end_factor) / float(scheduler.start_factor) if scheduler is not None else 0.0
+    final = left * rate if anneals else rate
     schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=is_set, counts=counts)
     return {SCHEDULE_FACT: schedule.fact()}
 

@@ -274,8 +274,8 @@ class Taps:
             if not _compiling():
                 if layer.out_features == 1:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
-                graded = output.requires_grad
-                self._call_briefly(lambda script: script.acting.add(layer, inputs, graded=graded))
+                graph = output.requires_grad
+                self._call_briefly(lambda script: script.acting.add(layer, inputs, has_graph=graph))
             return output
 
         return passed
