@@ -47,9 +47,12 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     with Telemetry([raising, memory], run_dir=tmp_path / "run", close_timeout=4 * DEADLINE_SECONDS) as telemetry:
         attach(telemetry, ppo)
 
+        def of_the_sink() -> list[str]:  # a loaded machine may have a worker that is too slow, which is another warning
+            return [warning for warning in warnings(caplog) if "raising" in warning]
+
         def has_warned() -> bool:  # the training thread learns of the child process between two updates
             learn_until(ppo, ppo.updates + 1)
-            return bool(warnings(caplog))
+            return bool(of_the_sink())
 
         wait_until(has_warned, "the warning about the sink that raises")
         learn_until(ppo, ppo.updates + 3)
@@ -57,7 +60,7 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     assert len(memory.records) == ppo.updates
     assert errors(memory.records[0]) == 0
     assert errors(memory.records[-1]) >= 1
-    warning, left = warnings(caplog)
+    warning, left = of_the_sink()
     if in_process:
         assert f"raising: retrying, 0 records sent, {ppo.updates} pending" in left
     else:
