@@ -382,17 +382,14 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
     if check.matches:
         return check
     places = torch.arange(len(chosen), device=chosen.device) % rollout.log_probs.numel()
-    exchanged = _exchanged(batches.rows, *rollout.log_probs.shape)
+    rows, (steps, envs) = batches.rows, rollout.log_probs.shape
+    # rows in which steps and environments change places, in both ways that columns can be flattened
+    exchanged = [rows % steps * envs + rows // steps, rows % envs * steps + rows // envs]
     return compared(
         in_order=rollout.log_probs.flatten()[places],
-        swapped=_nearest([rollout.log_probs.flatten()[rows] for rows in exchanged], chosen - batches.log_ratio),
-        now_swapped=_nearest([claims.chosen_log_probs(rows) for rows in exchanged], batches.log_ratio + stored),
+        swapped=_nearest([rollout.log_probs.flatten()[other] for other in exchanged], chosen - batches.log_ratio),
+        now_swapped=_nearest([claims.chosen_log_probs(other) for other in exchanged], batches.log_ratio + stored),
     )
-
-
-def _exchanged(rows: Tensor, steps: int, envs: int) -> list[Tensor]:
-    """Return rows in which steps and environments change places, in both ways that columns can be flattened."""
-    return [rows % steps * envs + rows // steps, rows % envs * steps + rows // envs]
 
 
 def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None:

@@ -135,7 +135,11 @@ class StepRecorder:
 
     def _transitions(self, stored: Array, ends: Sequence[End], resets: ResetCounter) -> Transitions | None:
         observations = torch.from_numpy(stored)
-        returned = _outcomes(np.stack(self._returned), np.stack(self._shown))
+        returned, shown = np.stack(self._returned), np.stack(self._shown)
+        kept, delayed = (shown == returned).all(-1), (shown[1:] == returned[:-1]).all(-1)
+        # a loop that exchanges some of them, or delays all, makes a mistake; one that scales them acts on what it shows
+        if 2 * max(kept.mean(), delayed.mean() if delayed.size else 0.0) < 1:
+            returned = shown
         own = _entries(stored.reshape(-1, *stored.shape[2:])).reshape(*stored.shape[:2], -1)
         if own.shape != returned.shape:
             return None
@@ -209,16 +213,6 @@ class ResetCounter:
         """Return the number since the last call."""
         count, self._count = self._count, 0
         return count
-
-
-def _outcomes(returned: Array, shown: Array) -> Array:
-    """Return observations [T, B, n] as the environments returned them, or as the loop shows them where it transforms most of them.
-
-    A loop that exchanges some of them, or delays all, makes a mistake; one that scales them acts on what it shows.
-    """
-    kept = (shown == returned).all(-1)
-    delayed = (shown[1:] == returned[:-1]).all(-1)
-    return returned if 2 * max(kept.mean(), delayed.mean() if delayed.size else 0.0) >= 1 else shown
 
 
 def _entries(observations: Array) -> Array:

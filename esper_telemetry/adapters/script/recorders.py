@@ -200,8 +200,13 @@ class DistributionLog:
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
-    """Parameters [N, ...] of a distribution over rows; None of others."""
-    if not _has_columns(distribution):
+    """Parameters [N, ...] over rows of a choice, or of a Gaussian whose dimensions are independent; None of others."""
+    base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
+    is_choice = isinstance(distribution, distributions.Categorical)
+    is_joint = isinstance(distribution, distributions.MultivariateNormal)
+    if is_joint and bool(distribution.scale_tril.tril(-1).any()):
+        return None
+    if not (is_joint or is_choice or isinstance(base, distributions.Normal)):
         return None
     columns = head_columns({"": distribution})
     parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
@@ -211,14 +216,6 @@ def _columns_of(distribution: Any) -> HeadColumns | None:
     if columns.logits:  # masked actions have a large negative finite logit
         columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
     return columns
-
-
-def _has_columns(distribution: Any) -> bool:
-    """Return True for a choice, and for a Gaussian whose dimensions are independent."""
-    if isinstance(distribution, distributions.MultivariateNormal):
-        return not bool(distribution.scale_tril.tril(-1).any())
-    base = distribution.base_dist if isinstance(distribution, distributions.Independent) else distribution
-    return isinstance(base, distributions.Normal) or isinstance(distribution, distributions.Categorical)
 
 
 def _as_rows(columns: HeadColumns, rows: int) -> HeadColumns:
