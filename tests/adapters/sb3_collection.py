@@ -205,35 +205,19 @@ class RawRewards(PPO):
             del rollout_buffer.add
 
 
-class RawAnswers(PPO):
-    """Goes on with the rewards from before normalisation as soon as the environments have answered."""
-
-    def collect_rollouts(self, env: Any, *arguments: Any, **named: Any) -> bool:
-        step = env.step
-
-        def raw(actions: Any) -> Any:
-            observations, _, *rest = step(actions)
-            return observations, env.get_original_reward(), *rest
-
-        env.step = raw
-        try:
-            return super().collect_rollouts(env, *arguments, **named)
-        finally:
-            del env.step
-
-
 class ChangedAnswers(PPO):
-    """Goes on with other observations than the environments have answered."""
+    """Goes on with something else than the environments have answered."""
 
-    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
+        """Return the observations and rewards with which it goes on."""
         raise NotImplementedError
 
     def collect_rollouts(self, env: Any, *arguments: Any, **named: Any) -> bool:
         step = env.step
 
         def other(actions: Any) -> Any:
-            observations, rewards, dones, infos = step(actions)
-            return self.changed(observations, dones, infos), rewards, dones, infos
+            answer = step(actions)
+            return *self.changed(env, *answer), *answer[2:]
 
         env.step = other
         try:
@@ -242,11 +226,18 @@ class ChangedAnswers(PPO):
             del env.step
 
 
+class RawAnswers(ChangedAnswers):
+    """Goes on with the rewards from before normalisation."""
+
+    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
+        return observations, env.get_original_reward()
+
+
 class ActsOnFinals(ChangedAnswers):
-    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         for index in np.flatnonzero(dones):
             observations[index] = infos[index]["terminal_observation"]
-        return observations
+        return observations, rewards
 
 
 class OwnNames(PPO):
@@ -280,16 +271,16 @@ class OwnNames(PPO):
 class LateAnswers(ChangedAnswers):
     before: Any = None
 
-    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
+    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
         late, self.before = (observations if self.before is None else self.before), observations
-        return late
+        return late, rewards
 
 
 class ScaledAnswers(ChangedAnswers):
     """Scales what it acts on in the loop, which is no mistake."""
 
-    def changed(self, observations: Any, dones: Any, infos: Any) -> Any:
-        return observations / 2
+    def changed(self, env: Any, observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any]:
+        return observations / 2, rewards
 
 
 class ListedMinibatches(RolloutBuffer):

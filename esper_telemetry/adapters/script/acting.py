@@ -79,7 +79,7 @@ class Acting(NamedTuple):
                 scaled = _are_scaled(acted.unsqueeze(0), own.unsqueeze(0))
                 if not scaled and observations is not None and observations.numel() == self.inputs.numel():
                     stored = observations.reshape(self.inputs.shape).to(device).double()
-                    scaled = _are_scaled(self.inputs.double(), stored) or _drift(self.inputs.double(), stored)
+                    scaled = _are_scaled(self.inputs.double(), stored) or _scales_drift(self.inputs.double(), stored)
                 return "other_statistics" if scaled else "other_observations"
         weights = [weight for one in self.weights if (weight := one()) is not None]
         if weights and trained and not any(id(weight) in trained for weight in weights):
@@ -90,7 +90,7 @@ class Acting(NamedTuple):
         return "other_mode" if modes else "random_passes" if random else None
 
 
-def _drift(acted: Tensor, stored: Tensor) -> bool:
+def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
     """Return True where inputs [T, B, n] are the stored ones, moved and scaled by numbers that hardly change between steps."""
     whole = len(acted) // DRIFT_STEPS * DRIFT_STEPS
     delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)

@@ -248,7 +248,7 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
     total = facts.get("total_steps")
     total = total if isinstance(total, int) else (updates or 0) * collected
-    scheduler = variables.find_kind(LinearLR)
+    scheduler = variables.find_instance(LinearLR)
     if scheduler is not None:
         falls_in_this_run = scheduler.total_iters in (updates, total // max(1, collected))
         scheduler = scheduler if falls_in_this_run and scheduler.start_factor > scheduler.end_factor else None

@@ -141,7 +141,7 @@ class Variables:
         """Return the same with constants that are found where no variable is."""
         return Variables([*self._scopes, constants])
 
-    def find_kind(self, kind: type[T]) -> T | None:
+    def find_instance(self, kind: type[T]) -> T | None:
         """Return the first object of a class among the variables and the members of containers."""
         values = (value for scope in (*self._scopes, *self.nested) for value in list(scope.values()))
         return next((value for value in values if isinstance(value, kind)), None)
