@@ -138,7 +138,7 @@ DATA = (
         dose=100,
         doses=(1, 1e6),
         needs=(needs_normalized_advantages,),
-        hypotheses=("normalized_advantages_not_normalized", "gradient_advantages_raw"),
+        hypotheses=("normalized_advantages_not_normalized", "gradient_advantages_raw", "advantages_scaled"),
     ),
     Fault(
         "adv_sign",

@@ -358,6 +358,7 @@ PROGRAMS: dict[str, list[Callable[[Columns], Array]]] = {
     "rewards_clipped": [lambda c: with_rewards(c, c.rewards.clip(-1, 1))],
     "reward_signs": [lambda c: with_rewards(c, np.sign(c.rewards))],
     "reward_clip": [lambda c: with_rewards(c, c.rewards.clip(-0.8, 0.8))],
+    "scaled": [lambda c: 100 * right(c), lambda c: 0.1 * right(c)],
     "reward_scale": [lambda c: with_rewards(c, c.rewards * 0.1)],
     "returns_stored": [lambda c: right(c) + c.values],
     "values_missing": [without_values],

@@ -41,7 +41,7 @@ SEVERAL_ENVIRONMENTS = {
         "normalized_steps",
     ),
 }
-WITHOUT_EFFECT = {"std_alone", "mean_alone", "variance", "precedence"}
+WITHOUT_EFFECT = {"std_alone", "mean_alone", "scaled", "variance", "precedence"}
 """Hypotheses that a normalisation undoes."""
 TOGETHER = {"both_gamma": {"both_gamma", "both_lambda"}}
 """Hypotheses that are two sentences of one explanation."""

@@ -178,6 +178,17 @@ def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tens
     return solution[0], gae(inputs, rewards=solution[0] * inputs.rewards)
 
 
+def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor of all advantages, by every second row that counts."""
+    right = gae(inputs)
+    reference, stored = (rows_that_count(column, inputs.valid)[::2] for column in (right, claimed))
+    square = float(reference @ reference)
+    if not square:
+        return None
+    factor = float(stored @ reference) / square
+    return factor, factor * right
+
+
 def fitted_clip(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the magnitude at which rewards are cut."""
     local = LocalEquation(inputs, claimed)
@@ -422,6 +433,14 @@ FITTED = (
         fit=fitted_clip,
         parameter="c",
         advice="Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
+    ),
+    Hypothesis(
+        "scaled",
+        "GAE times a factor,",
+        "A_t = c GAE_t",
+        fit=fitted_scale,
+        parameter="c",
+        advice="Look for a factor after the advantages are computed; normalised advantages need none.",
     ),
     Hypothesis(
         "reward_scale",
