@@ -27,11 +27,13 @@ MIN_FIRST_EPISODES: Final = 8
 LAST_SHARE: Final = 0.2
 LAST_EPISODES: Final = 10
 """Share of the updates whose level a series ends with, and its episodes, at least."""
-SHIFT_ERRORS: Final = 3.5
+SHIFT_ERRORS: Final = 3.2
 SCAN_ERRORS: Final = 4.5
 SHIFT_STDS: Final = 0.5
 """Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
 differ where it is no chance."""
+MIN_PROGRESS: Final = 0.05
+"""Share of the way from the first episodes to a return that solves the task, below which a rise within their spread is a trifle."""
 MIN_SHRINKAGE: Final = 0.1
 MIN_JITTER_VALUES: Final = 8
 MIN_CLEAR_BLOCKS: Final = 8
@@ -189,6 +191,28 @@ class Blocks:
         about = noise_about_course(self.values if last.mean > first.mean else -self.values)
         far = self._errors(about, first, last) >= SHIFT_ERRORS or self._is_clear(first, last)
         return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
+
+    def matters(self, threshold: float | None, *, fell: bool) -> bool:
+        """Return whether the last fifth of the updates is apart from the first level: a trend may be no chance and still be nothing.
+
+        It is apart by `SHIFT_STDS` standard deviations of the first episodes; or by less, where many episodes make it `SHIFT_ERRORS`
+        standard errors and it is `MIN_PROGRESS` of the way to a return that solves the task.
+
+        Args:
+            threshold: the return that solves the task; None where it is not known.
+            fell: another fifth may be apart in place of the last one, as a rise that is lost ends where it began.
+        """
+        first, count = self.first_level, len(self.blocks)
+        if first is None:
+            return False
+        progress = 0.0 if threshold is None else MIN_PROGRESS * abs(threshold - first.mean)
+
+        def apart(level: EpisodeBlock) -> bool:
+            difference = abs(level.mean - first.mean)
+            many = difference >= SHIFT_ERRORS * max(_error((first, level)), 1e-9 * abs(first.mean))
+            return _differ(first, level) or (many and difference >= progress)
+
+        return any(apart(self._fifth_before(end)) for end in (range(1, count + 1) if fell else [count]))
 
     def lost(self, noise: Noise) -> bool:
         """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""

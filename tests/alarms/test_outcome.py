@@ -7,7 +7,7 @@ not be taken for learning in more than 2 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -216,6 +216,26 @@ def test_a_return_that_stays_above_its_first_episodes_has_risen_however_much_it_
 
     assert of([*map(float, course)]) is OutcomeKind.DECLINING
     assert of([20.0 + 40 * place for place in range(20)]) is OutcomeKind.LEARNING
+
+
+@pytest.mark.parametrize(
+    ("course", "std", "kind"),
+    [
+        (np.linspace(10.0, 12.0, 60), 10.0, OutcomeKind.FLAT),
+        (np.linspace(10.0, 20.0, 60), 10.0, OutcomeKind.LEARNING),
+        (np.linspace(12.0, 10.0, 60), 10.0, OutcomeKind.FLAT),
+        (np.linspace(20.0, 10.0, 60), 10.0, OutcomeKind.DECLINING),
+        ([-190.0] * 4 + [-390.0] * 20 + [*np.linspace(-390.0, -180.0, 36)], 110.0, OutcomeKind.FLAT),
+        ([-190.0] * 4 + [-390.0] * 20 + [*np.linspace(-390.0, -300.0, 36)], 110.0, OutcomeKind.DECLINING),
+        ([*np.linspace(10.0, 50.0, 20), *np.linspace(50.0, 10.0, 40)], 10.0, OutcomeKind.DECLINING),
+    ],
+    ids=["small rise", "rise", "small fall", "fall", "fall and recovery", "fall and part of it", "rise that is lost"],
+)
+def test_a_change_within_the_spread_of_the_first_episodes_is_none(
+    course: Sequence[float], std: float, kind: OutcomeKind
+) -> None:
+    """A trend without noise is clear by its blocks; what counts is the level at the end beside that of the first episodes."""
+    assert outcome_of(records(np.array(course), more={"episode/return_std": std})).kind is kind
 
 
 def test_a_rise_that_is_lost_before_it_is_clear_by_blocks_alone() -> None:

@@ -12,7 +12,8 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 - converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
 - learning: rose above the first rollouts otherwise;
 - declining: lost `LOST_SHARE` of what it had gained, or fell below the first rollouts without a rise;
-- flat: neither rose above the first rollouts nor fell below them.
+- flat: neither rose above the first rollouts nor fell below them; where updates report the spread of their episodes, also where the level
+  at the end is not apart from the first one, or a trifle (`Blocks.matters`).
 
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
 which is strict where few blocks rise slowly. `Blocks.shift` says so besides, by the first episodes and those of the last fifth.
@@ -301,7 +302,9 @@ class OutcomeJudge:
         base = replace(base, last=last, best=best)
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
         kind, since = OutcomeKind.FLAT if few else course.kind, None
-        if sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise):
+        if blocks.has_spread and not blocks.matters(threshold, fell=kind is OutcomeKind.DECLINING):
+            kind = OutcomeKind.FLAT
+        if (sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise)) or (kind in GOOD and shift < 0):
             kind = OutcomeKind.DECLINING
         elif kind is OutcomeKind.FLAT and shift:
             kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
