@@ -20,7 +20,7 @@ MAX_BLOCKS: Final = 128
 FIRST_BLOCKS: Final = 16
 """Blocks at the beginning that are never merged: the first rollouts are what everything is compared with."""
 
-FIRST_EPISODES: Final = 20
+FIRST_EPISODES: Final = 100
 FIRST_SHARE: Final = 0.1
 MIN_FIRST_EPISODES: Final = 8
 """Episodes of the level that a series begins with: a share of all, at least and at most so many."""
