@@ -145,8 +145,9 @@ def score_of(program: Program, seed: int, harmful: bool | None, truth: Truth, ve
 
 
 def shown_remarks(program: Program, verdict: Diagnosis) -> tuple[list[str], list[str]]:
-    """Return the names of the remarks beside a bad outcome, and of those the ones that name what is wrong with the program."""
-    names = [str(data["name"]) for data in verdict.remarks] if verdict.outcome.kind in BAD else []
+    """Return the names of the remarks shown beside a bad outcome, and of those the ones that name what is wrong with the program."""
+    shown = [data for data in verdict.remarks if verdict.shows_remarks or not data.get("quiet")]
+    names = [str(data["name"]) for data in shown] if verdict.outcome.kind in BAD else []
     return names, [name for name in names if any(f"remark/{name}".startswith(cause) for cause in program.causes)]
 
 

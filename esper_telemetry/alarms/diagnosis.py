@@ -13,7 +13,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
-from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunStatus
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, Record, RunStatus
 
 ACTIVE: Final = "alarm/active"
 """Key that every record has which was judged when it was written."""
@@ -77,6 +77,7 @@ class Diagnosis:
         remedies: the function, fact or option that supplies what an unanswered alarm lacks, by type.
         effects: types of alarm that say how a run goes wrong and not why.
         unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
+        killed: something outside the run has ended it.
     """
 
     updates: int
@@ -90,11 +91,17 @@ class Diagnosis:
     remedies: Mapping[str, str] = field(default_factory=dict)
     effects: frozenset[str] = frozenset()
     unusual: tuple[Unusual, ...] = ()
+    killed: bool = False
 
     @property
     def unexplained(self) -> bool:
-        """True where the run failed, is flat or declines, and no alarm says why."""
-        return self.outcome.kind in BAD and not self._explaining()
+        """True where the run failed, is flat or declines, and no alarm says why; not where it was killed, which is the reason."""
+        return self.outcome.kind in BAD and not self.killed and not self._explaining()
+
+    @property
+    def shows_remarks(self) -> bool:
+        """True where all remarks are worth showing: the run failed, is flat or declines, and no alarm that lasted says why."""
+        return self.updates > 0 and self.outcome.kind in BAD and not self.killed and not self.has_lasting_explanation
 
     @property
     def has_lasting_explanation(self) -> bool:
@@ -114,7 +121,7 @@ class Diagnosis:
         kind, data = self.events[-1] if self.events else ("", {})
         if self.outcome.kind in GOOD and kind == "task/degradation":
             text += f", though at update {data['update']} {data['text']}"
-        raised = {alarm.type for incident in self.incidents for alarm in incident.alarms}
+        raised = {alarm.type for incident in self.incidents for alarm in incident.alarms} - {RUN_FAILED}
         passed = max(0, self.checks - len(raised))
         parts = [f"{passed} check{'' if passed == 1 else 's'} passed" if self.checks else ""]
         parts += [f"{len(raised)} raised an alarm" if raised else ""]
@@ -245,10 +252,9 @@ class RunJudge:
             remedies=detectors.remedies(),
             remarks=tuple(self._remarks),
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
+            killed=status is RunStatus.KILLED,
         )
-        if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
-            return diagnosis
-        return replace(diagnosis, unusual=self._values.unusual(self._facts))
+        return replace(diagnosis, unusual=self._values.unusual(self._facts)) if diagnosis.shows_remarks else diagnosis
 
 
 def is_course(kind: str, data: Mapping[str, Any]) -> bool:

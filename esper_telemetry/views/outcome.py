@@ -14,6 +14,7 @@ from rich.text import Text
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
@@ -55,11 +56,12 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
     if diagnosis.gradients_alone:
         console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
-    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+    if diagnosis.shows_remarks:
         for text in unexplained_lines(diagnosis):
             console.print(text)
-    for _, data in diagnosis.events:
-        console.print(f"update {data['update']}: {data['text']}")
+    for kind, data in diagnosis.events:
+        if not (kind == REMARK and diagnosis.shows_remarks):  # else it stands above
+            console.print(f"update {data['update']}: {data['text']}")
     if diagnosis.unanswered:
         for text in unanswered_lines(diagnosis, each=list_unanswered):
             console.print(text)
@@ -71,19 +73,24 @@ def capitalized(text: str) -> str:
 
 
 def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield what is known of a run that failed, is flat or declines without an alarm: what is unusual, and what was not measured."""
+    """Yield what is known of a run that failed, is flat or declines without an alarm: remarks, what is unusual, what was not measured."""
     if diagnosis.unexplained:
         effects = diagnosis.effects & {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
         alarms = "its alarms say how and not why" if effects else "no alarm says why"
         yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and {alarms}."
     else:
         yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and its alarms were over before its end."
+    if diagnosis.remarks:
+        yield "What may explain it:"
+        for data in diagnosis.remarks:
+            yield f"  update {data['update']}: {data['text']}"
     if diagnosis.unusual:
         yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
         for entry in diagnosis.unusual:
             yield f"  {entry.key}: {entry.text}"
-    if diagnosis.unexplained and not any(entry.is_far for entry in diagnosis.unusual):
-        yield "No value is far outside the range of healthy runs: the task may be too hard for this policy, or need more steps."
+    if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
+        known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else "No value is unusual"
+        yield f"{known}: the task may be too hard for this policy, or need more steps."
     suppliers = Counter(diagnosis.remedies.values())
     if suppliers:
         yield "Not measured, and what measures it:"
@@ -135,6 +142,7 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
         "unanswered": dict(diagnosis.unanswered),
         "remedies": dict(diagnosis.remedies),
         "unexplained": diagnosis.unexplained,
+        "remarks": [plain(data) for data in diagnosis.remarks] if diagnosis.shows_remarks else [],
         "unusual": [entry._asdict() for entry in diagnosis.unusual],
         "gradients_alone": diagnosis.gradients_alone,
     }

@@ -156,7 +156,7 @@ def _head(view: RunView) -> Iterator[str]:
     yield f'<p class="dim">{more}{_text(capitalized(diagnosis.summary.rpartition("; ")[2]))}</p>'
     if diagnosis.gradients_alone:
         yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
-    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+    if diagnosis.shows_remarks:
         yield from _folded(unexplained_lines(diagnosis), is_open=diagnosis.unexplained)
     yield "</div>"
     yield '<dl class="facts">'
@@ -416,7 +416,7 @@ def _markdown(view: RunView) -> Iterator[str]:
         yield f"{safe(incident.text)}\n"
         if incident.advice:
             yield f"**Try:** {safe(incident.advice)}\n"
-    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+    if diagnosis.shows_remarks:
         yield from (f"- {safe(line.strip())}" for line in unexplained_lines(diagnosis))
         yield ""
     for row in view.equations():

@@ -238,11 +238,12 @@ class RolloutFinder:
         Returns True where that is the whole rollout in another order.
         """
         in_order, shuffled = set[str](), False
+        tables = [_sorted(grid[: self.steps]) for _, grid in pairs]
         for role, column in wanted.items():
-            if column is None:
+            if column is None or not _tells(numbers := column.reshape(-1).double()):
                 continue
             holding = [
-                (_is_same(column, array), -_share(column, grid[: self.steps]), place)
+                (_is_same(column, array), -_held(numbers, tables[place]), place)
                 for place, (array, grid) in enumerate(pairs)
                 if all(grid is not found for found in self._found.values())
             ]
@@ -654,10 +655,25 @@ def _is_same(column: Tensor, array: Tensor) -> bool:
 
 def _share(column: Tensor, array: Tensor) -> float:
     """Share of the numbers of a column that an array holds, up to rounding; 0 where they hardly differ."""
-    numbers, table = column.reshape(-1).double(), array.reshape(-1).double().sort().values
-    if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)) or not bool(table.isfinite().all()):
+    numbers = column.reshape(-1).double()
+    return _held(numbers, _sorted(array)) if _tells(numbers) else 0.0
+
+
+def _tells(numbers: Tensor) -> bool:
+    """Return True for numbers of which enough differ to tell an array that holds them."""
+    return len(numbers.unique()) >= min(MIN_DISTINCT, len(numbers))
+
+
+def _sorted(array: Tensor) -> Tensor:
+    return array.reshape(-1).double().sort().values
+
+
+def _held(numbers: Tensor, table: Tensor) -> float:
+    """Share of these numbers that a sorted table holds, up to rounding; 0 where it is not finite: NaN and infinity come first or last."""
+    if not bool(table[[0, -1]].isfinite().all()):
         return 0.0
-    return float((nearest(numbers, table)[1] <= SAME_NUMBER * float(table.abs().max())).double().mean())
+    limit = SAME_NUMBER * float(table[[0, -1]].abs().max())
+    return float((nearest(numbers, table)[1] <= limit).double().mean())
 
 
 def nearest(numbers: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

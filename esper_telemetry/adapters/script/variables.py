@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -160,6 +161,7 @@ class Variables:
         return (value for value in self.values() if isinstance(value, Tensor))
 
 
+@lru_cache(maxsize=4096)
 def plain_name(name: str) -> str:
     """Return a name without what tells how the thing is held: `oldLogProbs_t` and `old_log_prob` become `oldlogprob`."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")

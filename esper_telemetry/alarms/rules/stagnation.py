@@ -119,6 +119,9 @@ class SlowGrowthJudge:
 NEVER_FIT_UPDATES = count("never_fit_updates", 30, "updates in a row in which the critic must be worse than a constant")
 NEVER_FIT = below("never_fit", -0.5, "R² of the critic, median over these updates")
 NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these updates")
+NEVER_FIT_RISING = below(
+    "never_fit_rising", -2.0, "the same where the return rises, which a bad critic need not prevent"
+)
 LEARNING_CRITIC = 0.7
 CLOSER_CRITIC = 0.93
 """Ratio of the later to the earlier half's error, over the variance and over the size of returns, below which a critic still learns."""
@@ -149,7 +152,8 @@ class NeverFitJudge:
         learning = median(fits[half:] or fits) - 1 > LEARNING_CRITIC * (median(fits[:half]) - 1)
         learning = learning or median(self.errors[half:] or self.errors) < CLOSER_CRITIC * median(self.errors[:half])
         never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
-        never = never and not learning and view.course.risen is False and self.errors[-1] > LARGE_ERROR
+        never = never and not learning and self.errors[-1] > LARGE_ERROR
+        never = never and (view.course.risen is False or max(fits) < limits[NEVER_FIT_RISING])
         yield Finding(hard(never), key, value, limits[NEVER_FIT], held=len(fits)).with_text(
             lambda: (
                 f"the critic has been worse than a constant in each of the last {len(fits)} updates, and does not become better: its R² is "
@@ -309,7 +313,7 @@ RULES = (
         action="Check that the critic's parameters are trained, that its loss has the right sign and targets, and that returns are "
         "computed in the right order; normalise returns where they are large.",
         judge=NeverFitJudge(),
-        bounds=(NEVER_FIT_UPDATES, NEVER_FIT, NEVER_FIT_BEST),
+        bounds=(NEVER_FIT_UPDATES, NEVER_FIT, NEVER_FIT_BEST, NEVER_FIT_RISING),
         source="Critics of unscaled returns begin far below 0 and climb: one that climbs is left alone. So is one of a task that is being "
         "solved, whose returns become equal.",
         rank=256,

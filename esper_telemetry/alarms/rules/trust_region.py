@@ -261,6 +261,10 @@ class KlStallJudge(AnnealedRate):
         key, bound = "policy/kl_max", view.limits[KL_STALL]
         annealed = self.stopped(view)
         value, rate = view.get(key), view.get("opt/lr")
+        if (
+            view.steps == 1
+        ):  # its only minibatch comes before the step, as in A2C: what the step does is measured in sampled updates alone
+            value = view.values.get("policy/kl_post")
         if value is None:
             return
         self.exact = view.values.get("policy/kl_exact", self.exact) if value < view.limits[KL_SLOW] else 0.0
