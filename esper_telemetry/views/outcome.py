@@ -59,8 +59,8 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
     if diagnosis.shows_remarks:
         for text in unexplained_lines(diagnosis):
             console.print(text)
-    for kind, data in diagnosis.events:
-        if not (kind == REMARK and diagnosis.shows_remarks):  # else it stands above
+    for event, data in diagnosis.events:
+        if not (event == REMARK and diagnosis.shows_remarks):  # else it stands above
             console.print(f"update {data['update']}: {data['text']}")
     if diagnosis.unanswered:
         for text in unanswered_lines(diagnosis, each=list_unanswered):

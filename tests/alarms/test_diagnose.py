@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,29 @@ def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pyte
     assert data["unexplained"] and data["outcome"]["outcome"] == "flat"
     assert [entry["is_far"] for entry in data["unusual"] if entry["key"] == "repr/dead_frac"] == [True]
     assert "repr/dead_frac: 0.9 (" in text and "critical: > 0.7" in text
+
+
+def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step pays the same reward: many correct runs have that, so it is shown beside a return that does not rise alone."""
+    equal = set_to({"reward/std": 0.0, "reward/mean": -1.0, "reward/absmax": 1.0})
+    entries = run(60, equal, since=1)
+    flat = journal(
+        tmp_path / "flat", [replace(one, axes=replace(one.axes, env_step=1024 * one.seq)) for one in entries]
+    )
+    killed = journal(tmp_path / "killed", entries, status=RunStatus.KILLED)
+
+    text = said(["diagnose", str(flat)], capsys)[1]
+    data: dict[str, Any] = json.loads(said(["diagnose", str(flat), "--json"], capsys)[1])
+    by_hand = said(["diagnose", str(killed)], capsys)[1]
+
+    assert (
+        text.index("What may explain it:")
+        < text.index("has been paid the same reward, -1")
+        < text.index("Most unusual")
+    )
+    assert text.count("has been paid the same reward") == 1
+    assert [remark["name"] for remark in data["remarks"]] == ["equal rewards"]
+    assert "Unexplained" not in by_hand and "What may explain it" not in by_hand
 
 
 def test_an_alarm_about_an_effect_explains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

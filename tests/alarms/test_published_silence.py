@@ -235,13 +235,14 @@ def test_an_entropy_below_30_per_cent_warns_where_nothing_is_learned(end: float,
 
 
 @pytest.mark.parametrize(
-    ("course", "end", "told"), [("flat", 5.0, True), ("climbs", 5.0, False), ("flat", 50.0, False)]
+    ("course", "end", "told"),
+    [("far", 5.0, True), ("climbs", 5.0, False), ("near", 5.0, True), ("far", 50.0, True), ("near", 50.0, False)],
 )
 def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
-    """R² of -5 throughout; or from -50 to -1, as where returns are large; or in a run that learns all the same."""
+    """R² of -5 or -1 throughout; or from -50 to -1, as where returns are large. A run may learn with an R² of -1 all the same."""
 
     def critic(metrics: Values, ago: int) -> None:
-        metrics["value/r2"] = -5.0 if course == "flat" else -50.0 * 0.93**ago - 1.0
+        metrics["value/r2"] = {"far": -5.0, "near": -1.0, "climbs": -50.0 * 0.93**ago - 1.0}[course]
         metrics["value/explained_variance"] = -1.0
 
     verdicts = judged(run(60, both(critic, returns(5.0, end)), since=1))
@@ -324,6 +325,19 @@ def test_few_optimizer_steps_move_a_policy_less(kl: float, told: bool) -> None:
     few = [replace(entry, axes=replace(entry.axes, gradient_step=4 * entry.seq)) for entry in slow]
 
     assert ("policy/kl_stall" in raised(judged(few))) is told
+
+
+@pytest.mark.parametrize(("moved", "raises"), [(0.003, False), (0.0, True), (None, False)])
+def test_a_single_step_moves_the_policy_after_its_only_minibatch(moved: float | None, raises: bool) -> None:
+    """A2C: the ratios of the only minibatch are 1; what its step has done is measured in sampled updates alone."""
+    standing = {"policy/kl_max": 1e-15, "policy/kl": 1e-15, "policy/kl_exact": 0.0}
+    entries = run(40, set_to(standing if moved is None else {**standing, "policy/kl_post": moved}), since=1)
+    if moved is None:
+        for entry in entries:
+            entry.values.pop("policy/kl_post", None)
+    single = [replace(entry, axes=replace(entry.axes, gradient_step=entry.seq)) for entry in entries]
+
+    assert ("policy/kl_stall" in raised(judged(single))) is raises
 
 
 def test_a_schedule_lowers_what_a_policy_may_be_expected_to_move() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from statistics import NormalDist, median
+from typing import Final
 
 from esper_telemetry.alarms.judges import AnnealedRate
 from esper_telemetry.alarms.rule import (
@@ -77,14 +78,17 @@ PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any
 KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
 
 
-def narrow_std(view: View) -> str:
+WIDER: Final = "Raise the standard deviation (log_std_init, log_std), or bound it from below."
+
+
+def narrow_std(view: View, effect: str = "a KL goes with its inverse square") -> str:
     """A clause on a head whose standard deviation is below all that published settings begin with; else nothing.
 
     The KL of a step goes with 1/σ²: then σ makes it large, and not the step.
     """
     for head, _, std in view.labelled("policy/head/", "/std/mean"):
         if max(std, view.values.get(f"policy/head/{head}/std_of_range", 0.0)) < INITIAL_STD.lowest:
-            return f": the standard deviation of {head} is {number(std)}, and a KL goes with its inverse square"
+            return f": the standard deviation of {head} is {number(std)}, and {effect}"
     return ""
 
 
@@ -127,11 +131,7 @@ class KlSpikeJudge:
                 limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300),
                 z=view.z(key),
             )
-            .with_advice(
-                (lambda: "Raise the standard deviation (log_std_init, log_std), or bound it from below.")
-                if narrow_std(view)
-                else None
-            )
+            .with_advice((lambda: WIDER) if narrow_std(view) else None)
             .with_text(
                 lambda: (
                     f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}{narrow_std(view)}"
@@ -290,7 +290,9 @@ class KlStallJudge(AnnealedRate):
             slow_bound if slow else bound,
             held=SLOW_UPDATES if slow else 1,
         )
-        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate, slow=slow)).with_text(
+        yield finding.with_advice(
+            None if elsewhere else lambda: stall_advice(rate, view.facts.get("optimizer"), slow=slow)
+        ).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
                 "log-probabilities are computed again, so nothing is clipped"
@@ -307,13 +309,15 @@ WARNING_SEVERITY = 0.5
 """Severity of a policy that moves too little to learn."""
 
 
-def stall_advice(rate: float | None, *, slow: bool) -> str:
-    """What to try where the policy does not move, or hardly, by the learning rate."""
+def stall_advice(rate: float | None, optimizer: object, *, slow: bool) -> str:
+    """What to try where the policy does not move, or hardly, by the learning rate and the name of the optimizer."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."
     published = PUBLISHED["learning_rate"]
     if rate is not None and 0 < rate < published.lowest:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
+    if optimizer == "SGD":
+        return "Use Adam, or raise the learning rate: plain SGD needs a far larger one, such as 0.1 or 1."
     if slow:
         return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     if rate is not None and rate > published.highest:
@@ -375,12 +379,13 @@ class ClipSaturationJudge:
         usual = view.baselines.median(key)
         harmless = view.course.risen is True and usual is not None and mean <= limits[CLIP_USUAL] * usual
         moved = view.values.get("policy/kl", inf) > limits[CLIP_KL] * action_dimensions(view)
-        yield Finding(
-            limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless),
-            key,
-            mean,
-            limits.middle(CLIP_FRAC),
-        ).with_text(lambda: f"{percent(mean)} of the samples have left the trust region{view.usual(key)}")
+        severity = limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless)
+        narrow = partial(narrow_std, view, "ratios change with its inverse")
+        yield (
+            Finding(severity, key, mean, limits.middle(CLIP_FRAC))
+            .with_advice((lambda: WIDER) if severity and narrow() else None)
+            .with_text(lambda: f"{percent(mean)} of the samples have left the trust region{view.usual(key)}{narrow()}")
+        )
 
 
 step_alarm = partial(AlarmRule, debug_updates=3, pieces=("transitions",))
