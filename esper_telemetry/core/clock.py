@@ -38,12 +38,16 @@ class Clock:
 
     @contextmanager
     def weighing(self, times: int) -> Iterator[None]:
-        """Context whose time counts `times` times: it stands for that many calls, which are too short to be timed each."""
-        seconds, cpu_seconds = self.seconds, self.cpu_seconds
+        """Context whose time counts `times` times: it stands for that many calls, which are too short to be timed each.
+
+        Of the others only the processor time is added: where another program interrupts this call, it does not interrupt all of them.
+        """
+        cpu_seconds = self.cpu_seconds
         with self:
             yield
-        self.seconds += (times - 1) * (self.seconds - seconds)
-        self.cpu_seconds += (times - 1) * (self.cpu_seconds - cpu_seconds)
+        others = (times - 1) * (self.cpu_seconds - cpu_seconds)
+        self.seconds += others
+        self.cpu_seconds += others
 
     def take(self) -> tuple[float, float]:
         """Return wall and processor seconds since the last call, the running block included."""

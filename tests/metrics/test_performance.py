@@ -106,6 +106,16 @@ def test_waiting_takes_time_and_no_processor_time(fake_time: FakeTime) -> None:
     assert clock.take() == (0.0, 0.0)
 
 
+def test_an_interruption_of_a_call_that_stands_for_many_counts_once(fake_time: FakeTime) -> None:
+    """Seventeen calls of 1 ms, of which one is timed, while another program has the processor for 50 ms."""
+    clock = Clock()
+    with clock.weighing(17):
+        fake_time.wait(0.05)
+        fake_time.work(0.001)
+
+    assert clock.take() == pytest.approx((0.067, 0.017))
+
+
 def test_no_time_means_no_speed() -> None:
     assert "train/env_steps_per_second" not in update_performance(1, env_steps=1, elapsed=0.0, seconds={}).values()
 
