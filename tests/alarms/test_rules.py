@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
     "task/no_episodes": Case(set_to({"episode/count": 0.0}), 25),
     "task/return_drop": Case(set_to({"episode/return_mean_100": -4.0}), 9),
     "telemetry/missing_metric": Case(set_to({"policy/kl": None}), 4),
-    "telemetry/overhead": Case(set_to({"perf/telemetry_frac": 0.9}), 10),
+    "telemetry/overhead": Case(set_to({"perf/telemetry_frac": 0.9, "perf/telemetry_ms": 12_000.0}), 10),
     "telemetry/delivery": Case(errors, 4),
 }
 

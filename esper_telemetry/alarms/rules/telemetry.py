@@ -71,12 +71,12 @@ OVERHEAD = above("overhead", 0.1, "telemetry's share of the training time")
 OVERHEAD_UPDATES = 20
 """Updates over which the share is averaged."""
 
-MIN_OVERHEAD_MS = 50.0
-"""Milliseconds of an update that telemetry must take, unless they are half of it: updates of small scripts take less than telemetry's
-fixed cost, and nobody waits for them."""
+MIN_OVERHEAD_SECONDS = 60.0
+"""Time that telemetry must have taken in the run so far, unless it takes most of it: updates of small scripts take about as long as reading
+their losses and arrays does, and nobody waits for a short run of them."""
 
-LARGE_SHARE = 0.5
-"""Share from which on telemetry takes too long however short updates are."""
+LARGE_SHARE = 2 / 3
+"""Share from which on telemetry takes too long however short runs are."""
 
 OVERHEAD_SEVERITY = 0.5
 """Severity of what costs time and harms nothing."""
@@ -87,11 +87,12 @@ class OverheadJudge:
     """Telemetry that takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm.
 
     Attributes:
-        shares, milliseconds: of the latest updates.
+        shares: of the latest updates.
+        seconds: of all updates.
     """
 
     shares: list[float] = field(default_factory=list)
-    milliseconds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, bound = "perf/telemetry_frac", view.limits[OVERHEAD]
@@ -102,13 +103,13 @@ class OverheadJudge:
         shares.append(value)
         del shares[:-OVERHEAD_UPDATES]
         mean = sum(shares) / len(shares)
-        own = view.values.get("perf/telemetry_cpu_ms", view.values.get("perf/telemetry_ms", MIN_OVERHEAD_MS))
-        self.milliseconds.append(own)
-        del self.milliseconds[:-OVERHEAD_UPDATES]
-        noticed = sum(self.milliseconds) / len(self.milliseconds) >= MIN_OVERHEAD_MS or mean > LARGE_SHARE
+        self.seconds += view.values.get("perf/telemetry_cpu_ms", view.values.get("perf/telemetry_ms", 0.0)) / 1000
+        noticed = self.seconds >= MIN_OVERHEAD_SECONDS or mean > LARGE_SHARE
         yield Finding(
             OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound and noticed), key, mean, bound
-        ).with_text(lambda: f"telemetry has taken {percent(mean)} of the training time")
+        ).with_text(
+            lambda: f"telemetry has taken {percent(mean)} of the training time, {number(self.seconds)} s so far"
+        )
 
 
 def busy_share(view: View) -> float | None:
@@ -171,7 +172,7 @@ RULES = (
         action="Lower the level, leave a second core free, or log less of your own.",
         judge=OverheadJudge(),
         bounds=(OVERHEAD,),
-        source="averaged over 20 updates, some of them sampled; at least 50 ms of an update, or half of it",
+        source="averaged over 20 updates, some of them sampled; at least a minute of the run so far, or two thirds of it",
         rank=CAUSE_LAST_RANK,
         warmup=20,
         n_on=5,

@@ -386,7 +386,11 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
     """Return the end of the sentence: what makes the kind."""
     best = "" if outcome.best is None else number(outcome.best)
     threshold = "" if outcome.threshold is None else number(outcome.threshold)
-    passed = f"; the first rollouts were above the environment's threshold of {threshold} already" if already else ""
+    passed = (
+        f"; the first rollouts were above the environment's threshold of {threshold} already, as where rewards are scaled"
+        if already
+        else ""
+    )
     match outcome.kind:
         case OutcomeKind.SOLVED:
             return f", above {threshold}, the threshold of {facts.get('env') or 'the environment'}, since update {outcome.since:,}"

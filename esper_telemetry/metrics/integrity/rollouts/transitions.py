@@ -100,7 +100,7 @@ TRANSITIONS = Equation(
             says="those of the step before: they are never updated",
             equation="o_{t+1} = o_t",
             compute=lambda columns: columns.inputs[:-1],
-            advice="Assign what `env.step` returns to the observation that is acted on next.",
+            advice="Assign what `env.step` returns to the observation that is acted on next, and look for wrappers that return an old one.",
         ),
         Hypothesis(
             name="sometimes_updated",
