@@ -98,7 +98,7 @@ def test_remarks_come_first_in_what_may_explain_a_flat_run(tmp_path: Path, capsy
     )
     killed = journal(tmp_path / "killed", entries, status=RunStatus.KILLED)
 
-    text = said(["diagnose", str(flat)], capsys)[1]
+    text = " ".join(said(["diagnose", str(flat)], capsys)[1].split())
     data: dict[str, Any] = json.loads(said(["diagnose", str(flat), "--json"], capsys)[1])
     by_hand = said(["diagnose", str(killed)], capsys)[1]
 
