@@ -42,7 +42,7 @@ SAME_STD: Final = 0.8
 UNEQUAL_FEATURES: Final = 1000.0
 """Largest over smallest feature of an observation."""
 
-NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0))
+NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
 """Steps in which effects were looked for, and means of `policy/action_effect` below which none shows: chance gives about 0.9 however many
 steps there are, and the weakest of healthy runs 1.3 in 500 steps and 1.8 in 2,000."""
 
