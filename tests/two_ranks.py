@@ -33,4 +33,5 @@ def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> 
 def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    dist.barrier()  # a rank that ends before the other has connected would break its group
     torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")

@@ -180,7 +180,7 @@ def test_telemetry_is_never_the_cause() -> None:
     """It is slow from update 21 on, reported in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
 
     def slow(metrics: Values, ago: int) -> None:
-        metrics["perf/telemetry_frac"] = 0.5
+        metrics.update({"perf/telemetry_frac": 0.5, "perf/telemetry_ms": 5000.0})
         if ago >= 26:
             metrics["policy/kl"] = 2.0
 
