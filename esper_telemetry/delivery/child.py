@@ -78,6 +78,7 @@ def main() -> None:
             cursors=Cursors(run_dir),
             in_child=True,
             failures=settings["failures"][name],
+            until_finish=True,
         )
         for name, text in settings["sinks"].items()
     ]

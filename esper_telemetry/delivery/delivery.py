@@ -84,6 +84,8 @@ class Delivery:
         in_child: whether this is the sink process, which the sink may prepare; the delivery rests between batches there.
         failures: in a row so far, where another process has tried before.
         needs_update: says of an update whether to send it, where a backend lacks some; None to go by the cursor.
+        until_finish: an end line closes the sink only after `finish`. The journal of a resumed run has an older end line, and what follows
+            it may not be written yet.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Delivery:
         in_child: bool = False,
         failures: int = 0,
         needs_update: Callable[[int], bool] | None = None,
+        until_finish: bool = False,
     ) -> None:
         self.sink = sink
         self.name = name or sink_name(sink)
@@ -114,6 +117,7 @@ class Delivery:
         self._wake = threading.Event()
         self._stopped = False
         self._fallback_end: RunStatus | None = None
+        self._until_finish = until_finish
         self._info: RunInfo | None = None
         self._opened = False
         self._held_update = 0
@@ -232,7 +236,7 @@ class Delivery:
             self._open(self._info)
         if self._sender.batch:
             self._write()
-        elif not moved and self.cursor.end is not None:
+        elif not moved and self.cursor.end is not None and not (self._until_finish and self._fallback_end is None):
             self._close(self.cursor.end)
         return moved
 

@@ -280,7 +280,14 @@ class Deliveries:
             with ExitStack() as opened:
                 reader = opened.enter_context(closing(self._journal.reader()))
                 cursors = None if run_dir is None else Cursors(run_dir)
-                delivery = Delivery(self._sinks[name], reader, name=name, cursors=cursors, batch=LOCAL_BATCH_LINES)
+                delivery = Delivery(
+                    self._sinks[name],
+                    reader,
+                    name=name,
+                    cursors=cursors,
+                    batch=LOCAL_BATCH_LINES,
+                    until_finish=True,
+                )
                 opened.pop_all()
         except (OSError, MemoryError) as error:
             self._refuse(name, error)

@@ -108,6 +108,27 @@ def test_a_run_that_goes_on_after_its_end_is_delivered_to_its_last_end(tmp_path:
     journal.close()
 
 
+def test_the_older_end_of_a_run_that_goes_on_closes_no_sink(tmp_path: Path) -> None:
+    """The delivery has read the end of the earlier run before the next line of the resumed one is written."""
+    run_dir, sink = tmp_path / "run", RecordingSink(tmp_path / "a")
+    journal = begun(run_dir, 2)
+    journal.write(encode_end(RunStatus.KILLED))
+    delivery = Delivery(sink, JournalReader(run_dir / "journal.jsonl"), until_finish=True)
+
+    for _ in range(4):
+        delivery.step()
+    waits = delivery.over, seqs(sink.file), statuses(sink.file)
+    journal.write(encode_record(record(3)), encode_end(RunStatus.FINISHED))
+    delivery.finish(RunStatus.KILLED)
+    while delivery.step() or not delivery.over:
+        pass
+    delivery.release()
+    journal.close()
+
+    assert waits == (False, [1, 2], [])
+    assert seqs(sink.file) == [1, 2, 3] and statuses(sink.file) == ["finished"]
+
+
 def test_keys_described_later_reach_the_run_that_the_sink_was_given(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run")
     journal.write(encode_metrics({"my/reward": MetricInfo("1", "How good?")}), encode_end(RunStatus.FINISHED))
