@@ -33,7 +33,7 @@ SHIFT_STDS: Final = 0.5
 """Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
 differ where it is no chance."""
 MIN_PROGRESS: Final = 0.05
-"""Share of the way from the first episodes to a return that solves the task, below which a rise within their spread is a trifle."""
+"""Share of the way from the first episodes to a return that solves the task, below which a rise within their spread does not count."""
 MIN_SHRINKAGE: Final = 0.1
 MIN_JITTER_VALUES: Final = 8
 MIN_CLEAR_BLOCKS: Final = 8

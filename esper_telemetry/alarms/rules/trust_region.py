@@ -261,9 +261,8 @@ class KlStallJudge(AnnealedRate):
         key, bound = "policy/kl_max", view.limits[KL_STALL]
         annealed = self.stopped(view)
         value, rate = view.get(key), view.get("opt/lr")
-        if (
-            view.steps == 1
-        ):  # its only minibatch comes before the step, as in A2C: what the step does is measured in sampled updates alone
+        # of a single step, as in A2C, the only minibatch comes before: what the step does is measured in sampled updates alone
+        if view.steps == 1:
             value = view.values.get("policy/kl_post")
         if value is None:
             return
@@ -317,7 +316,7 @@ def stall_advice(rate: float | None, optimizer: object, *, slow: bool) -> str:
     if rate is not None and 0 < rate < published.lowest:
         return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
     if optimizer == "SGD":
-        return "Use Adam, or raise the learning rate: plain SGD needs a far larger one, such as 0.1 or 1."
+        return "Use Adam, or raise the learning rate: plain SGD needs a far larger one."
     if slow:
         return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
     if rate is not None and rate > published.highest:

@@ -13,7 +13,7 @@ episodes of an update; where a run has none, that of evaluations or the mean rew
 - learning: rose above the first rollouts otherwise;
 - declining: lost `LOST_SHARE` of what it had gained, or fell below the first rollouts without a rise;
 - flat: neither rose above the first rollouts nor fell below them; where updates report the spread of their episodes, also where the level
-  at the end is not apart from the first one, or a trifle (`Blocks.matters`).
+  at the end does not differ enough from the first one (`Blocks.matters`).
 
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
 which is strict where few blocks rise slowly. `Blocks.shift` says so besides, by the first episodes and those of the last fifth.
@@ -300,9 +300,10 @@ class OutcomeJudge:
         if few:
             last, best = blocks.last_level.mean, sign * float(np.max(values))
         base = replace(base, last=last, best=best)
-        already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
+        solving = threshold if isinstance(threshold, int | float) else None
+        already = solving is not None and base.first is not None and base.first >= solving
         kind, since = OutcomeKind.FLAT if few else course.kind, None
-        if blocks.has_spread and not blocks.matters(threshold, fell=kind is OutcomeKind.DECLINING):
+        if blocks.has_spread and not blocks.matters(solving, fell=kind is OutcomeKind.DECLINING):
             kind = OutcomeKind.FLAT
         if (sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise)) or (kind in GOOD and shift < 0):
             kind = OutcomeKind.DECLINING
