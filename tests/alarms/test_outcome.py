@@ -305,6 +305,12 @@ def test_a_threshold_that_is_passed_is_solved() -> None:
     assert lost.kind is OutcomeKind.DECLINING
 
 
+def test_a_threshold_that_is_no_number_is_not_known() -> None:
+    course = records(np.arange(1.0, 40.0), more={"episode/return_std": 1.0})
+
+    assert outcome_of(course, {"reward_threshold": "unknown"}) == outcome_of(course)
+
+
 def test_success_and_length_decide_where_all_returns_are_equal() -> None:
     """A reward of 1 at the end of every episode is earned sooner; a penalty of 1 is better late; without a reward nothing tells."""
 

@@ -278,7 +278,8 @@ class OutcomeJudge:
 
     def _by_series(self, key: str, *, sign: float = 1.0, note: str = "") -> Outcome:
         """Return the outcome by one series, which is better where it is larger, or smaller where `sign` is -1."""
-        blocks, threshold = self._series[key], self._facts.get("reward_threshold")
+        blocks, known = self._series[key], self._facts.get("reward_threshold")
+        threshold = known if isinstance(known, int | float) else None
         base = Outcome(
             key=key,
             updates=self._updates,
@@ -300,10 +301,9 @@ class OutcomeJudge:
         if few:
             last, best = blocks.last_level.mean, sign * float(np.max(values))
         base = replace(base, last=last, best=best)
-        solving = threshold if isinstance(threshold, int | float) else None
-        already = solving is not None and base.first is not None and base.first >= solving
+        already = threshold is not None and base.first is not None and base.first >= threshold
         kind, since = OutcomeKind.FLAT if few else course.kind, None
-        if blocks.has_spread and not blocks.matters(solving, fell=kind is OutcomeKind.DECLINING):
+        if blocks.has_spread and not blocks.matters(threshold, fell=kind is OutcomeKind.DECLINING):
             kind = OutcomeKind.FLAT
         if (sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise)) or (kind in GOOD and shift < 0):
             kind = OutcomeKind.DECLINING
