@@ -69,8 +69,11 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
             logits[name] = torch.stack([torch.zeros_like(odds), odds], -1)
         elif hasattr(part, "logits"):
             logits[name] = part.logits.detach()
-            if getattr(part, "masks", None) is not None:
-                masks[name] = part.masks
+            mask = getattr(
+                part, "masks", None
+            )  # classes of scripts have an empty list without a mask, and numbers of 0 and 1
+            if isinstance(mask, Tensor) and mask.shape == logits[name].shape:
+                masks[name] = mask.bool()
         else:
             means[name], log_std[name] = part.mean.detach(), part.stddev.detach().log()
     return HeadColumns(logits, means, log_std, masks)

@@ -156,6 +156,29 @@ def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked
     torch.testing.assert_close(heads["action"], logits.log_softmax(-1))
 
 
+class MaskedChoice(Categorical):
+    """A choice among actions that are allowed: where its masks are 1, or all where they are an empty list."""
+
+    def __init__(self, logits: Tensor, masks: Any) -> None:
+        self.masks = masks
+        super().__init__(logits=torch.where(masks == 1, logits, -torch.inf) if len(masks) else logits)
+
+
+@pytest.mark.parametrize("masks", [[], torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])])
+def test_a_masked_distribution_of_the_script_is_recorded_with_its_masks(masks: Any) -> None:
+    log, logits = DistributionLog(), torch.randn(2, 3, requires_grad=True)
+    policy: Any = MaskedChoice(logits, masks)
+    log.add(policy, policy.log_prob(torch.tensor([2, 2])))
+
+    heads = log.take_minibatch(2)
+
+    torch.testing.assert_close(heads.logits["action"].exp(), policy.probs.detach())
+    assert bool(heads.logits["action"].isfinite().all())
+    assert {name: mask.tolist() for name, mask in heads.action_masks.items()} == (
+        {"action": (masks == 1).tolist()} if len(masks) else {}
+    )
+
+
 def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
     log = DistributionLog()
     for step in range(3):

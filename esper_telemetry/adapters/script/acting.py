@@ -128,6 +128,8 @@ class ActingLog:
 
     def add(self, layer: nn.Module, inputs: Tensor, *, has_graph: bool) -> None:
         """Record a call of a layer that may act; `has_graph`: its output has one, so that it may be training."""
+        if self._pending is not None and self._steps:
+            return  # neither its inputs nor its weights would be kept
         if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
         weight = layer.weight

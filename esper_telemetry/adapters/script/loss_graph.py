@@ -59,6 +59,8 @@ EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "Logs
 
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+CHOICES = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
+"""Operations that return entries of their inputs, or sums of them."""
 
 
 class DistributionGraphs(NamedTuple):
@@ -244,7 +246,7 @@ class _LossReader:
         self._walk()
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.tensors = [one for one in held if one.grad_fn is not None]
-        self.columns = [one.reshape(-1) for one in held if one.numel() > 1]
+        self.columns = [one for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
@@ -423,8 +425,8 @@ class _LossReader:
         for sign in (False, True):
             own = -factor.reshape(-1) if sign else factor.reshape(-1)
             # products with a ratio of 1 are no advantages
-            columns = (one for one in self.columns if len(one) == len(own) and not (is_ratio and one.requires_grad))
-            if any(torch.equal(own, one) for one in columns):
+            columns = (one for one in self.columns if one.numel() == len(own) and not (is_ratio and one.requires_grad))
+            if any(torch.equal(own, one.reshape(-1)) for one in columns):
                 return sign
         if _kind(node) in EXTREMES:
             return _kind(node) == "MaximumBackward0"
@@ -441,7 +443,7 @@ class _LossReader:
             product = self._product(node)
             if product is not None:
                 yield product
-            elif _kind(node) in EXTREMES | SUMS | {"WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}:
+            elif _kind(node) in CHOICES:
                 waiting += [child for child in _children(node) if child is not None]
 
     def _product(self, node: Node) -> _Product | None:

@@ -212,9 +212,8 @@ def _columns_of(distribution: Any) -> HeadColumns | None:
     parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
     if parameters[0].dim() < 1:
         return None
-    columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] and of [A] too
-    if columns.logits:  # masked actions have a large negative finite logit
-        columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
+    if any(column.dim() != 2 for column in parameters):  # [N, A] of [T, b, A] and of [A] too
+        columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))
     return columns
 
 
@@ -230,13 +229,14 @@ def _rows(columns: HeadColumns) -> int:
 
 
 def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
-    """Heads in the order in which they were recorded, under the names of `head_names`."""
+    """Heads in the order in which they were recorded, under the names of `head_names`; logits of masked actions become finite."""
     merged: tuple[dict[str, Tensor], ...] = ({}, {}, {}, {})
     for name, columns in zip(head_names(len(heads)), heads, strict=True):
         for part, own in zip(merged, columns, strict=True):
             for column in own.values():
                 part[name] = column
-    return HeadColumns(*merged)
+    finite = {name: column.clamp(min=torch.finfo(column.dtype).min) for name, column in merged[0].items()}
+    return HeadColumns(finite, *merged[1:])
 
 
 class LastEstimate(NamedTuple):
@@ -415,27 +415,35 @@ class _Running:
         last_call: number of its last step since the rollout began; None where there is none.
     """
 
-    def __init__(self, size: int, index: int) -> None:
+    def __init__(self, env: Any, size: int, index: int) -> None:
         self.index = index
         self.last_call: int | None = None
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
-        self.over = np.zeros(size, dtype=bool)
+        self._over: Any = None  # [size], bool: of the last step, where any was
+        mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
+        self._resets_next = "NEXT_STEP" in mode or "NEXTSTEP" in mode
 
-    def step(self, rewards: Any, done: Any, *, next_step: bool) -> list[tuple[float, int]]:
-        """Add a step and return the episodes that ended; with `next_step` the one after an episode's end is its reset."""
-        counted = ~self.over if next_step else np.ones_like(self.over)
-        self.returns += np.where(counted, rewards, 0.0)
-        self.lengths += counted
-        ended = np.asarray(done, dtype=bool) & counted
+    def step(self, rewards: Any, ended: Any) -> list[tuple[float, int]]:
+        """Add a step, [size] each, and return the episodes that ended; the step after an end may be a reset, which does not count."""
+        over, self._over = self._over, None
+        if over is None:
+            self.returns += rewards
+            self.lengths += 1
+        else:
+            self.returns += np.where(over, 0.0, rewards)
+            self.lengths += ~over
+            ended = ended & ~over
+        if not ended.any():
+            return []
         finished = [(float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(ended)]
         self.returns[ended], self.lengths[ended] = 0.0, 0
-        self.over = ended
+        self._over = ended if self._resets_next else None
         return finished
 
     def reset(self) -> None:
         """Reset all of them."""
-        self.returns[:], self.lengths[:], self.over[:] = 0.0, 0, False
+        self.returns[:], self.lengths[:], self._over = 0.0, 0, None
 
 
 class RecordedEnds(NamedTuple):
@@ -604,7 +612,7 @@ class EpisodeLog:
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
         if env not in self._running and not self.closed:
-            self._running[env] = _Running(getattr(env, "num_envs", 1), len(self._running))
+            self._running[env] = _Running(env, getattr(env, "num_envs", 1), len(self._running))
         return env in self._running
 
     def after_step(self, env: Any, result: Any, action: Any = None) -> None:
@@ -613,20 +621,21 @@ class EpisodeLog:
             result = _with_two_flags(result)
         _, rewards, terminated, truncated, infos = result
         running = self._running[env]
-        mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
-        flags = np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool)
-        if len(running.returns) != flags.shape[1]:  # several environments of a class that does not say so
-            running = self._running[env] = _Running(flags.shape[1], running.index)
+        flags = np.empty((2, np.asarray(terminated).size), dtype=bool)
+        flags[0], flags[1] = np.asarray(terminated).reshape(-1), np.asarray(truncated).reshape(-1)
+        size, ended = flags.shape[1], flags[0] | flags[1]
+        if len(running.returns) != size:  # several environments of a class that does not say so
+            running = self._running[env] = _Running(env, size, running.index)
+        paid = np.array(rewards, dtype=np.float64).reshape(size)
         if len(self._ends) < MAX_END_STEPS:
             running.last_call = len(self._ends)
             self._ends.append(flags)
-            self._rewards.append(np.array(rewards, dtype=np.float64).reshape(flags.shape[1]))
+            self._rewards.append(paid)
             self._stepped.append(running.index)
-            self._transitions.add(action, result, flags.any(0))
-        self.steps += len(running.returns)
+            self._transitions.add(action, result, ended)
+        self.steps += size
         self._calls += 1
-        next_step = "NEXT_STEP" in mode or "NEXTSTEP" in mode
-        counted = running.step(rewards, np.logical_or(terminated, truncated), next_step=next_step)
+        counted = running.step(paid, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
         self.hidden = self.hidden or (bool(counted) and "final_info" not in infos)

@@ -202,14 +202,15 @@ class RolloutFinder:
             "values": None if value is None else value.values,
             "advantages": None if policy is None else policy.advantages,
         }
-        shuffled = self._identify_columns(pairs, wanted)
+        tables = [_sorted(grid[: self.steps]) for grid in grids]
+        shuffled = self._identify_columns(pairs, tables, wanted)
         if wanted["log_probs"] is not None and "log_probs" not in self._found:
             for table in (torch.exp, torch.neg):  # probabilities, or negative log-probabilities
                 numbers = table(wanted["log_probs"])
                 held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
                 if held and "log_probs" not in self._found:
                     self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
-        self._restore_order(grids, wanted)
+        self._restore_order(grids, tables, wanted)
         self._identify_advantages(grids, wanted)
         self._identify_sum(grids)
         self._identify_returns()
@@ -232,13 +233,14 @@ class RolloutFinder:
         self._identify_rewards(grids)
         self._identify_next_values(grids)
 
-    def _identify_columns(self, pairs: Sequence[tuple[Tensor, Tensor]], wanted: Mapping[str, Tensor | None]) -> bool:
-        """Find the arrays, as [T, B] beside them, with the numbers of the first minibatch.
+    def _identify_columns(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], wanted: Mapping[str, Tensor | None]
+    ) -> bool:
+        """Find the arrays, as [T, B] beside them, and sorted in `tables`, with the numbers of the first minibatch.
 
         Returns True where that is the whole rollout in another order.
         """
         in_order, shuffled = set[str](), False
-        tables = [_sorted(grid[: self.steps]) for _, grid in pairs]
         for role, column in wanted.items():
             if column is None or not _tells(numbers := column.reshape(-1).double()):
                 continue
@@ -256,7 +258,9 @@ class RolloutFinder:
             self._found = {role: grid for role, grid in self._found.items() if role not in in_order}
         return shuffled
 
-    def _restore_order(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
+    def _restore_order(
+        self, grids: list[Tensor], tables: Sequence[Tensor], wanted: Mapping[str, Tensor | None]
+    ) -> None:
         """Put columns that the script has shuffled together back into the order in which actions were taken.
 
         A shuffled array has all log-probabilities in another order, and its rows are those of the minibatch in other columns too.
@@ -265,8 +269,9 @@ class RolloutFinder:
         if own is None or self._acted is None or self._acted.numel() % size:
             return
         acted = self._acted.reshape(size, -1).sum(1).reshape(self.steps, self.envs).to(own.device)
-        for grid in grids:
-            if len(grid) == self.steps and not _is_same(acted, grid) and Shuffle.mixes(grid, acted):
+        ordered = _sorted(acted)
+        for grid, table in zip(grids, tables, strict=True):
+            if len(grid) == self.steps and not _is_same(acted, grid) and Shuffle.mixes(table, ordered):
                 self._shuffle, self._found["log_probs"] = Shuffle.between(grid, acted, own), acted
                 self._mixed = self._shuffle is None
                 break
@@ -722,9 +727,8 @@ class Shuffle(NamedTuple):
 
     @staticmethod
     def mixes(shuffled: Tensor, ordered: Tensor) -> bool:
-        """Return True where both have the same numbers."""
-        one, other = (column.reshape(-1).double().sort().values for column in (shuffled, ordered))
-        return float((one - other).abs().max()) <= SAME_NUMBER * float(other.abs().max())
+        """Return True where both have the same numbers, which are sorted."""
+        return float((shuffled - ordered).abs().max()) <= SAME_NUMBER * float(ordered.abs().max())
 
     @classmethod
     def between(cls, shuffled: Tensor, ordered: Tensor, rows: Tensor) -> Shuffle | None:
@@ -786,8 +790,8 @@ class RowFinder:
         if not own or int(named.max()) >= steps * envs:
             return named
         by_env = named % steps * envs + named.div(steps, rounding_mode="floor")
-        fitting = [rows for rows in (named, by_env) if self._agree(rows, own)]
-        return fitting[0] if fitting else self._rows_with(own)
+        fitting = next((rows for rows in (named, by_env) if self._agree(rows, own)), None)
+        return self._rows_with(own) if fitting is None else fitting
 
     def _agree(self, rows: Tensor, own: Mapping[str, Tensor]) -> bool:
         """Return True where these transitions have the numbers of a minibatch in one of its columns."""
