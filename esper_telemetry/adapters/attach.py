@@ -362,10 +362,11 @@ class UpdateCollector:
         return tuple(records)
 
     def _take_episodes(self, progress: TrainingProgress | None) -> Episodes | None:
-        """Return the episodes so far; without steps in the environments there is nothing to report, not even that none has ended."""
+        """Return the episodes so far; without a rollout, and before any has ended, there is nothing to report, not even that none has."""
+        ended = bool(self._episodes or self._recent)
         if self._rollouts:
             update = self._rollouts[-1].update
-        elif progress is not None and any(events for _, events in self._extensions):
+        elif progress is not None and (ended or any(events for _, events in self._extensions)):
             update = progress.end.update
         else:
             return None

@@ -12,11 +12,13 @@ learns.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -98,11 +100,13 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 def without_trace(policy: nn.Module) -> Iterator[None]:
     """Context in which passes through `policy` reach no listener, and random numbers come from copies of the generators.
 
-    After it the policy's buffers are what they were.
+    After it the policy's buffers are what they were, and its modules have the attributes that they had.
     """
     taps = [value for module in policy.modules() for value in vars(module).values() if isinstance(value, Tap)]
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
+    attributes = [(vars(module), dict(vars(module))) for module in policy.modules()]
     devices = {parameter.device for parameter in policy.parameters() if parameter.is_cuda}
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     for tap in taps:
         tap.muted += 1
     try:
@@ -114,6 +118,21 @@ def without_trace(policy: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for now, earlier in attributes:
+            for name in now.keys() | earlier.keys():
+                _put_back(now, earlier, name)
+
+
+def _put_back(now: dict[str, Any], earlier: Mapping[str, Any], name: str) -> None:
+    """Make an attribute what it was earlier, unless a tap has come or gone."""
+    if now.get(name) is earlier.get(name) or isinstance(now.get(name), Tap) or isinstance(earlier.get(name), Tap):
+        return
+    if name in earlier:
+        now[name] = earlier[name]
+    else:
+        del now[name]
 
 
 @contextmanager

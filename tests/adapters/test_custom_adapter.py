@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from esper_telemetry import Telemetry, advantage_stats, attach, ratio_diagnostics, value_fit
 from esper_telemetry.core.record import Record
+from esper_telemetry.events import EpisodeEnd, Hooks, RunStart, UpdateEnd, UpdateStart
 from esper_telemetry.testing import MemorySink
 
 UPDATES = 3
@@ -98,6 +99,32 @@ def test_the_rollout_and_its_minibatches_agree() -> None:
         assert record.values["integrity/gae_identity"] <= 1e-6
         assert record.values["integrity/rows_repeated"] == 0
         assert "telemetry/metric_errors" not in record.values
+
+
+class WithoutRollouts:
+    """A trainer that shows which episodes ended in each update, and nothing of its rollouts."""
+
+    def __init__(self) -> None:
+        self.hooks = Hooks()
+
+    def learn(self, episodes: Sequence[Sequence[float]]) -> None:
+        self.hooks.emit(RunStart({}, {}))
+        for update, returns in enumerate(episodes, 1):
+            if returns:
+                self.hooks.emit(EpisodeEnd(update, returns, [1] * len(returns)))
+            self.hooks.emit(UpdateStart(update, update))
+            self.hooks.emit(UpdateEnd(update, update, update, learning_rate=1e-3, seconds={}))
+
+
+def test_returns_are_recorded_where_no_rollout_is_known() -> None:
+    sink, source = MemorySink(), WithoutRollouts()
+    with Telemetry([sink], run_dir=None) as telemetry:
+        attach(telemetry, source)
+        source.learn([(), (1.0, 3.0), ()])
+
+    means = [record.values.get("episode/return_mean_100") for record in sink.records]
+    assert means == [None, 2.0, 2.0]
+    assert [record.values.get("episode/count") for record in sink.records] == [None, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("level", ["off", "normal", "debug"])

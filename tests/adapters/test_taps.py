@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import subprocess
 import sys
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper_telemetry.adapters.taps import Tap, listen, without_trace
 
@@ -28,6 +30,35 @@ class Counter:
     def add(self, amount: int, *, times: int = 1) -> int:
         self.total += amount * times
         return self.total
+
+
+class Noisy(nn.Module):
+    """Counts its calls, keeps its last output, and adds noise of generators that are not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = inputs + self.calls + random.random() + np.random.rand()
+        return self.last
+
+
+def test_passes_without_trace_leave_attributes_and_all_generators() -> None:
+    module, inputs = Noisy(), torch.zeros(1)
+
+    def run(passes: int) -> list[float]:
+        module.calls = 0
+        random.seed(0)
+        np.random.seed(0)
+        with without_trace(module):
+            for _ in range(passes):
+                module(inputs)
+        return [float(module(inputs)), float(module(inputs)), module.calls]
+
+    assert run(0) == run(3)
+    assert module.calls == 2
 
 
 def test_listeners_receive_arguments_and_result_of_one_object_alone() -> None:

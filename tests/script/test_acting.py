@@ -83,6 +83,15 @@ def test_running_statistics_of_one_environment_change_from_step_to_step(delayed:
     assert named == ("other_observations" if delayed else "other_statistics")
 
 
+def test_weights_that_a_parametrisation_computes_are_not_asked_for() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(INPUTS, 3))
+    before = [buffer.clone() for buffer in layer.buffers()]
+
+    ActingLog().add(layer, torch.zeros(1, INPUTS), has_graph=False)
+
+    assert before and all(torch.equal(*pair) for pair in zip(before, layer.buffers(), strict=True))
+
+
 def test_calls_that_do_not_fit_the_rollout_are_none_of_its_acting() -> None:
     log = ActingLog()
     log.add(nn.Linear(INPUTS, 1), torch.zeros(1, INPUTS), has_graph=False)

@@ -124,6 +124,87 @@ def test_the_ratio_is_that_of_the_new_policy_whatever_the_loss_has(inverted: boo
     assert policy.clip == pytest.approx(CLIP)
 
 
+Surrogate = Callable[[Tensor, Tensor], Tensor]
+"""A loss of rows by their ratios and advantages."""
+
+OTHER_SURROGATES: dict[str, Surrogate] = {
+    "SPO": lambda ratio, a: a.abs() / 0.4 * (ratio - 1) ** 2 - ratio * a,
+    "soft clip": lambda ratio, a: -(0.2 * torch.tanh((ratio - 1) / 0.2) * a + a),
+    "sigmoid": lambda ratio, a: -torch.sigmoid(4 * (ratio - 1)) * a,
+    "one bound": lambda ratio, a: -torch.where(a > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8)) * a,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SURROGATES)
+def test_a_loss_of_another_function_of_the_ratio_shows_its_ratios_and_is_not_judged(name: str) -> None:
+    rows = Rows()
+
+    reading = rows.read(OTHER_SURROGATES[name](rows.ratio, rows.advantages).mean() + rows.values.square().mean())
+
+    policy = reading.policy
+    assert policy is not None and policy.log_ratio is not None
+    torch.testing.assert_close(policy.log_ratio, (rows.log_probs - rows.old_log_probs).detach())
+    torch.testing.assert_close(policy.old_log_probs, rows.old_log_probs)
+    assert (policy.loss, policy.clip, reading.complete) == (None, None, False)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_cross_entropy_of_a_critic_is_not_the_policys_term(first: bool) -> None:
+    rows = Rows()
+    bins = nn.Linear(3, 5)(torch.randn(ROWS, 3)).log_softmax(-1)
+    critic = -(torch.rand(ROWS) * bins.gather(1, torch.arange(ROWS).remainder(5)[:, None])[:, 0]).mean()
+
+    reading = rows.read(critic + rows.surrogate() if first else rows.surrogate() + critic)
+
+    assert reading.policy is not None and reading.policy.log_ratio is not None and not reading.complete
+    torch.testing.assert_close(reading.policy.advantages, rows.advantages)
+
+
+MASK = torch.arange(ROWS) % 4 > 0
+"""Rows that are no padding."""
+
+MASKED_MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "times the mask": lambda rows: (rows * MASK).sum() / MASK.sum(),
+    "where": lambda rows: torch.where(MASK, rows, 0.0).sum() / MASK.sum(),
+    "filled": lambda rows: rows.masked_fill(~MASK, 0.0).sum() / MASK.sum(),
+    "indexed": lambda rows: rows[MASK].mean(),
+    "selected": lambda rows: rows.masked_select(MASK).mean(),
+    "of sequences": lambda rows: ((rows * MASK).view(4, -1).sum(0) / MASK.view(4, -1).sum(0).clamp(min=1)).sum() / 3,
+}
+
+
+@pytest.mark.parametrize("name", MASKED_MEANS)
+def test_rows_that_a_loss_leaves_out_are_not_valid(name: str) -> None:
+    rows, mean = Rows(), MASKED_MEANS[name]
+    surrogate = -torch.min(rows.advantages * rows.ratio, rows.advantages * rows.ratio.clamp(1 - CLIP, 1 + CLIP))
+    errors = (rows.values - rows.returns) ** 2
+
+    reading = rows.read(mean(surrogate) + 0.5 * mean(errors) - 0.01 * mean(rows.entropy))
+
+    policy, value, entropy = reading.policy, reading.value, reading.entropy
+    assert policy is not None and value is not None and entropy is not None and reading.complete
+    assert policy.valid is not None and policy.valid.tolist() == MASK.tolist()
+    torch.testing.assert_close(policy.advantages, rows.advantages)
+    torch.testing.assert_close(policy.loss, surrogate[MASK].mean().detach())
+    assert policy.clip == pytest.approx(CLIP)
+    torch.testing.assert_close(value.returns, rows.returns)
+    torch.testing.assert_close(value.loss, 0.5 * errors[MASK].mean().detach())
+    torch.testing.assert_close(entropy.loss, -rows.entropy[MASK].mean().detach())
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_weights_of_a_mixture_are_no_logits_of_actions(mixture: bool) -> None:
+    rows, logits = Rows(), nn.Linear(3, 2)(torch.randn(ROWS, 3)).log_softmax(-1)
+    if mixture:
+        log_probs = (logits + torch.randn(ROWS, 2)).logsumexp(-1)
+    else:
+        log_probs = logits.gather(1, torch.arange(ROWS).remainder(2)[:, None])[:, 0]
+
+    reading = rows.read(-(rows.advantages * (log_probs - log_probs.detach()).exp()).mean())
+
+    assert (reading.logits is None) is mixture
+
+
 def test_log_probabilities_in_place_of_the_entropy_are_its_term_and_beside_it_another_one() -> None:
     rows = Rows()
     sampled = rows.read(rows.surrogate() + 0.01 * rows.log_probs.mean())

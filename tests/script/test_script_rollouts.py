@@ -55,11 +55,22 @@ def test_distributions_that_a_loss_does_not_use_are_no_heads_of_its_minibatch() 
         policy = Categorical(logits=weights + torch.eye(2)[place])
         log_probs = policy.log_prob(torch.zeros(5).long())
         log.add(Categorical(logits=policy.logits.expand(5, 2)), log_probs)
-    log.keep(graph_of(log_probs.mean()))
-
-    heads = log.take_minibatch(5).logits
+    heads = log.take_minibatch(5, graph_of(log_probs.mean())).logits
     assert list(heads) == ["action"]
     assert heads["action"][0].argmax() == 1
+
+
+def test_each_loss_before_an_optimizer_step_has_the_heads_of_its_own_rows() -> None:
+    log, weights = DistributionLog(), torch.zeros(2, requires_grad=True)
+    losses = []
+    for place in range(2):
+        policy: Any = Categorical(logits=weights + torch.eye(2)[place].expand(5, 2))
+        log.add(policy, log_probs := policy.log_prob(torch.zeros(5)))
+        losses.append(log_probs.mean())
+
+    heads = [log.take_minibatch(5, graph_of(loss)).logits["action"][0].argmax() for loss in losses]
+
+    assert heads == [0, 1]
 
 
 class Zipped(gym.Env[Any, Any]):
@@ -168,9 +179,10 @@ class MaskedChoice(Categorical):
 def test_a_masked_distribution_of_the_script_is_recorded_with_its_masks(masks: Any) -> None:
     log, logits = DistributionLog(), torch.randn(2, 3, requires_grad=True)
     policy: Any = MaskedChoice(logits, masks)
-    log.add(policy, policy.log_prob(torch.tensor([2, 2])))
+    log_probs = policy.log_prob(torch.tensor([2, 2]))
+    log.add(policy, log_probs)
 
-    heads = log.take_minibatch(2)
+    heads = log.take_minibatch(2, [log_probs.grad_fn])
 
     torch.testing.assert_close(heads.logits["action"].exp(), policy.probs.detach())
     assert bool(heads.logits["action"].isfinite().all())
@@ -186,7 +198,6 @@ def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
         if step:
             log.after_env_step()
         log.add(policy, policy.log_prob(torch.zeros(1).long()))
-    log.keep(())
 
     logits = log.take_rollout(3, 1).logits["action"]
     assert (logits[:, 0, 0] - logits[:, 0, 1]).tolist() == pytest.approx([0, 1, 2])
@@ -375,8 +386,8 @@ def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> Non
         (distributions.Beta(means.exp(), 1.0), False),
     ):
         log = DistributionLog()
-        log.add(distribution, means.sum(1))
-        heads = log.take_minibatch(3)
+        log.add(distribution, log_probs := means.sum(1))
+        heads = log.take_minibatch(3, [log_probs.grad_fn])
         assert bool(heads.means or heads.logits) is shown
 
 
@@ -387,14 +398,14 @@ def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> No
     try:
         means = torch.zeros(3, 2, requires_grad=True)
         policy = distributions.Independent(distributions.Normal(means, means.exp()), 1)
-        policy.log_prob(torch.zeros(3, 2))
+        log_probs = policy.log_prob(torch.zeros(3, 2))
         policy.entropy()
     finally:
         taps.remove()
 
     graphs = listener.distributions.take_graphs()
     assert [tuple(one.shape) for one in (*graphs.log_probs, *graphs.entropies)] == [(3,), (3,)]
-    assert listener.distributions.take_minibatch(3).means.keys() == {"action"}
+    assert listener.distributions.take_minibatch(3, [log_probs.grad_fn]).means.keys() == {"action"}
 
 
 @pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])

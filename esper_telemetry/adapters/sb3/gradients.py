@@ -46,10 +46,11 @@ class HeadNorms:
     def norms(self) -> Tensor | None:
         """L2 norm of each head's gradient, [H] in float64; None where there is one head, or the layer has no gradient."""
         layer = self._layer
-        if layer is None or layer.weight.grad is None:
+        weight = None if layer is None else layer._parameters.get("weight")  # not a parametrised one
+        if layer is None or weight is None or weight.grad is None:
             return None
         with torch.no_grad():
-            squares = layer.weight.grad.double().square().sum(1)
+            squares = weight.grad.double().square().sum(1)
             if layer.bias is not None and layer.bias.grad is not None:
                 squares += layer.bias.grad.double().square()
             empty = torch.zeros(self._count, dtype=torch.float64, device=squares.device)

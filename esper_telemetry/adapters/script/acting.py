@@ -132,7 +132,9 @@ class ActingLog:
             return  # neither its inputs nor its weights would be kept
         if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
-        weight = layer.weight
+        weight = layer._parameters.get(
+            "weight"
+        )  # to read a parametrised one computes it, and may change the layer's buffers
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
         if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:

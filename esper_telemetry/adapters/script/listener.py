@@ -145,6 +145,7 @@ class ScriptListener:
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
+        self._stepping = False  # an optimizer takes a step: it may evaluate its minibatch's loss several times
         self._scales: object = None
         self._clips: list[ClipCall] = []
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
@@ -169,6 +170,7 @@ class ScriptListener:
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
         """An optimizer is about to take a step with the gradients that are there."""
         readings, self._readings = self._readings, []
+        self._stepping = True
         if not self._started:
             if not any(reading.policy is not None for reading in readings):
                 self.clips.clear()
@@ -199,13 +201,15 @@ class ScriptListener:
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         reading = None
-        if loss.requires_grad:
+        again = self._stepping and any(one.policy is not None for one in self._readings)
+        if loss.requires_grad and not again:
             climbed = self._climbs(loss, variables)
             reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
         if reading is not None:
-            self._readings.append(without_graph(reading))
             if reading.policy is not None:
-                self.distributions.keep(graph_of(loss))
+                heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
+                reading = reading._replace(heads=heads)
+            self._readings.append(without_graph(reading))
         elif not self._started:
             self._other_losses += 1
         if self._started and reading is not None and self._data_of(variables) != self._collected_at:
@@ -340,7 +344,7 @@ class ScriptListener:
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
         call, self._call = self._call, None
-        self._announced, self._shown = None, False
+        self._announced, self._shown, self._stepping = None, False, False
         parameters = _parameters_of(optimizer)
         self._steps_of[id(parameters[0])] += 1
         own = set(map(id, parameters))
@@ -571,7 +575,8 @@ class ScriptListener:
         if not self.updates:
             self._passes.add(variables.integers(), count)
         self._row_count += count
-        heads = self.distributions.take_minibatch(count)
+        self.distributions.after_optimizer_step()
+        heads = reading.heads
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
             heads = HeadColumns(logits={head_names(1)[0]: reading.logits})
         self.findings[RATIOS] = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from esper_telemetry.adapters.columns import HeadColumns
 from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
 
 Node = Any
@@ -52,6 +53,7 @@ VIEWS = {
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
 JOINTS = {"StackBackward0", "CatBackward0"}
 SUMS |= {"SumBackward0", "SumBackward1", "IndexBackward0", "SelectBackward0", *JOINTS, *VIEWS}
+SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0"}
 """Operations that are linear in all their inputs with a graph."""
 
 EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
@@ -59,6 +61,9 @@ EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "Logs
 
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+CHOOSING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
+"""Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
+
 CHOICES = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
 """Operations that return entries of their inputs, or sums of them."""
 
@@ -87,6 +92,7 @@ class PolicyTerm(NamedTuple):
         log_probs: [N], of the actions now; None where the graph does not tell.
         inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
         attached: where gradients of the advantages go on, of their negatives where `negated`; None where they have none, as they should.
+        reshaped: another function of the ratio than a clip is multiplied, in this term or in one beside it: the loss is not that of PPO.
     """
 
     log_ratio: Tensor | None
@@ -100,6 +106,14 @@ class PolicyTerm(NamedTuple):
     inverted: bool = False
     attached: GradientEdge | None = None
     negated: bool = False
+    reshaped: bool = False
+
+    def beside(self, other: object) -> PolicyTerm:
+        """Return the one of two terms of a loss that tells more: it has a ratio, and no function of it. The first of equal ones."""
+        if not isinstance(other, PolicyTerm):
+            return self
+        first, second = sorted((self, other), key=lambda one: (one.log_ratio is None, one.reshaped))
+        return first._replace(loss=None, clip=None, reshaped=True) if second.reshaped else first
 
     @property
     def old_log_probs(self) -> Tensor | None:
@@ -167,6 +181,7 @@ class LossReading(NamedTuple):
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
         climbed: the optimizer maximises the loss; the terms are those of its negative.
+        heads: distributions of its rows, where the script has asked any for the log-probabilities.
     """
 
     policy: PolicyTerm | None
@@ -179,11 +194,12 @@ class LossReading(NamedTuple):
     actions: Tensor | None = None
     left_out: ValueTerm | None = None
     climbed: bool = False
+    heads: HeadColumns = HeadColumns()
 
 
 class _Product(NamedTuple):
     """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, the clip between both, and where
-    gradients of the factor go on, if it has any.
+    gradients of the factor go on, if it has any. With `reshaped` another function of the ratio is multiplied.
     """
 
     factor: Tensor
@@ -191,6 +207,7 @@ class _Product(NamedTuple):
     clip: float | None
     is_ratio: bool
     attached: GradientEdge | None
+    reshaped: bool = False
 
 
 class _Error(NamedTuple):
@@ -284,13 +301,13 @@ class _LossReader:
                 or self._value(node, gradient)
             )
             if isinstance(term, PolicyTerm) and policy is None:
-                policy = term
+                policy, others = term, others + term.reshaped
             elif isinstance(term, ValueTerm) and value is None:
                 value = term
             elif isinstance(term, EntropyTerm) and (entropy is None or entropy.goes_with(term)):
                 entropy = term if entropy is None else entropy.plus(term)
             elif bool(self._own_gradient(place, edges, gradients).any()):
-                others += 1
+                policy, others = policy.beside(term) if policy is not None else None, others + 1
         if policy is None and value is None:
             return None
         logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
@@ -373,10 +390,23 @@ class _LossReader:
             joined = self._joined_entropies(node) if _kind(node) in JOINTS else None
             self.entropies |= {} if joined is None else {node: joined}
             output = node in self.entropies or node in self.log_probs
-            if not output and (_kind(node) in SUMS or _is_scaling(node)):
+            if not output and (_kind(node) in SUMS or _is_scaling(node) or self._weighs_rows(node)):
                 waiting += [(child, place) for child, place in node.next_functions if child is not None]
             else:
                 yield node, number
+
+    def _weighs_rows(self, node: Node) -> bool:
+        """Return True for rows of a term times numbers without a graph, such as a mask of padding, or where a condition holds."""
+        children = _children(node)
+        if _kind(node) not in ("MulBackward0", "DivBackward0", "WhereBackward0") or children.count(None) != 1:
+            return False
+        below = self._through_views(next(child for child in children if child is not None))
+        while _kind(below) in ("SumBackward1", "MeanBackward1"):  # of each sequence
+            below = self._through_views(_children(below)[0])
+        rows = self._without_sign(below)[0]
+        if below in self.entropies or next(self._products(rows), None) is not None or self._weighs_rows(rows):
+            return True
+        return self._error(rows) is not None and self._ratio_below(rows, _shape(rows).numel()) is None
 
     # the policy
 
@@ -384,7 +414,7 @@ class _LossReader:
         products = list(self._products(node))
         if not products:
             return None
-        plain = next((one for one in products if one.clip is None), products[0])
+        plain = min(products, key=lambda one: (one.reshaped, one.clip is not None))
         clip = next((one.clip for one in products if one.clip is not None), None)
         factor = plain.factor
         weight, valid, reduced = _reduction(gradient)
@@ -400,14 +430,15 @@ class _LossReader:
         rows = self.value(node)
         if _is_sum(gradient):
             weight = 1.0
-        loss = None if rows is None or not weight else (rows * gradient).sum() / weight
+        reshaped = any(one.reshaped for one in products)
+        loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
         log_ratio = flat.log() if plain.is_ratio else None
         inverted = plain.is_ratio and self._is_inverted(plain.node)
         return PolicyTerm(
             log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
             advantages=(-factor if negated else factor).reshape(-1),
-            clip=clip,
+            clip=None if reshaped else clip,
             loss=loss,
             weight=weight,
             valid=valid if reduced else None,
@@ -416,6 +447,7 @@ class _LossReader:
             inverted=inverted,
             attached=plain.attached,
             negated=negated,
+            reshaped=reshaped,
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
@@ -453,7 +485,7 @@ class _LossReader:
         for place in (0, 1):
             child, (other, number) = children[place], node.next_functions[1 - place]
             factor = node._saved_other if place == 0 else node._saved_self
-            if child is None or factor is None:
+            if child is None or factor is None or factor.dtype is torch.bool:
                 continue
             child = self._through_views(child)
             if _kind(child) == "NegBackward0":
@@ -462,9 +494,21 @@ class _LossReader:
             is_ratio = clip is not None or _is_ratio(inner)
             if other is not None and (other in _below(inner) if is_ratio else EXPONENTIALS & _kinds(other)):
                 continue  # both have a graph: an entropy, unless the advantages are not detached
+            ratio = None if is_ratio else self._ratio_below(inner, factor.numel())
+            if ratio is not None:
+                return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
             if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
                 attached = None if other is None else GradientEdge(other, number)
                 return _Product(factor.detach(), inner, clip, is_ratio, attached)
+        return None
+
+    def _ratio_below(self, node: Node, count: int) -> Node | None:
+        """Return the ratio of so many rows that an operation depends on: the exponential of a difference from numbers without a graph."""
+        for one in _below(node):
+            if _kind(one) == "ExpBackward0" and _shape(one).numel() == count:
+                below = self._through_views(_children(one)[0])
+                if _kind(below) in ("SubBackward0", "AddBackward0") and _children(below)[:2].count(None) == 1:
+                    return one
         return None
 
     def _unclipped(self, node: Node) -> tuple[Node, float | None]:
@@ -517,11 +561,22 @@ class _LossReader:
         """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
         logits = actions = None
         for one in _below(node):
-            if _kind(one) == "LogSoftmaxBackward0" and logits is None:
+            if _kind(one) == "LogSoftmaxBackward0" and logits is None and self._is_chosen_from(one):
                 logits = one._saved_result.detach().flatten(0, -2)
             elif _kind(one) == "GatherBackward0" and actions is None:
                 actions = one._saved_index.reshape(-1)
         return logits, actions
+
+    def _is_chosen_from(self, log_probs: Node) -> bool:
+        """Return False for log-probabilities that are weights of a mixture: sums with others, and no entry is chosen."""
+        waiting = [log_probs]
+        while waiting:
+            for consumer, _ in self.consumers.get(waiting.pop(), ()):
+                if _kind(consumer) in VIEWS:
+                    waiting.append(consumer)
+                elif _kind(consumer) in CHOOSING:
+                    return True
+        return False
 
     # the critic
 

@@ -92,7 +92,6 @@ class DistributionLog:
 
     def __init__(self) -> None:
         self._rollout: list[HeadColumns] = []
-        self._after: list[HeadColumns] = []
         self._recent: deque[tuple[HeadColumns, Tensor | None]] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._chosen: Tensor | None = None
         self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
@@ -153,16 +152,6 @@ class DistributionLog:
         """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
         return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
 
-    def keep(self, nodes: Container[Any]) -> None:
-        """Forget distributions with a graph whose log-probabilities are none of these nodes: a loss does not use them."""
-        kept, unused = deque[tuple[HeadColumns, Tensor | None]](maxlen=MAX_DISTRIBUTIONS), list[HeadColumns]()
-        for columns, log_probs in self._recent:
-            if log_probs is None or log_probs.grad_fn in nodes:
-                kept.append((columns, log_probs))
-            else:
-                unused.append(columns)
-        self._recent, self._after = kept, self._after or unused
-
     def take_graphs(self) -> DistributionGraphs:
         """Return what was recorded with a graph since the last call."""
         taken = DistributionGraphs(list(self._returned), list(self._entropies))
@@ -170,21 +159,32 @@ class DistributionLog:
         self._entropies.clear()
         return taken
 
-    def take_minibatch(self, rows: int) -> HeadColumns:
-        """Return the heads of a minibatch of so many rows, recorded since the last call; empty where they do not fit it."""
-        columns = [_as_rows(head, rows) for head, log_probs in self._recent if log_probs is not None]
+    def take_minibatch(self, rows: int, nodes: Container[Any]) -> HeadColumns:
+        """Return the heads of so many rows whose log-probabilities are among these nodes, those of a loss; empty without any.
+
+        What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
+        """
+        taken, left = list[HeadColumns](), deque[tuple[HeadColumns, Tensor | None]](maxlen=MAX_DISTRIBUTIONS)
+        for columns, log_probs in self._recent:
+            if log_probs is None or log_probs.grad_fn not in nodes:
+                left.append((columns, log_probs))
+            else:
+                taken.append(_as_rows(columns, rows))
+        self._recent = left
+        return _merge([head for head in taken if _rows(head) == rows])
+
+    def after_optimizer_step(self) -> None:
+        """The minibatch is over: what is recorded from here on is of another one, or acts."""
         self._recent.clear()
         self._asked.clear()
         self._drawn.clear()
-        return _merge([head for head in columns if _rows(head) == rows])
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
         heads = [_as_rows(head, envs) for head in self._rollout or self._drawn_from]
         self._rollout, self._drawn_from = [], []
-        after, self._after = [*self._after, *(head for head, _ in self._recent)], []
         if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
-            last = [head for head in (_as_rows(one, envs) for one in after) if _rows(head) == envs]
+            last = [head for head in (_as_rows(one, envs) for one, _ in self._recent) if _rows(head) == envs]
             heads += last[: len(heads) // (steps - 1)]
         complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
         whole = [head for head, log_probs in self._recent if log_probs is None]

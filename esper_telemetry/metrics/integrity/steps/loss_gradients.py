@@ -312,8 +312,9 @@ class LossGradients:
         with torch.enable_grad(), self._rows() as rows:
             outputs = [rows.values.sum(), rows.log_probs.sum(), rows.entropy.sum()]
             reachable = torch.stack([one for one in outputs if one.requires_grad]).sum()
-            gradients = torch.autograd.grad(reachable, self._parameters, allow_unused=True)
-        silent = [gradient is None for gradient in gradients]
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            gradients = iter(torch.autograd.grad(reachable, trained, allow_unused=True))
+        silent = [parameter.requires_grad and next(gradients) is None for parameter in self._parameters]
         actor, critic = self._changes(silent) if any(silent) else (False, False)
         return silent if actor != critic else [False] * len(silent)
 
@@ -358,7 +359,9 @@ class LossGradients:
         if not loss.requires_grad:
             return torch.cat([torch.zeros_like(p).flatten() for p in self._parameters]).double()
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        return flat64(torch.autograd.grad(loss, self._parameters, **options))
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        gradients = iter(torch.autograd.grad(loss, trained, **options))
+        return flat64(next(gradients) if p.requires_grad else torch.zeros_like(p) for p in self._parameters)
 
 
 TERMS: Final = ("policy", "value", "entropy")
