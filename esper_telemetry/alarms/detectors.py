@@ -215,9 +215,9 @@ class Detectors:
 
     def end(self, status: RunStatus) -> tuple[Event, ...]:
         """Return the outcome of a run that ends so as an event; none where the run is and was too short to tell."""
-        was = self._outcome.outcome.kind
         outcome = self.outcome(status)
-        return () if was is outcome.kind is OutcomeKind.TOO_SHORT else ((OUTCOME, outcome.data()),)
+        too_short = outcome.kind is OutcomeKind.TOO_SHORT and not self._outcome.has_changed
+        return () if too_short else ((OUTCOME, outcome.data()),)
 
     def outcome(self, status: RunStatus | None) -> Outcome:
         """Return the outcome of the run, which has ended so; None for one that goes on."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.verdict.outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
 from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.history.course import Array
@@ -114,6 +116,26 @@ def test_noise_is_not_learning(updates: int) -> None:
     kinds = [kind for draw in FLAT.values() for kind in outcomes(draw, updates)]
 
     assert sum(kind in GOOD for kind in kinds) <= 0.02 * len(kinds)
+
+
+@pytest.mark.parametrize(("returns", "at_end"), [([20.2, 19.7, 34.6, 27.0, 29.1], True), ([20.2, 19.7], False)])
+def test_the_last_outcome_of_a_journal_is_by_all_updates_also_where_it_is_too_short_again(
+    returns: list[float], at_end: bool
+) -> None:
+    detectors, events = Detectors({}), list[tuple[str, Mapping[str, Any]]]()
+    for record in records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}):
+        events += detectors.step(record).events
+
+    last = detectors.end(RunStatus.FINISHED)
+
+    assert bool(events) is bool(last) is at_end
+    if at_end:
+        assert (
+            dict(last)["outcome"]
+            == outcome_of(
+                records(np.array(returns), episodes=20, more={"episode/return_std": 13.0}), status=RunStatus.FINISHED
+            ).data()
+        )
 
 
 def test_short_runs_are_too_short() -> None:

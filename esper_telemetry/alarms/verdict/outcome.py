@@ -146,10 +146,14 @@ class Outcome:
 
 
 class OutcomeJudge:
-    """Judges a run record by record; `outcome` is the verdict so far.
+    """Judges a run record by record.
 
     Args:
         facts: of the run: `reward_threshold`, `env`, `num_envs`, `normalize_rewards`.
+
+    Attributes:
+        outcome: the verdict so far.
+        has_changed: it has been another one than too short to tell.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
@@ -161,7 +165,7 @@ class OutcomeJudge:
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
-        self.outcome = Outcome()
+        self.outcome, self.has_changed = Outcome(), False
 
     def step(self, record: Record) -> Outcome | None:
         """Add a record; return the outcome where its kind has changed. A long run is judged again when it has grown by 5 %."""
@@ -187,7 +191,10 @@ class OutcomeJudge:
 
     def _changed(self) -> Outcome | None:
         before, self.outcome = self.outcome.kind, self._judged()
-        return self.outcome if self.outcome.kind is not before else None
+        if self.outcome.kind is before:
+            return None
+        self.has_changed = True
+        return self.outcome
 
     def add(self, record: Record) -> None:
         """Add a record without judging."""
