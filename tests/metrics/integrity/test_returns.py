@@ -87,6 +87,23 @@ def test_a_mistake_in_returns_is_named_exactly(name: str, seed: int) -> None:
         assert result.holds is next(one.variant for one in RETURNS.hypotheses if one.name == name)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_targets_of_a_critic_whose_outputs_are_normalised_by_running_statistics_are_a_variant(seed: int) -> None:
+    c = random_rollout(seed)
+
+    def scaled(values: Array) -> Array:
+        return (values + 40) / 7
+
+    returns = scaled(right(c) + c.values)
+    result, mistake = (
+        check_returns(right(c), c.values, returns, new_values=one)
+        for one in (scaled(new_values(c)), new_values(c))  # the second critic estimates returns themselves
+    )
+
+    assert names(result) == {"rescaled"} and result.holds
+    assert not mistake.holds
+
+
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_advantages_that_were_normalised_over_the_batch_after_the_returns_are_a_variant(ddof: int) -> None:
     c = random_rollout(1)
@@ -103,7 +120,7 @@ def test_returns_that_are_the_values_are_named_beside_normalised_advantages() ->
 
 
 def test_every_hypothesis_of_returns_is_tested() -> None:
-    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after", "unrelated"}
+    assert {one.name for one in RETURNS.hypotheses} == {*RETURN_PROGRAMS, "normalized_after", "rescaled", "unrelated"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -129,6 +129,26 @@ def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
     return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
 
 
+def _rescaled(inputs: ReturnInputs) -> Tensor | None:
+    """Advantages plus values, moved and scaled by running statistics, where the critic's estimates are nearer to values that are so, too.
+
+    Of targets that are scaled by mistake, the critic's estimates are nearer to the stored values.
+    """
+    if inputs.new_values is None:
+        return None
+    total = inputs.advantages + inputs.values
+    counted, claimed = inputs.counted(total), inputs.counted(inputs.claimed)
+    spread = counted - counted.mean()
+    size = float(spread @ spread)
+    slope = float(spread @ claimed) / size if size > 0 else 0.0
+    if len(counted) < MIN_ROWS or slope <= 0:
+        return None
+    offset = claimed.mean() - slope * counted.mean()
+    values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
+    moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))
+    return slope * total + offset if moved < kept else None
+
+
 def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
     """Return discounted sums of rewards, with or without the value after the last step."""
 
@@ -160,7 +180,11 @@ def _new_values(inputs: ReturnInputs) -> Tensor | None:
     """Advantages plus new values; the claimed returns where what differs from the old ones goes with the values of a later step."""
     if inputs.new_values is None:
         return None
-    exact = inputs.advantages + inputs.new_values
+    exact, rescaled = inputs.advantages + inputs.new_values, _rescaled(inputs)
+    if rescaled is not None:
+        error = float(inputs.counted(rescaled - inputs.claimed).abs().amax())
+        if error <= TOLERANCES["fp32"] * float(inputs.counted(inputs.claimed).abs().amax()):
+            return exact  # the critic's estimates explain targets that are moved and scaled as they are
     moved, later = inputs.counted(inputs.claimed - inputs.advantages - inputs.values), inputs.counted(exact)
     later = later - inputs.counted(inputs.advantages + inputs.values)
     differs = moved.abs() > MIN_MOVED * moved.abs().max()
@@ -346,6 +370,14 @@ RETURNS = Equation(
             _normalized_sum,
             variant=True,
             source="2006.05990, section 3.3, value function normalisation",
+        ),
+        Hypothesis(
+            "rescaled",
+            "advantages plus values, moved and scaled as the critic's estimates are",
+            "R = (A + V - m) / s",
+            _rescaled,
+            variant=True,
+            source="van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm",
         ),
         Hypothesis(
             "monte_carlo",
