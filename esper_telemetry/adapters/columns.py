@@ -69,9 +69,8 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
             logits[name] = torch.stack([torch.zeros_like(odds), odds], -1)
         elif hasattr(part, "logits"):
             logits[name] = part.logits.detach()
-            mask = getattr(
-                part, "masks", None
-            )  # classes of scripts have an empty list without a mask, and numbers of 0 and 1
+            # classes of scripts have an empty list where there is no mask, and may have numbers of 0 and 1
+            mask = getattr(part, "masks", None)
             if isinstance(mask, Tensor) and mask.shape == logits[name].shape:
                 masks[name] = mask.bool()
         else:

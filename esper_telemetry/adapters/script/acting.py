@@ -132,9 +132,8 @@ class ActingLog:
             return  # neither its inputs nor its weights would be kept
         if has_graph and inputs.numel() > MAX_GRAPH_ENTRIES:
             return
-        weight = layer._parameters.get(
-            "weight"
-        )  # to read a parametrised one computes it, and may change the layer's buffers
+        # to read the weight of a parametrised layer computes it, and may change the layer's buffers
+        weight = layer._parameters.get("weight")
         if not self._steps and isinstance(weight, Tensor) and len(self._weights) < MAX_LAYERS:
             self._weights.setdefault(id(weight), weakref.ref(weight))
         if self._pending is None and self._entries + inputs.numel() <= MAX_INPUT_ENTRIES:

@@ -145,7 +145,7 @@ class ScriptListener:
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
-        self._stepping = False  # an optimizer takes a step: it may evaluate its minibatch's loss several times
+        self._stepping = False  # an optimizer takes a step: of the passes of its closure only it knows which ones count
         self._scales: object = None
         self._clips: list[ClipCall] = []
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
@@ -195,14 +195,13 @@ class ScriptListener:
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass is about to begin: read the loss, and show a sample the minibatch's objective."""
-        if not self._started and self._other_losses > MAX_OTHER_LOSSES:
+        if self._stepping or (not self._started and self._other_losses > MAX_OTHER_LOSSES):
             return
         self.acting.before_backward()
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         reading = None
-        again = self._stepping and any(one.policy is not None for one in self._readings)
-        if loss.requires_grad and not again:
+        if loss.requires_grad:
             climbed = self._climbs(loss, variables)
             reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
         if reading is not None:

@@ -108,10 +108,8 @@ class PolicyTerm(NamedTuple):
     negated: bool = False
     reshaped: bool = False
 
-    def beside(self, other: object) -> PolicyTerm:
+    def beside(self, other: PolicyTerm) -> PolicyTerm:
         """Return the one of two terms of a loss that tells more: it has a ratio, and no function of it. The first of equal ones."""
-        if not isinstance(other, PolicyTerm):
-            return self
         first, second = sorted((self, other), key=lambda one: (one.log_ratio is None, one.reshaped))
         return first._replace(loss=None, clip=None, reshaped=True) if second.reshaped else first
 
@@ -307,7 +305,9 @@ class _LossReader:
             elif isinstance(term, EntropyTerm) and (entropy is None or entropy.goes_with(term)):
                 entropy = term if entropy is None else entropy.plus(term)
             elif bool(self._own_gradient(place, edges, gradients).any()):
-                policy, others = policy.beside(term) if policy is not None else None, others + 1
+                others += 1
+                if policy is not None and isinstance(term, PolicyTerm):
+                    policy = policy.beside(term)
         if policy is None and value is None:
             return None
         logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
@@ -399,6 +399,8 @@ class _LossReader:
         """Return True for rows of a term times numbers without a graph, such as a mask of padding, or where a condition holds."""
         children = _children(node)
         if _kind(node) not in ("MulBackward0", "DivBackward0", "WhereBackward0") or children.count(None) != 1:
+            return False
+        if _kind(node) == "DivBackward0" and children[0] is None:
             return False
         below = self._through_views(next(child for child in children if child is not None))
         while _kind(below) in ("SumBackward1", "MeanBackward1"):  # of each sequence
