@@ -408,6 +408,94 @@ def test_what_a_distribution_asks_its_parts_is_no_question_of_the_script() -> No
     assert listener.distributions.take_minibatch(3, [log_probs.grad_fn]).means.keys() == {"action"}
 
 
+class Walkers:
+    """Two environments of no class of Gymnasium; the second one is cut off at its third step."""
+
+    def __init__(self, flags: int) -> None:
+        self.flags, self.time = flags, 0
+
+    def reset(self) -> Tensor:
+        self.time = 0
+        return torch.zeros(2, 3)
+
+    def step(self, actions: Tensor) -> Any:
+        self.time += 1
+        ended = torch.tensor([False, self.time == 3])
+        flags = (ended,) if self.flags == 1 else (torch.zeros(2), ended)
+        return (
+            torch.ones(2, 3),
+            torch.tensor([1.0, 2.0]),
+            *flags,
+            [{"TimeLimit.truncated": one} for one in ended.tolist()],
+        )
+
+
+class Wrapped:
+    """An environment of Gymnasium within an object of another class."""
+
+    def __init__(self) -> None:
+        self.inner = gym.make("CartPole-v1")
+
+    def reset(self) -> Any:
+        return self.inner.reset(seed=0)[0]
+
+    def step(self, action: int) -> Any:
+        observation, reward, terminated, truncated, info = self.inner.step(action)
+        return observation, 100.0 * float(reward), terminated or truncated, info
+
+
+class Member:
+    """No environment: its `step` returns an action with its log-probability, value and entropy."""
+
+    def reset(self) -> None:
+        pass
+
+    def step(self, observations: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("flags", [1, 2])
+def test_environments_of_other_classes_are_found_when_the_script_acts(flags: int) -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        env, member, layer = Walkers(flags), Member(), nn.Linear(3, 1)
+        observations = env.reset()
+        for _ in range(4):
+            with torch.no_grad():
+                layer(observations)
+            member.step(observations)
+            observations = env.step(torch.zeros(2))[0]
+    finally:
+        taps.remove()
+
+    ends, log = listener.environments.ends(), listener.environments
+    assert taps.error is None and log.steps == 8 and not log.hidden
+    assert ends is not None and ends.ended.nonzero().tolist() == ends.time_limits.nonzero().tolist() == [[2, 1]]
+    assert log.rewards().tolist() == [[1.0, 2.0]] * 4  # type: ignore[union-attr]
+    assert [tuple(one) for one in log.take()[0]] == [(6.0, 3, 2)]
+    assert not hasattr(Walkers.step, "tapped") and not hasattr(Member.step, "tapped")
+
+
+def test_an_object_around_a_known_environment_is_not_recorded_as_well() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        env, layer = Wrapped(), nn.Linear(4, 2)
+        observation = env.reset()
+        for _ in range(3):
+            with torch.no_grad():
+                layer(torch.as_tensor(observation))
+            observation = env.step(1)[0]
+    finally:
+        taps.remove()
+
+    assert taps.error is None and listener.environments.steps == 3
+    assert listener.environments.rewards().tolist() == [[1.0]] * 3  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])
 def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tuple[str, ...]) -> None:
     draw = torch.Generator().manual_seed(13)

@@ -44,6 +44,7 @@ from esper_telemetry.adapters.script.recorders import (
     LstmLog,
     RecordedLstm,
     ScalarLog,
+    step_parts,
 )
 from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
@@ -384,13 +385,20 @@ class ScriptListener:
             )
         )
 
-    def after_env_step(self, env: Any, result: Any, action: Any) -> None:
+    def after_env_step(self, env: Any, result: Any, action: Any, *, foreign: bool = False) -> None:
         """The script has taken a step of an environment."""
         if self.environments.includes(env):
-            self.environments.after_step(env, result, action)
+            self.environments.after_step(env, result, action, foreign=foreign)
             self.distributions.after_env_step()
             self.estimates.after_env_step()
             self.acting.after_env_step()
+
+    def after_foreign_step(self, env: Any, result: Any, action: Any, seconds: float) -> None:
+        """The script has called `step` of an object that may be an environment: the result tells."""
+        parts = step_parts(result)
+        if parts is not None:
+            self.environments.add_seconds(seconds)
+            self.after_env_step(env, parts, action, foreign=True)
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True

@@ -609,14 +609,21 @@ class EpisodeLog:
         self.inside = False
         self._seconds += time.perf_counter() - self._began
 
+    def add_seconds(self, seconds: float) -> None:
+        """Count the time of a call that was not entered."""
+        self._seconds += seconds
+
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
         if env not in self._running and not self.closed:
             self._running[env] = _Running(env, getattr(env, "num_envs", 1), len(self._running))
         return env in self._running
 
-    def after_step(self, env: Any, result: Any, action: Any = None) -> None:
-        """A step with that action returned observations, rewards, terminations, truncations and infos, or `done` in place of both flags."""
+    def after_step(self, env: Any, result: Any, action: Any = None, *, foreign: bool = False) -> None:
+        """A step with that action returned observations, rewards, terminations, truncations and infos, or `done` in place of both flags.
+
+        A `foreign` environment is of no class of Gymnasium, whose reports of episodes scripts may miss.
+        """
         if len(result) == 4:
             result = _with_two_flags(result)
         _, rewards, terminated, truncated, infos = result
@@ -638,7 +645,7 @@ class EpisodeLog:
         counted = running.step(paid, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
-        self.hidden = self.hidden or (bool(counted) and "final_info" not in infos)
+        self.hidden = self.hidden or (bool(counted) and not foreign and "final_info" not in infos)
         episodes = (reported or []) if self._reported else counted
         self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
 
@@ -708,11 +715,30 @@ class EpisodeLog:
         return episodes, seconds
 
 
+def step_parts(result: Any) -> tuple[Any, ...] | None:
+    """Return what an environment of another class returned, with rewards and flags on the host; None of other results."""
+    if not isinstance(result, tuple | list) or len(result) not in (4, 5):
+        return None
+    observations, *columns, infos = result
+    if not isinstance(infos, Mapping) and not (
+        isinstance(infos, Sequence) and all(isinstance(one, Mapping) for one in infos)
+    ):
+        return None
+    rewards, *flags = (np.asarray(one.detach().cpu() if isinstance(one, Tensor) else one) for one in columns)
+    numeric = all(one.dtype.kind in "fiub" and one.size == rewards.size for one in (rewards, *flags))
+    if not numeric or not rewards.size or any(((one != 0) & (one != 1)).any() for one in flags):
+        return None
+    return observations, rewards.reshape(-1), *(one.reshape(-1).astype(bool) for one in flags), infos
+
+
 def _with_two_flags(result: Any) -> tuple[Any, Any, Any, Any, Any]:
     """What a step of an environment of Gym before 0.26 returned, with the flags of Gymnasium."""
     observations, rewards, done, infos = result
-    cut = bool(infos.get("TimeLimit.truncated", False)) if isinstance(infos, Mapping) else False
-    return observations, rewards, np.logical_and(done, not cut), np.logical_and(done, cut), infos
+    each = (infos,) if isinstance(infos, Mapping) else infos if isinstance(infos, Sequence) else ()
+    marks = [one.get("TimeLimit.truncated", False) for one in each if isinstance(one, Mapping)]
+    ended, cut = (np.asarray(flags, dtype=bool).reshape(-1) for flags in (done, marks))
+    cut = cut if cut.size in (1, ended.size) else np.zeros_like(ended)
+    return observations, rewards, ended & ~cut, ended & cut, infos
 
 
 def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:

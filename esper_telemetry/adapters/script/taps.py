@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 TIMED_EVERY = 17
 """One brief call in so many is timed. Brief calls come in rhythms: a prime meets all of them."""
+
+MAX_SEARCHES = 16
+"""Passes in acting before the first step of a known environment, at which environments of other classes are searched for."""
 
 
 class AfterImport(MetaPathFinder):
@@ -120,6 +124,7 @@ class Taps:
         self.error: BaseException | None = None
         self.clock: Clock | None = None
         self._calls = 0
+        self._searches = MAX_SEARCHES
         self._asking = False
         self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
@@ -272,6 +277,8 @@ class Taps:
         def passed(layer: Any, inputs: Any) -> Any:
             output = forward(layer, inputs)
             if not _compiling():
+                if self._searches and not output.requires_grad:
+                    self.call(self._search_environments)
                 if layer.out_features == 1:
                     self._call_briefly(lambda script: script.estimates.add(layer, output))
                 graph = output.requires_grad
@@ -315,6 +322,36 @@ class Taps:
         for name, wrap in (("step", self._step), ("reset", self._reset)):
             if name in vars(kind):
                 self._patches.replace(kind, name, wrap)
+
+    def _search_environments(self, script: ScriptListener) -> None:
+        """Tap the variables of a script that acts which can `step` and `reset`, and are of no class of Gymnasium or Gym."""
+        from esper_telemetry.adapters.script.variables import calling_variables
+
+        self._searches = 0 if script.environments.steps else self._searches - 1
+        for value in calling_variables().values() if self._searches else ():
+            if _may_be_environment(value):
+                self._patches.replace(type(value), "step", self._foreign_step)
+                self._patches.replace(type(value), "reset", self._reset)
+
+    def _foreign_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Record the steps of an environment of another class, unless those of one within it are recorded."""
+
+        @functools.wraps(step)
+        def stepped(env: Any, *args: Any, **options: Any) -> Any:
+            script = self.script
+            if script is None or script.environments.inside:
+                return step(env, *args, **options)
+            if script.open:
+                self.call(lambda script: script.end_update() if script.environments.includes(env) else None)
+            before, began = script.environments.steps, time.perf_counter()
+            result = step(env, *args, **options)
+            if script.environments.steps == before:
+                seconds = time.perf_counter() - began
+                action = args[0] if args else options.get("action", options.get("actions"))
+                self._call_briefly(lambda script: script.after_foreign_step(env, result, action, seconds))
+            return result
+
+        return stepped
 
     def _subclass(self, base: type, _: Callable[..., None]) -> Any:
         """Tap environments that are defined or imported later."""
@@ -436,6 +473,19 @@ class Taps:
             return added
 
         self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
+
+
+def _may_be_environment(value: Any) -> bool:
+    """Return True for an object with the methods of an environment that can be recorded, of a class that is not torch's."""
+    kind = type(value)
+    if not (callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))):
+        return False
+    can_be_key = "__hash__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
+    return (
+        can_be_key
+        and hasattr(kind, "__weakref__")
+        and not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
+    )
 
 
 def _is_step(message: Any) -> bool:
