@@ -273,7 +273,9 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         return torch.cat([column[:count] for column, count in cut] if appended else tuple(columns))
 
     def joined(columns: Sequence[Tensor]) -> Tensor:
-        return counted([column.flatten() for column in columns])
+        if appended or len({column.shape[1:] for column in columns}) > 1:
+            columns = [column.flatten() for column in columns]
+        return counted(columns).flatten()
 
     def joined_heads(columns: Sequence[Tensor]) -> dict[str, Tensor]:
         return {HEAD: counted([column.flatten(0, -2) for column in columns])}
