@@ -328,7 +328,7 @@ class Taps:
         from esper_telemetry.adapters.script.variables import calling_variables
 
         self._searches = 0 if script.environments.steps else self._searches - 1
-        for value in calling_variables().values() if self._searches else ():
+        for _, value in calling_variables().named_values() if self._searches else ():
             if _may_be_environment(value):
                 self._patches.replace(type(value), "step", self._foreign_step)
                 self._patches.replace(type(value), "reset", self._reset)
