@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.core.equations.objective import LossRows
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.steps.gradients import check_gradient
+from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients
 
 COEFFICIENTS = {"policy": 1.0, "value": 0.5, "entropy": 0.02}
 SEEDS = range(2)
@@ -222,3 +225,34 @@ def test_wrong_arguments_are_refused_with_a_reason(arguments: dict[str, object],
 
     with pytest.raises(ValueError, match=message):
         check_gradient(**given)  # type: ignore[arg-type]
+
+
+def test_frozen_parameters_have_no_gradient_and_are_not_called_detached() -> None:
+    torch.manual_seed(0)
+    states, body, actor, critic = torch.randn(6, 3), nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+    body.requires_grad_(False)
+
+    @contextmanager
+    def rows() -> Iterator[LossRows]:
+        features = body(states)
+        log_probs = actor(features).log_softmax(-1)
+        chosen, values = log_probs[:, 0], critic(features).squeeze(-1)
+        yield LossRows(
+            log_ratio=chosen - chosen.detach(),
+            log_probs=chosen,
+            values=values,
+            entropy=-(log_probs.exp() * log_probs).sum(-1),
+            advantages=torch.arange(6.0) - 2,
+            old_values=values.detach(),
+            returns=torch.ones(6),
+            clip=0.2,
+        )
+
+    parameters = [parameter for part in (body, actor, critic) for parameter in part.parameters()]
+    gradients = LossGradients(rows, parameters)
+
+    total, count = gradients.total({"policy": 1.0, "value": 0.5})
+
+    frozen = sum(parameter.numel() for parameter in body.parameters())
+    assert count == 6 and not bool(total[:frozen].any()) and bool((total[frozen:] != 0).all())
+    assert gradients.detached() == [False] * len(parameters)
