@@ -362,7 +362,7 @@ class UpdateCollector:
         return tuple(records)
 
     def _take_episodes(self, progress: TrainingProgress | None) -> Episodes | None:
-        """Return the episodes so far; without a rollout, and before any has ended, there is nothing to report, not even that none has."""
+        """Return the episodes so far; None without a rollout before the first episode has ended, as environments may not be observed."""
         ended = bool(self._episodes or self._recent)
         if self._rollouts:
             update = self._rollouts[-1].update

@@ -61,11 +61,11 @@ EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "Logs
 
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
-CHOOSING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
+INDEXING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
 """Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
 
-CHOICES = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
-"""Operations that return entries of their inputs, or sums of them."""
+FOLLOWED = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
+"""Operations below which products of advantages and ratios are searched for."""
 
 
 class DistributionGraphs(NamedTuple):
@@ -108,8 +108,11 @@ class PolicyTerm(NamedTuple):
     negated: bool = False
     reshaped: bool = False
 
-    def beside(self, other: PolicyTerm) -> PolicyTerm:
-        """Return the one of two terms of a loss that tells more: it has a ratio, and no function of it. The first of equal ones."""
+    def preferred(self, other: PolicyTerm) -> PolicyTerm:
+        """Return the one of two terms of a loss that has a ratio and is not reshaped, the first of equal ones.
+
+        Beside a reshaped term it is a part of a loss that is not PPO's, and counts as reshaped.
+        """
         first, second = sorted((self, other), key=lambda one: (one.log_ratio is None, one.reshaped))
         return first._replace(loss=None, clip=None, reshaped=True) if second.reshaped else first
 
@@ -307,7 +310,7 @@ class _LossReader:
             elif bool(self._own_gradient(place, edges, gradients).any()):
                 others += 1
                 if policy is not None and isinstance(term, PolicyTerm):
-                    policy = policy.beside(term)
+                    policy = policy.preferred(term)
         if policy is None and value is None:
             return None
         logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
@@ -477,7 +480,7 @@ class _LossReader:
             product = self._product(node)
             if product is not None:
                 yield product
-            elif _kind(node) in CHOICES:
+            elif _kind(node) in FOLLOWED:
                 waiting += [child for child in _children(node) if child is not None]
 
     def _product(self, node: Node) -> _Product | None:
@@ -576,7 +579,7 @@ class _LossReader:
             for consumer, _ in self.consumers.get(waiting.pop(), ()):
                 if _kind(consumer) in VIEWS:
                     waiting.append(consumer)
-                elif _kind(consumer) in CHOOSING:
+                elif _kind(consumer) in INDEXING:
                     return True
         return False
 
