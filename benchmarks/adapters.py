@@ -1,13 +1,14 @@
 """Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL and TorchRL.
 
-    python benchmarks/adapters.py                        # ten models, forty turns; half an hour
+    python benchmarks/adapters.py                        # all models, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
+    python benchmarks/adapters.py rsl_rl_cuda rsl_rl_cuda_lstm    # on a GPU
 
-At NORMAL with TensorBoard, W&B (offline) and MLflow. One model trains a second or two with telemetry and as long without, in turns, in
-a process of its own with one torch thread: two processes with the same work differ by more than the effect. Figures are medians of the
-turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows training; `process` that of
-all threads of the process. The worker and the sink process run on another core.
+At NORMAL with TensorBoard, W&B (offline) and MLflow, as far as they are installed. One model trains a second or two with telemetry and as
+long without, in turns, in a process of its own with one torch thread: two processes with the same work differ by more than the effect.
+Figures are medians of the turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows
+training; `process` that of all threads of the process. The worker and the sink process run on another core.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import turns
 from results import Row, save
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/adapters"))  # the small models of the tests
 
-SINKS = ("tensorboard", "wandb:overhead?mode=offline", "mlflow")
+SINKS = {"tensorboard": "tensorboard", "wandb": "wandb:overhead?mode=offline", "mlflow": "mlflow"}
+"""Sink by the package that it needs."""
+
 MAX_RATIO = 1.05
 
 
@@ -94,19 +98,27 @@ def _sb3(make: Callable[[], Any], rollouts: int) -> Callable[[Any], Turns]:
     return turns_of
 
 
-def _rsl_rl(telemetry: Any, envs: int = 64, **settings: Any) -> Turns:
+def _rsl_rl(
+    telemetry: Any, envs: int = 64, device: str = "cpu", widths: Sequence[int] = (128, 128), **settings: Any
+) -> Turns:
     """RSL-RL, whose runner learns by its class without the tap on `learn`, and so without telemetry."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_rl_models import runner
+    from rsl_vector import DeviceCartPole, SignedCartPole
 
     from esper_telemetry.adapters.rsl_rl import attach_runner
 
-    model = runner(envs=envs, steps=24, num_learning_epochs=5, model_hidden_dims=[128, 128], **settings)
+    env = SignedCartPole if device == "cpu" else DeviceCartPole
+    model = runner(
+        env, envs=envs, device=device, steps=24, num_learning_epochs=5, model_hidden_dims=[*widths], **settings
+    )
     attach_runner(telemetry, model)
 
     def silent(learn: Callable[[int], object]) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             learn(8)
+        if device != "cpu":
+            torch.cuda.synchronize()
 
     return partial(silent, partial(OnPolicyRunner.learn, model)), partial(silent, lambda count: model.learn(count))
 
@@ -131,6 +143,9 @@ def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     return lambda: program.learn_from(next(batches)), observed
 
 
+ON_DEVICE: Mapping[str, Any] = {"envs": 4096, "device": "cuda", "widths": (512, 256, 128)}
+"""Environments and networks as Isaac Lab's tasks have them."""
+
 MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "ppo": _sb3(ppo, 1),
     "ppo_pendulum": _sb3(ppo_pendulum, 1),
@@ -140,6 +155,8 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl": _rsl_rl,
     "rsl_rl_1024": partial(_rsl_rl, envs=1024),
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
+    "rsl_rl_cuda": partial(_rsl_rl, **ON_DEVICE),
+    "rsl_rl_cuda_lstm": partial(_rsl_rl, **ON_DEVICE, model="RNNModel", model_rnn_hidden_dim=256),
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }
@@ -147,7 +164,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
 
 PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
-    **dict.fromkeys(("rsl_rl", "rsl_rl_1024", "rsl_rl_lstm"), ("rsl_rl",)),
+    **dict.fromkeys((name for name in MODELS if name.startswith("rsl_rl")), ("rsl_rl",)),
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
 }
 """What a model needs."""
@@ -157,15 +174,14 @@ WARM_UP_TURNS = 5
 
 def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
     """Figures of every turn, in this process."""
-    import torch
-
     torch.set_num_threads(1)
     from esper_telemetry import Telemetry
 
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
+    sinks = [sink for package, sink in SINKS.items() if importlib.util.find_spec(package)]
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        Telemetry(SINKS, run_dir=f"{directory}/run") as telemetry,
+        Telemetry(sinks, run_dir=f"{directory}/run") as telemetry,
     ):
         functions = dict(zip(figures, MODELS[name](telemetry), strict=True))
         for turn in range(WARM_UP_TURNS + count):
@@ -205,15 +221,18 @@ def main() -> None:
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     rows = []
-    print(f"{'model':>14} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
+    print(f"{'model':>16} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
     for name in options.models or MODELS:
+        if "cuda" in name and not torch.cuda.is_available():
+            print(f"{name:>16} left out: it needs a GPU", flush=True)
+            continue
         if missing := [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]:
-            print(f"{name:>14} left out: {missing[0]} is not installed", flush=True)
+            print(f"{name:>16} left out: {missing[0]} is not installed", flush=True)
             continue
         row = compare(name, options.turns)
         rows.append(row)
         print(
-            f"{name:>14} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
+            f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
             flush=True,
         )
     if options.save:

@@ -1,4 +1,6 @@
-"""CartPole-v1 as RSL-RL wants it: Gymnasium's own vector implementation, resets within the step, signs for actions."""
+"""CartPole-v1 as RSL-RL wants it, with resets within the step and signs for actions: stepped by Gymnasium's own vector implementation, or
+in torch on a device.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +40,42 @@ class SignedCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
         time_outs = torch.from_numpy(outcome.truncated & ~outcome.terminated)
         rewards, dones = torch.from_numpy(outcome.rewards), torch.from_numpy(outcome.done).long()
         return self.get_observations(), rewards, dones, {"time_outs": time_outs}
+
+
+class DeviceCartPole(VecEnv):  # type: ignore[misc] # the package has no type information
+    """The same dynamics in torch, for thousands of environments whose tensors never leave the device, as in Isaac Lab."""
+
+    def __init__(self, num_envs: int, seed: int, device: str = "cuda") -> None:
+        self.num_envs, self.num_actions, self.max_episode_length = num_envs, 1, 500
+        self.device = device
+        self.cfg: dict[str, Any] = {}
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long, device=device)
+        self._state = self._begun()
+
+    def get_observations(self) -> TensorDict:
+        """Return the observations to act on."""
+        return TensorDict({"policy": self._state.clone()}, batch_size=[self.num_envs])
+
+    def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
+        """Takes one action everywhere."""
+        _, speed, angle, turn = self._state.unbind(-1)
+        force = torch.where(actions[:, 0] > 0, 10.0, -10.0)
+        sine, cosine = angle.sin(), angle.cos()
+        push = (force + 0.05 * turn.square() * sine) / 1.1
+        turning = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine.square() / 1.1))
+        moving = push - 0.05 * turning * cosine / 1.1
+        rates = torch.stack([speed, moving, turn, turning], -1)
+        self._state = self._state + 0.02 * rates
+        self.episode_length_buf += 1
+        fallen = (self._state[:, 0].abs() > 2.4) | (self._state[:, 2].abs() > 0.2095)
+        late = (self.episode_length_buf >= self.max_episode_length) & ~fallen
+        done = fallen | late
+        self._state = torch.where(done[:, None], self._begun(), self._state)
+        self.episode_length_buf *= ~done
+        rewards = torch.ones(self.num_envs, device=self.device)
+        return self.get_observations(), rewards, done.long(), {"time_outs": late}
+
+    def _begun(self) -> Tensor:
+        uniform = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device)
+        return 0.1 * uniform - 0.05

@@ -401,7 +401,7 @@ class TelemetrySession:
             self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
             if self._open:
                 self._end_update(self._next_axes(max(self._collected, last_axes.env_step), None, None), partial=True)
-                self._record_pending()
+            self._record_pending()
             if failure is not None and self._recorder is not None:
                 self._recorder.event(FAILURE, last_axes, failure)
             self._closed = True

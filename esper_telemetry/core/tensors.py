@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from functools import cache
 
@@ -53,6 +54,16 @@ def choose_norms(device: torch.device) -> Norms:
     except (AttributeError, TypeError, RuntimeError):
         agree = False
     return fused_norms if agree else public_norms
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Run recurrent layers without cuDNN, which gives gradients in the mode of training alone."""
+    was_enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = was_enabled
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -109,13 +109,13 @@ def build_trainer(
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
+        "use_cpu": True,
         **settings,
     }
     config = GRPOConfig(
         output_dir=str(directory / "trl"),
         max_steps=steps,
         seed=seed,
-        use_cpu=True,
         disable_tqdm=True,
         **chosen,
     )

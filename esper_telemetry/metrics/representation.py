@@ -192,7 +192,9 @@ def capacity_loss(
         seed: of the targets and of the linear layer that reads the features, drawn from a generator of its own.
 
     """
-    with torch.enable_grad():
+    from esper_telemetry.core.tensors import without_cudnn  # here, because that module imports torch
+
+    with torch.enable_grad(), without_cudnn():
         generator = torch.Generator().manual_seed(seed)
         targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
         targets = targets - targets.mean()

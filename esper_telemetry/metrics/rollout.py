@@ -394,6 +394,7 @@ def observation_change(window: Tensor, ended: Tensor, *, valid: Tensor | None = 
         ended: [T, B] bool, the step ended its episode.
         valid: [T, B] bool; None where every entry is.
     """
+    window = window.to(ended.device, non_blocking=True)  # observations may still be on the host
     inside = ~ended[: len(window) - 1].bool()
     if valid is not None:
         inside &= valid[1 : len(window)].bool() & valid[: len(window) - 1].bool()

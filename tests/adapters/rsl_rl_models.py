@@ -101,13 +101,16 @@ def runner(
     envs: int = ENVS,
     log_dir: Path | None = None,
     logger: Any = None,
+    device: str = "cpu",
     **settings: Any,
 ) -> OnPolicyRunner:
     """A runner that is ready to learn."""
     torch.manual_seed(seed)
     configuration = {**config(**settings), **({} if logger is None else {"logger": logger})}
     with contextlib.redirect_stdout(io.StringIO()):
-        return OnPolicyRunner(env(envs, seed), configuration, log_dir=None if log_dir is None else str(log_dir))
+        return OnPolicyRunner(
+            env(envs, seed), configuration, log_dir=None if log_dir is None else str(log_dir), device=device
+        )
 
 
 def short_pendulum(num_envs: int, seed: int) -> Pendulum:

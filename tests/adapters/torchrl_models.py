@@ -81,6 +81,7 @@ class Program:
         blind: bool = False,
         loss: Mapping[str, Any] | None = None,
         estimator: Mapping[str, Any] | None = None,
+        device: str = "cpu",
     ) -> None:
         torch.distributions.Distribution.set_default_validate_args(False)  # as TorchRL does when it is imported
         torch.manual_seed(seed)
@@ -94,7 +95,7 @@ class Program:
         self.env = TransformedEnv(SerialEnv(envs, make), Compose(*transforms))
         self.env.set_seed(seed)
         size = self.env.observation_spec["observation"].shape[-1]
-        self.actor, self.critic = self._networks(size, width, observed)
+        self.actor, self.critic = (network.to(device) for network in self._networks(size, width, observed))
         self.loss = ClipPPOLoss(
             self.actor,
             self.critic,
@@ -108,9 +109,12 @@ class Program:
         )
         self.estimator = GAE(value_network=self.critic, **{"gamma": 0.99, "lmbda": 0.95, **(estimator or {})})
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=learning_rate)
-        self.collector = Collector(self.env, self.actor, frames_per_batch=envs * steps, total_frames=self.frames)
+        devices = {} if device == "cpu" else {"env_device": "cpu", "policy_device": device, "storing_device": device}
+        self.collector = Collector(
+            self.env, self.actor, frames_per_batch=envs * steps, total_frames=self.frames, **devices
+        )
         self.buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(envs * steps), sampler=SamplerWithoutReplacement(), batch_size=rows
+            storage=LazyTensorStorage(envs * steps, device=device), sampler=SamplerWithoutReplacement(), batch_size=rows
         )
 
     def _networks(self, size: int, width: int, observed: nn.Module | None) -> tuple[Any, Any]:

@@ -134,7 +134,10 @@ def test_on_a_gpu_a_flush_is_one_copy_and_nothing_waits(tmp_path: Path) -> None:
 
 
 @needs_cuda
-def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path) -> None:
+def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in sampled updates, whose number and cost `budget` limits."""
+    monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
+
     def copied(level: str) -> tuple[int, int]:
         with Telemetry(run_dir=tmp_path / level, level=level, detect=False) as telemetry:
             config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))

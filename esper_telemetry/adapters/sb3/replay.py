@@ -20,6 +20,7 @@ from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import listen, without_trace
+from esper_telemetry.core.tensors import without_cudnn
 from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
 
 CHUNK_ROWS = 1024
@@ -157,7 +158,7 @@ class CallbackReplay:
         envs = states[0].abs().amax((0, 1, 3)).nonzero().flatten()[:MAX_GRADIENT_ENVS]
         if not len(envs):
             return None
-        with without_trace(self._policy), torch.enable_grad():
+        with without_trace(self._policy), torch.enable_grad(), without_cudnn():
             return self._through_time(states[0], envs)
 
     def copy(self) -> Copy:

@@ -615,12 +615,12 @@ class ScriptListener:
             if value is None and not self._minibatches.critic_apart:
                 value = minibatch.left_out
             rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
+            rows = None if rows is None else rows.to(minibatch.policy.advantages.device)
             counted = self._pass_key is not None or not self._size % len(minibatch.policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
             if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
-                places = rows.to(rollout.values.device)
-                old_values = rollout.values.reshape(-1)[places]
-                returns = rollout.targets(returns, places, minibatch.policy.advantages)
+                old_values = rollout.values.reshape(-1)[rows]
+                returns = rollout.targets(returns, rows, minibatch.policy.advantages)
             if value is not None and value.loss is None and value.values is not None and returns is not None:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
             if minibatch.entropy is None and minibatch.total is not None and self._stated.get("entropy_coef"):

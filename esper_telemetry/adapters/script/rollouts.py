@@ -147,7 +147,11 @@ class RolloutFinder:
         last_estimates: Sequence[LastEstimate] = (),
         acted: ActedSteps = NOTHING_ACTED,
     ) -> None:
-        self._variables, self._paid, self._limits = variables, paid, limits
+        self._variables = variables
+        self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
+        ends, self._paid, self._limits = (
+            None if column is None else column.to(self._device) for column in (ends, paid, limits)
+        )
         self._estimates, self._last_estimates = estimates, last_estimates
         asked = acted.of(0 if ends is None else len(ends))
         self._acted = torch.cat([one.log_probs.reshape(-1) for one in asked]) if asked else None
@@ -188,7 +192,7 @@ class RolloutFinder:
             count += 1
             if count > MAX_ARRAYS:
                 return
-            yield array
+            yield array.to(self._device)
 
     def _identify(self, arrays: list[Tensor], reading: LossReading) -> None:
         """Find the columns that the first minibatch was computed from."""
@@ -467,7 +471,8 @@ class RolloutFinder:
     def _in_grid(self, value: object) -> Tensor | None:
         """Accept an array of R numbers, as [T, B]."""
         array = stacked(value)
-        return self._as_grid(array) if array is not None and array.numel() == self.steps * self.envs else None
+        fits = array is not None and array.numel() == self.steps * self.envs
+        return self._as_grid(array.to(self._device)) if array is not None and fits else None
 
     def find(self, role: str, names: Aliases) -> Tensor | None:
         """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""

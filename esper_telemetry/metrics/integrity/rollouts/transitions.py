@@ -471,6 +471,8 @@ def compare_transitions(
     if resets:
         hypothesis = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
         return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(hypothesis, 0.0, resets),))
+    ended, valid = (None if flags is None else flags.to(inputs.device) for flags in (ended, valid))
+    assert ended is not None
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:
@@ -495,7 +497,7 @@ def check_rewards(
         valid: same shape, bool; None where every entry counts.
     """
     stored = as_tensor(rewards).detach().double()
-    others = [as_tensor(one, stored).detach().double() for one in (paid, raw_rewards) if one is not None]
+    others = [as_tensor(one).to(stored).detach() for one in (paid, raw_rewards) if one is not None]
     for one in others:
         same_shape(rewards=stored, paid=one)
     mask = as_mask(valid, stored)

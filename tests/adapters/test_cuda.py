@@ -1,0 +1,244 @@
+"""Trainers on a GPU: telemetry changes no weight, numbers are finite, and equations hold there as on the CPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry import (
+    PPO,
+    PPOConfig,
+    Telemetry,
+    advantage_stats,
+    attach,
+    gradient_health,
+    make_env,
+    ratio_diagnostics,
+    read_run,
+)
+from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.journal import Run
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore"),  # libraries announce changes of their own
+]
+
+DEVICE = "cuda"
+TESTS = Path(__file__).parents[1]
+UPDATES = 3
+Weights = Mapping[str, Tensor]
+
+
+def bundled(telemetry: Telemetry | None, **settings: Any) -> Weights:
+    """Weights of the bundled trainer."""
+    config = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2, hidden_sizes=(32,), seed=1, **settings)
+    trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=1), config, device=DEVICE)
+    if telemetry is not None:
+        attach(telemetry, trainer)
+    trainer.learn(UPDATES * 4 * 32)
+    return trainer.policy.state_dict()
+
+
+def bundled_lstm(telemetry: Telemetry | None) -> Weights:
+    return bundled(telemetry, policy="lstm", lstm_size=16)
+
+
+def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
+    """Weights of a model of Stable-Baselines3."""
+    pytest.importorskip("stable_baselines3")
+    pytest.importorskip("sb3_contrib")
+    import sb3_models
+
+    from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+    model = sb3_models.MODELS[kind](device=DEVICE)
+    model.learn(UPDATES * 128, callback=None if telemetry is None else TelemetryCallback(telemetry))
+    return model.policy.state_dict()
+
+
+def stable_baselines_lstm(telemetry: Telemetry | None) -> Weights:
+    return stable_baselines(telemetry, "recurrent")
+
+
+def rsl_rl(telemetry: Telemetry | None, **settings: Any) -> Weights:
+    """Weights of a runner of RSL-RL."""
+    pytest.importorskip("rsl_rl")
+    pytest.importorskip("gymnasium")
+    import rsl_rl_models
+
+    from esper_telemetry.adapters.rsl_rl import attach_runner
+
+    model = rsl_rl_models.runner(device=DEVICE, **settings)
+    if telemetry is not None:
+        attach_runner(telemetry, model)
+    rsl_rl_models.learn(model, UPDATES)
+    return {**model.alg.actor.state_dict(), **{f"c.{k}": v for k, v in model.alg.critic.state_dict().items()}}
+
+
+def rsl_rl_lstm(telemetry: Telemetry | None) -> Weights:
+    return rsl_rl(telemetry, model="RNNModel")
+
+
+def torchrl(telemetry: Telemetry | None) -> Weights:
+    """Weights of a plain loop of TorchRL."""
+    pytest.importorskip("torchrl")
+    from torchrl_models import Program
+
+    from esper_telemetry.adapters.torchrl import attach_loss
+
+    program = Program(device=DEVICE)
+    if telemetry is not None:
+        attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+    program.learn()
+    return dict(program.loss.named_parameters())
+
+
+def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
+    """Weights of a small language model under GRPO."""
+    pytest.importorskip("trl")
+    from esper_telemetry.adapters.trl import TelemetryCallback
+    from esper_telemetry.lab.language_models import build_trainer, save_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        callbacks = [] if telemetry is None else [TelemetryCallback(telemetry)]
+        path = save_model(Path(directory), seed=1)
+        trainer = build_trainer(
+            path, seed=1, steps=2 * UPDATES, callbacks=callbacks, use_cpu=DEVICE == "cpu", **settings
+        )
+        trainer.train()
+        return dict(trainer.model.state_dict())
+
+
+def trl_bf16(telemetry: Telemetry | None) -> Weights:
+    return trl(telemetry, bf16=True)
+
+
+def mixed_precision(telemetry: Telemetry | None) -> Weights:
+    """Weights of a loop of one's own with autocast and a scaler of gradients."""
+    torch.manual_seed(1)
+    policy, value = nn.Linear(4, 2).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
+    agent = nn.ModuleDict({"policy": policy, "value": value})
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(DEVICE)
+    for update in range(1, UPDATES + 1):
+        rows = torch.randn(64, 4, device=DEVICE)
+        with torch.no_grad():
+            old = torch.distributions.Categorical(logits=policy(rows))
+            actions, advantages = old.sample(), torch.randn(64, device=DEVICE)
+            before = old.log_prob(actions)
+        for epoch in range(2):
+            with torch.autocast(DEVICE, dtype=torch.float16 if DEVICE == "cuda" else torch.bfloat16):
+                new = torch.distributions.Categorical(logits=policy(rows).float()).log_prob(actions)
+                loss = -(torch.exp(new - before) * advantages).mean() + value(rows).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if telemetry is not None:
+                health = gradient_health(agent, groups={"policy": ["policy"], "value": ["value"]}, max_norm=0.5)
+                telemetry.observe(health, ratio_diagnostics(new - before, advantages, clip=0.2), epoch=epoch)
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        if telemetry is not None:
+            telemetry.observe(advantage_stats(advantages))
+            telemetry.flush(env_step=64 * update)
+    return agent.state_dict()
+
+
+TRAINERS: Mapping[str, Callable[[Telemetry | None], Weights]] = {
+    program.__name__: program
+    for program in (
+        bundled,
+        bundled_lstm,
+        stable_baselines,
+        stable_baselines_lstm,
+        rsl_rl,
+        rsl_rl_lstm,
+        torchrl,
+        trl,
+        trl_bf16,
+        mixed_precision,
+    )
+}
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
+    train = TRAINERS[name]
+    expected = {key: value.clone() for key, value in train(None).items()}
+    again = train(None)
+    if not all(torch.equal(expected[key], again[key]) for key in expected):
+        pytest.skip("this trainer does not repeat its own weights on this device")
+
+    with Telemetry([], run_dir=tmp_path / "run", level=level) as telemetry:
+        actual = train(telemetry)
+
+    assert [key for key in expected if not torch.equal(expected[key], actual[key])] == []
+    check_records(read_run(tmp_path / "run"), ratio_error=0.05 if train is mixed_precision else 1e-5)
+
+
+def check_records(run: Run, *, ratio_error: float) -> None:
+    """A record per update, without a metric that failed; the identity of the first minibatch and all equations hold."""
+    assert len(run.records) >= UPDATES
+    results = [
+        (at, one) for at, record in enumerate(run.records) for one in equation_results(record.values, run.info.facts)
+    ]
+    assert [(at, result.equation.name, result.error) for at, result in results if not result.holds] == []
+    for record in run.records:
+        assert "telemetry/metric_errors" not in record.values
+        assert record.values["grad/global/norm_preclip"] > 0
+        if "lm/entropy" not in record.values:
+            assert record.values.get("integrity/ratio_init", 0.0) <= ratio_error
+            assert record.values.get("integrity/gae_identity", 0.0) <= 1e-4
+
+
+SCRIPT_CHANGES = (
+    (r"(torch\.Tensor\(.*\))$", rf"\1.to('{DEVICE}')"),
+    (r"torch\.zeros\((.*)\)$", rf"torch.zeros(\1, device='{DEVICE}')"),
+    (r"Agent\(envs\)$", f"Agent(envs).to('{DEVICE}')"),
+    (r"action\.numpy\(\)", "action.cpu().numpy()"),
+    (r"p\.detach\(\)\.numpy", "p.detach().cpu().numpy"),
+    (r"torch\.tensor\(reward\)", f"torch.tensor(reward).to('{DEVICE}')"),
+)
+"""What moves the script to the device: pattern and replacement."""
+
+
+SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
+
+
+def test_a_script_prints_the_same_weights(tmp_path: Path) -> None:
+    text = (TESTS / "script/scripts/categorical.py").read_text(encoding="utf-8")
+    for pattern, replacement in SCRIPT_CHANGES:
+        text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        assert count
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    plain, watched = run("script.py"), run("-m", "esper_telemetry", "run", "--run-dir", "run", "script.py")
+
+    assert (plain.returncode, watched.returncode) == (0, 0), plain.stderr + watched.stderr
+    assert SPEED.sub("", watched.stdout) == SPEED.sub("", plain.stdout)
+    records = read_run(tmp_path / "run").records
+    assert len(records) == 4
+    assert all(record.values["integrity/gae_identity"] <= 1e-4 for record in records[1:])
+
+
+def test_memory_of_the_device_is_reported(tmp_path: Path) -> None:
+    with Telemetry([], run_dir=tmp_path / "run") as telemetry:
+        bundled(telemetry)
+
+    assert all(record.values["perf/memory/device_mib"] > 0 for record in read_run(tmp_path / "run").records)
