@@ -67,7 +67,7 @@ def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: se
 
 
 def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None:
-    """From update 24 on, the policy loss has the wrong sign: told in that update or the next, and nothing before."""
+    """From update 24 on, the policy loss has the wrong sign: told within three updates, and nothing before."""
     trainer = recall(learning_rate=2.5e-3)
     right = trainer.steps.policy_loss
 
@@ -84,7 +84,7 @@ def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None
         kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind
     }
 
-    assert BREAKS <= updates["policy/wrong_direction"] <= BREAKS + 1
+    assert BREAKS <= updates["policy/wrong_direction"] <= BREAKS + 2
     assert min(updates.values()) >= BREAKS
 
 

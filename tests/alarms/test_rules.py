@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
     "grad/actor_starved": Case(
         set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1
     ),
-    "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000})),
+    "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000}), lag=1),
     "grad/interference": Case(set_to({"grad/interference/cos": -0.9}), 10),
     "grad/clip_saturated": Case(set_to({"grad/clip/coef": 1e-4}), 1),
     "grad/oscillation": Case(swinging, 30),
@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
     ),
     "policy/entropy_explosion": Case(set_to({"policy/entropy_norm": 0.999, "policy/kl": 1e-6}), 9),
     "policy/action_shift": Case(set_to({"policy/action_shift_js": 0.4})),
-    "policy/wrong_direction": Case(set_to({"policy/surrogate_gain": -0.03})),
+    "policy/wrong_direction": Case(set_to({"policy/surrogate_gain": -0.03}), lag=2),
     "policy/dead_head": Case(set_to({"grad/head/op/norm": 0.0}), 2),
     "value/fit_collapse": Case(
         both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5})), 1

@@ -325,3 +325,80 @@ def test_a_kl_that_a_tiny_standard_deviation_makes_large_is_put_down_to_it(std: 
 
     assert ("Raise the standard deviation" in alarm.text) is blamed
     assert ("Lower the learning rate" in alarm.text) is not blamed
+
+
+def for_updates(count: int, **changes: float) -> Callable[[Values, int], None]:
+    """These values in so many updates; those of a healthy run in the others."""
+    return lambda metrics, ago: metrics.update(changes) if 0 <= ago < count else None
+
+
+KEYS = {"gain": "policy/surrogate_gain", "norm": "grad/global/norm_preclip_max", "ratio": "integrity/ratio_init"}
+
+
+@pytest.mark.parametrize(
+    ("alarm", "key", "value", "updates", "told"),
+    [
+        ("policy/wrong_direction", "gain", -0.02, 2, False),
+        ("policy/wrong_direction", "gain", -0.02, 3, True),
+        ("policy/wrong_direction", "gain", -0.2, 1, False),
+        ("policy/wrong_direction", "gain", -0.2, 2, True),
+        ("grad/explode", "norm", 600.0, 1, False),
+        ("grad/explode", "norm", 600.0, 2, True),
+        ("integrity/ratio_init", "ratio", 1e-4, 1, False),
+        ("integrity/ratio_init", "ratio", 1e-4, 2, True),
+        ("integrity/ratio_init", "ratio", 0.1, 1, True),
+    ],
+)
+def test_what_a_single_update_may_show_needs_another(
+    alarm: str, key: str, value: float, updates: int, told: bool
+) -> None:
+    """Updates of healthy runs lower their own objective by chance; clipping absorbs a spike; a saturated memory rounds by more once."""
+    unusual = for_updates(updates, **{KEYS[key]: value})
+
+    assert (alarm in raised(judged(run(40, unusual)))) is told
+
+
+def test_a_gradient_that_nothing_clips_is_told_at_once() -> None:
+    facts = {key: value for key, value in FACTS.items() if key != "max_grad_norm"}
+
+    assert raised(judged(run(40, for_updates(1, **{KEYS["norm"]: 600.0})), facts))["grad/explode"] == SINCE
+
+
+@pytest.mark.parametrize(("half_square", "told"), [(0.05, False), (3.0, True)])
+def test_a_single_sample_makes_no_large_kl(half_square: float, told: bool) -> None:
+    """One of 1,920 has become 6,000 times as likely: the mean of r - 1 - log r is 3, that of half of log² r is 0.05."""
+    once = for_updates(1, **{"policy/kl": 3.0, "policy/kl_k2": half_square, "policy/clip_frac": 0.4})
+
+    assert ("policy/kl_spike" in raised(judged(run(40, once)))) is told
+
+
+@pytest.mark.parametrize(("climbs", "told"), [(True, False), (False, True)])
+def test_a_critic_that_climbs_slowly_over_the_whole_run_is_left_alone(climbs: bool, told: bool) -> None:
+    """A setback of thirty updates is none of the run: R² was -6 at first."""
+
+    def slowly(metrics: Values, ago: int) -> None:
+        setback = 0.5 * max(0, ago - 60) / 30
+        metrics["value/r2"] = (1 - 7 * 0.975 ** min(ago, 60) if climbs else -2.0) - setback
+        metrics["value/bias"] = 3.0 * metrics["ret/std"]
+
+    assert ("value/never_fits" in raised(judged(run(89, slowly, since=1)))) is told
+
+
+def cell(*sizes: float) -> Callable[[Values, int], None]:
+    """Sizes of the cell state after thirty updates, whose largest entry is seven times as large; the last ones stay."""
+
+    def spoil(metrics: Values, ago: int) -> None:
+        size = 1.0 if ago < SINCE else sizes[min(ago - SINCE, len(sizes) - 1)]
+        metrics.update({"lstm/c/rms": size, "lstm/c/absmax": 7 * size})
+        metrics.pop("lstm/gate/f/sat_lo", None)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [((0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.16, 0.13, 0.1), False), ((0.12, 0.1), True)],
+    ids=["gradually", "at once"],
+)
+def test_a_memory_that_is_used_less_and_less_has_no_shut_gates(sizes: tuple[float, ...], told: bool) -> None:
+    assert ("lstm/forget_closed" in raised(judged(run(60, cell(*sizes), since=1)))) is told

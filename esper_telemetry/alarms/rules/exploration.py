@@ -299,22 +299,22 @@ MIN_DECISIONS = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
 
 WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
-WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over two updates")
+WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over three updates")
 WRONG_CORRELATION = above(
-    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios that needs no second update"
+    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios that needs no third update"
 )
 
 
 @dataclass(slots=True)
 class WrongDirectionJudge:
-    """Updates that make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second.
+    """Updates that make good actions rarer: two in a row where advantages and ratios clearly point against each other, else three.
 
     Attributes:
-        before: negative correlation in the update before.
+        before: negative correlations in the two updates before.
         rate: learning rate of the update before.
     """
 
-    before: float = 0.0
+    before: tuple[float, float] = (0.0, 0.0)
     rate: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
@@ -322,7 +322,7 @@ class WrongDirectionJudge:
         value, spread, kl = view.get(key), view.get("policy/ratio/std"), view.get("policy/kl_max")
         if value is None:
             return
-        before, self.before = self.before, 0.0
+        before, self.before = self.before, (0.0, 0.0)
         restarts = self.restarts(view)
         if (
             (kl is not None and kl < limits[KL_STALL])
@@ -336,12 +336,13 @@ class WrongDirectionJudge:
         value = value - self.offset(view)
         size = self.size(view)
         against = max(0.0, (limits[WRONG_DIRECTION] - value) / spread / size) if spread and size else 0.0
-        self.before = against
+        self.before = before[1], against
         chance = (view.transitions or DEFAULT_TRANSITIONS) ** -0.5
         small = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE)
-        once = small and against > max(limits[WRONG_CORRELATION], 6 * chance)
-        twice = min(against, before) > 0 and against + before > max(2 * limits[WRONG_LEAST], CHANCE_FACTOR * chance)
-        yield Finding(hard(once or twice), key, value, limits[WRONG_DIRECTION], z=view.z(key)).with_text(
+        clearly = small and min(against, before[1]) > max(limits[WRONG_CORRELATION], 6 * chance)
+        lasting, total = min(against, *before) > 0, against + sum(before)
+        wrong = clearly or (lasting and total > max(3 * limits[WRONG_LEAST], CHANCE_FACTOR * chance))
+        yield Finding(hard(wrong), key, value, limits[WRONG_DIRECTION], z=view.z(key)).with_text(
             lambda: (
                 f"updates have made good actions rarer and bad ones likelier: they lower their own "
                 f"objective by {number(-value)}{view.usual(key)}"

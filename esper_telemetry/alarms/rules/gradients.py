@@ -34,11 +34,23 @@ MIN_VANISH_UPDATES = 5
 NORM_EVIDENCE = ("grad/layer/*/norm", "grad/*/norm_preclip", "grad/clip/coef")
 
 
+LASTS = 0.1
+"""Share of the update before's norm from which on a large gradient goes on."""
+
+
 @dataclass(slots=True)
 class ExplodeJudge:
-    """A gradient far larger than it was."""
+    """A gradient far larger than it was; where it is clipped, in two updates in a row.
+
+    Attributes:
+        outlier: of the norm.
+        before: severity of the update before, or of those that its norm went on from.
+        norm: of the update before.
+    """
 
     outlier: Outlier = field(default_factory=Outlier)
+    before: float = 0.0
+    norm: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         severity, value = self.outlier.severity(view, PEAK), view.get(PEAK)
@@ -46,6 +58,9 @@ class ExplodeJudge:
             return
         median = view.baselines.median(PEAK) or value
         clip = view.facts.get("max_grad_norm")
+        lasting = self.before if value > LASTS * self.norm else 0.0
+        self.before, self.norm = max(severity, lasting), value
+        severity = lasting if clip else severity
         left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
         yield Finding(severity, PEAK, value, adaptive=True, z=view.z(PEAK)).with_text(
             lambda: (
@@ -224,8 +239,8 @@ RULES = (
         "layers says where.",
         judge=ExplodeJudge(),
         bounds=OUTLIER_BOUNDS,
-        source="One spike of a minibatch is absorbed by clipping: far out, or out of line twice. Absolute bounds in "
-        "clip limits are left out: "
+        source="One spike of a minibatch is absorbed by clipping: two updates in a row, and one that is far out where nothing is clipped. "
+        "Absolute bounds in clip limits are left out: "
         "the critic of unscaled returns has gradients of a thousand limits from the first update on.",
         rank=280,
         required=(PEAK,),

@@ -30,6 +30,9 @@ JUMP_UPDATES = 2
 SETTLE_UPDATES = 20
 """Updates after which states have a size to compare with: at first they are next to nothing."""
 
+SHUT_UPDATES = 4
+"""Updates after a fall of the cell state within which the largest one is small, too, where the gates have shut."""
+
 FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
 FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
 ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, where nothing is forgotten")
@@ -59,6 +62,7 @@ class ForgetClosedJudge:
         open_at: size of the cell state then, if they were open.
         sizes: of the cell state in the last updates.
         fell_from: size before it became much smaller; None where it did not.
+        fallen_updates: updates since then.
     """
 
     gates: float = 0.0
@@ -67,6 +71,7 @@ class ForgetClosedJudge:
     open_at: float | None = None
     sizes: list[float] = field(default_factory=list)
     fell_from: float | None = None
+    fallen_updates: int = 0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         limits = view.limits
@@ -80,6 +85,8 @@ class ForgetClosedJudge:
         if largest is not None and usual is not None and view.z(LARGEST) is not None:
             small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
             gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
+            if gone and not self.written and self.fallen_updates > SHUT_UPDATES:
+                gone = False
             dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
             self.written = hard((gone or dropped) and not self.gates_open(view))
         if shut is None and largest is None:
@@ -117,6 +124,7 @@ class ForgetClosedJudge:
         del sizes[:-3]
         before = max(sizes[:-1], default=size) if self.fell_from is None else self.fell_from
         self.fell_from = before if size < before / view.limits[ADDS_UP_JUMP] else None
+        self.fallen_updates = 0 if self.fell_from is None else self.fallen_updates + 1
         return self.fell_from is not None
 
 

@@ -96,7 +96,8 @@ def narrow_std(view: View, effect: str = "a KL goes with its inverse square") ->
 class KlSpikeJudge:
     """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
 
-    A KL divergence that a few samples make up is judged by a third of it, or by twelve times what typical samples account for.
+    A KL divergence that a few samples make up is judged by a third of it, or by twelve times what typical samples account for. One sample
+    that has become thousands of times as likely makes the mean of r - 1 - log r as large as it likes: half the mean of log² r bounds it.
 
     Attributes:
         before: KL per dimension that counted in the update before.
@@ -113,9 +114,10 @@ class KlSpikeJudge:
         value = view.get(key)
         if value is None:
             return
+        bounded = min(value, view.values.get("policy/kl_k2", value))
         share = view.get("policy/clip_frac")
-        shared = value if share is None else min(value, typical_kl(view, share) / limits[KL_TYPICAL])
-        counts = max(shared, value * limits[KL_FEW]) / action_dimensions(view)
+        shared = bounded if share is None else min(bounded, typical_kl(view, share) / limits[KL_TYPICAL])
+        counts = max(shared, bounded * limits[KL_FEW]) / action_dimensions(view)
         sudden = limits.log_severity(KL_SUDDEN, counts)
         lasting = limits.log_severity(KL_SPIKE, min(counts, self.before))
         self.before = counts

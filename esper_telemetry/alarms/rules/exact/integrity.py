@@ -117,24 +117,36 @@ RATIO_INIT_FACTOR = above(
 )
 
 
-def ratio_init(view: View) -> Iterator[Finding]:
-    """Stored log-probabilities that are not those of the policy, before the first step."""
-    key = "integrity/ratio_init"
-    value, precision = view.get(key), view.facts.get("precision")
-    if value is None or precision not in RATIO_INIT_BOUNDS:
-        return
-    spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
-    bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
-    rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
-    rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
-    rounding *= INVERSE_ROUNDING if view.facts.get("inverts_squash") else 1.0
-    warn, critical = bounds.warn * rounding, bounds.critical * rounding
-    yield Finding(1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0, key, value, warn).with_text(
-        lambda: (
-            f"log-probabilities computed before the first step differ from the stored ones by up to {number(value)} nats "
-            f"(rounding in {precision} explains {number(warn)}): training does not see what the policy acted on"
+@dataclass(slots=True)
+class RatioInitJudge:
+    """Stored log-probabilities that are not those of the policy, before the first step; by little in two updates in a row.
+
+    Attributes:
+        before: severity in the update before.
+    """
+
+    before: float = 1.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key = "integrity/ratio_init"
+        value, precision = view.get(key), view.facts.get("precision")
+        if value is None or precision not in RATIO_INIT_BOUNDS:
+            return
+        spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
+        bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
+        rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
+        rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
+        rounding *= INVERSE_ROUNDING if view.facts.get("inverts_squash") else 1.0
+        warn, critical = bounds.warn * rounding, bounds.critical * rounding
+        severity = 1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0
+        before, self.before = self.before, severity
+        severity = severity if severity == 1.0 else min(severity, before)
+        yield Finding(severity, key, value, warn).with_text(
+            lambda: (
+                f"log-probabilities computed before the first step differ from the stored ones by up to {number(value)} nats "
+                f"(rounding in {precision} explains {number(warn)}): training does not see what the policy acted on"
+            )
         )
-    )
 
 
 MEAN_UPDATES = 5
@@ -243,7 +255,7 @@ RULES = (
         action="Store the observation, the mask and the hidden state that the policy acted on; keep all columns in the same order of rows; "
         "freeze normalisers and dropout between acting and training; let no operation, such as a softmax over the wrong axis, mix the rows "
         "of a batch.",
-        judge=ratio_init,
+        judge=RatioInitJudge(),
         bounds=(RATIO_INIT_FACTOR,),
         # No claim: logits that have exploded are rounded by more than the bounds allow.
         source="bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",

@@ -471,8 +471,7 @@ def compare_transitions(
     if resets:
         hypothesis = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
         return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(hypothesis, 0.0, resets),))
-    ended, valid = (None if flags is None else flags.to(inputs.device) for flags in (ended, valid))
-    assert ended is not None
+    ended, valid = ended.to(inputs.device), None if valid is None else valid.to(inputs.device)
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:
