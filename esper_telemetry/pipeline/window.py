@@ -131,7 +131,7 @@ def _to_host(blocks: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
     packed = torch.cat([block.to(device, non_blocking=True) for block in blocks])
     if not packed.is_cuda:
         return packed.cpu(), None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

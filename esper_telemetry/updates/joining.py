@@ -208,11 +208,11 @@ def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
         if example is None
         else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
         losses={name: column for name, column in losses.items() if len(column) == len(counts)},
-        logits=_by_name(columns["logits"]),
-        action_masks=_by_name(columns["action_masks"]),
-        log_std=_by_name([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
-        head_log_ratios=_by_name(ratios) if len(ratios[0]) > 1 else {},
-        relevance=_by_name(columns["relevance"]),
+        logits=_heads(columns["logits"]),
+        action_masks=_heads(columns["action_masks"]),
+        log_std=_heads([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
+        head_log_ratios=_heads(ratios) if len(ratios[0]) > 1 else {},
+        relevance=_heads(columns["relevance"]),
         rows=_whole(columns["rows"]),
     )
 
@@ -227,7 +227,7 @@ def with_critic(minibatches: MinibatchesEnd, buffer: MinibatchBuffer) -> Minibat
             values=values,
             old_values=old_values,
             returns=returns,
-            means={head: torch.cat([part[head] for part in means]) for head in means[0]},
+            means=_heads(means),
         )
     if minibatches.values is None or minibatches.old_values is None or minibatches.returns is None:
         return without_critic(minibatches)
@@ -265,6 +265,12 @@ def _by_name(
     """Each column by its name, of all minibatches that have it."""
     names = dict.fromkeys(chain.from_iterable(columns))
     return {name: join([column[name] for column in columns if name in column]) for name in names}
+
+
+def _heads(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The columns of each head that all minibatches have."""
+    whole = set(columns[0]).intersection(*columns)
+    return _by_name([{name: column for name, column in part.items() if name in whole} for part in columns])
 
 
 class TrunkGradients(NamedTuple):

@@ -76,6 +76,10 @@ def script_stderr(result: ProcessResult) -> str:
     return "".join(line for line in result.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
 
 
+def weights_of(result: ProcessResult) -> str:
+    return result.stdout.splitlines()[-1]
+
+
 def telemetry_lines(result: ProcessResult) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("esper-telemetry: ")]
 
@@ -135,6 +139,22 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     assert "not found" not in first
     assert last.endswith(f"4 updates; the verdict on them: esper-telemetry diagnose {tmp_path / 'run'}")
     assert not any("episodic_return" in key for record in run.records for key in record.values)
+
+
+def test_a_default_device_makes_no_pass_two(tmp_path: Path, plain: ProcessResult) -> None:
+    """With one, torch calls `Tensor.backward` once more from within itself."""
+    text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
+    script = tmp_path / "categorical.py"
+    script.write_text(
+        text.replace("import torch\n", "import torch\ntorch.set_default_device('cpu')\n", 1), encoding="utf-8"
+    )
+    result = with_telemetry(tmp_path, str(script), "--seed=4")
+
+    assert (result.code, weights_of(result)) == (0, weights_of(plain))
+    run = read_run(tmp_path / "run")
+    assert [record.axes.gradient_step for record in run.records] == [4, 8, 12, 16]
+    assert [record.values["integrity/rows_repeated"] for record in run.records] == [0.0] * 4
+    assert run.alarms == ()
 
 
 def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
@@ -204,6 +224,7 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     assert [record.values["episode/length_mean"] for record in run.records] == [200, 200, 200]
     assert run.records[0].values["policy/head/action/std/mean"] == pytest.approx(1.0, abs=0.05)
     assert "grad/clip/coef" not in run.records[0].values
+    assert "num_epochs" not in run.info.facts, "the loop's own counter is no setting"
     means = [float(line.split()[1]) for line in plain.stdout.splitlines() if line.startswith("reward")]
     assert [record.values["reward/mean"] for record in run.records] == pytest.approx(means, rel=1e-5)
 

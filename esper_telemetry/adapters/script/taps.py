@@ -125,7 +125,7 @@ class Taps:
         self.clock: Clock | None = None
         self._calls = 0
         self._searches = MAX_SEARCHES
-        self._asking = False
+        self._asking = self._passing = False
         self._make, self._join, self._watch = make, join, watch
         self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
@@ -232,12 +232,18 @@ class Taps:
         return clipped
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """With a default device torch calls the method once more, for the same pass."""
+
         @functools.wraps(backward)
         def passed(loss: Any, *args: Any, **options: Any) -> Any:
-            if self.script is None or _compiling():
+            if self._passing or self.script is None or _compiling():
                 return backward(loss, *args, **options)
             self.call(lambda script: script.before_backward(loss))
-            result = backward(loss, *args, **options)
+            self._passing = True
+            try:
+                result = backward(loss, *args, **options)
+            finally:
+                self._passing = False
             self.call(lambda script: script.after_backward())
             return result
 

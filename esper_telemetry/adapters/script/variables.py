@@ -117,7 +117,11 @@ class Variables:
         plain = {plain_name(name) for name in names}
         for scope in (*self._scopes, *self.nested):
             for name, entry in scope.items():
-                if plain_name(name) in plain and (value := accept(entry)) is not None:
+                if (
+                    plain_name(name) in plain
+                    and name.strip("_").lower() not in COUNTERS
+                    and (value := accept(entry)) is not None
+                ):
                     return value
         return None
 
@@ -159,6 +163,10 @@ class Variables:
     def tensors(self) -> Iterator[Tensor]:
         """All variables that are tensors."""
         return (value for value in self.values() if isinstance(value, Tensor))
+
+
+COUNTERS = frozenset({"epoch", "step", "update", "iteration", "minibatch"})
+"""Names of loop variables, whose plural is the name of a setting."""
 
 
 @lru_cache(maxsize=4096)
