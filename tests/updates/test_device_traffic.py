@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +110,21 @@ def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
 
     assert sum(on.values()) > 2 * sum(off.values()), "nothing was measured"
     assert single_numbers(on) == single_numbers(off) > 0
+
+
+def test_no_measurement_waits_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of sampled updates."""
+    monkeypatch.setattr(Sampling, "begin", lambda self, *, raised=False: False)
+    with pretended_gpu() as gpu, Telemetry(run_dir=tmp_path / "run", detect=False) as telemetry:
+        config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
+        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
+        attach(telemetry, trainer)
+        trainer.learn(UPDATES * 64)
+    asking = {file for _, file in gpu.reads}
+
+    assert asking, "the trainer itself reads actions"
+    assert {file for file in asking if not file.startswith("ppo/")} == set()
+    assert set(copies_of(tmp_path / "run")) == {1.0}
 
 
 def test_reading_a_number_would_be_noticed() -> None:
