@@ -63,9 +63,10 @@ def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
 
     from esper_telemetry.adapters.sb3 import TelemetryCallback
 
-    model = sb3_models.MODELS[kind](device=DEVICE)
+    model: Any = sb3_models.MODELS[kind](device=DEVICE)
     model.learn(UPDATES * 128, callback=None if telemetry is None else TelemetryCallback(telemetry))
-    return model.policy.state_dict()
+    weights: Weights = model.policy.state_dict()
+    return weights
 
 
 def stable_baselines_lstm(telemetry: Telemetry | None) -> Weights:
