@@ -235,14 +235,13 @@ def main() -> None:
             f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
             flush=True,
         )
-    if options.save:
-        save(
-            "adapters",
-            [
-                Row(f"`{row['model']}`, {options.turns} turns", str(row["thread"]), "no telemetry", str(MAX_RATIO))
-                for row in rows
-            ],
-        )
+    for table, figure, chosen in (
+        ("adapters", "thread", [row for row in rows if "cuda" not in row["model"]]),
+        ("adapters_gpu", "wall", [row for row in rows if "cuda" in row["model"]]),
+    ):
+        if options.save and chosen:
+            cells = [(f"`{row['model']}`, {options.turns} turns", str(row[figure])) for row in chosen]
+            save(table, [Row(what, ours, "no telemetry", str(MAX_RATIO)) for what, ours in cells])
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
