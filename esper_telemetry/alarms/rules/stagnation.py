@@ -134,12 +134,15 @@ class NeverFitJudge:
     Attributes:
         fits: the latest R².
         errors: the latest errors over the size of returns.
-        medians: R², median over as many updates, in every update so far.
+        medians: R², median over as many updates, in the latest updates.
+        first, best: the first and the best median of updates that had all passed when the latest ones began; None before there are any.
     """
 
     fits: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
+    first: float | None = None
+    best: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, limits = "value/r2", view.limits
@@ -153,10 +156,14 @@ class NeverFitJudge:
         middle, half = median(fits), max(1, len(fits) // 2)
         learning = median(fits[half:] or fits) - 1 > LEARNING_CRITIC * (median(fits[:half]) - 1)
         learning = learning or median(self.errors[half:] or self.errors) < CLOSER_CRITIC * median(self.errors[:half])
-        self.medians.append(middle)
-        earlier = self.medians[needed - 1 : -needed]  # whole spans that had ended when the latest began
-        if earlier:  # over the whole run, whatever the last updates did
-            learning = learning or (middle >= max(earlier) and middle - 1 > LEARNING_CRITIC * (earlier[0] - 1))
+        if len(fits) == needed:
+            self.medians.append(middle)
+        if len(self.medians) > needed:
+            earlier = self.medians.pop(0)
+            self.first = earlier if self.first is None else self.first
+            self.best = earlier if self.best is None else max(self.best, earlier)
+        if self.first is not None and self.best is not None:  # over the whole run, whatever the last updates did
+            learning = learning or (middle >= self.best and middle - 1 > LEARNING_CRITIC * (self.first - 1))
         never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
         never = never and not learning and self.errors[-1] > LARGE_ERROR
         never = never and (view.course.risen is False or max(fits) < limits[NEVER_FIT_RISING])
