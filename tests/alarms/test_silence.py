@@ -402,3 +402,11 @@ def cell(*sizes: float) -> Callable[[Values, int], None]:
 )
 def test_a_memory_that_is_used_less_and_less_has_no_shut_gates(sizes: tuple[float, ...], told: bool) -> None:
     assert ("lstm/forget_closed" in raised(judged(run(60, cell(*sizes), since=1)))) is told
+
+
+@pytest.mark.parametrize(("other", "told"), [(0.1, True), (0.0, False)])
+def test_a_head_without_a_gradient_is_dead_where_another_has_one(other: float, told: bool) -> None:
+    """Where none has one for an update, there was nothing to learn."""
+    unusual = for_updates(1, **{"grad/head/op/norm": 0.0, "grad/head/place/norm": other})
+
+    assert ("policy/dead_head" in raised(judged(run(40, unusual)))) is told

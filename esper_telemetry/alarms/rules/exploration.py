@@ -376,17 +376,34 @@ def follows_critic(view: View) -> bool:
     return shared or view.baselines.shift.get("grad/clip/coef", 0.0) < -view.limits[CLIP_FALL]
 
 
-def dead_head(view: View) -> Iterator[Finding]:
-    """A head with choices to make that gets no gradient."""
-    for head, key, value in view.labelled("grad/head/", "/norm"):
-        decides = view.get(f"policy/head/{head}/decision_frac")
-        if decides is None or decides < MIN_DECISIONS:
-            continue
-        yield Finding(hard(value == 0), key, value, 0.0, instance=head).with_text(
-            lambda head=head, decides=decides: (  # type: ignore[misc]  # the loop's values at this time
-                f"the head {head} has got no gradient at all, though it decides in {percent(decides)} of the steps"
+LONE_HEAD_UPDATES = 3
+"""Updates in a row without a gradient that make a head dead where no other head has one either: a task may pay nothing for a while."""
+
+
+@dataclass(slots=True)
+class DeadHeadJudge:
+    """A head with choices to make that gets no gradient: at once where another head gets one.
+
+    Attributes:
+        updates: without a gradient so far, by head.
+    """
+
+    updates: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        norms = {head: (key, value) for head, key, value in view.labelled("grad/head/", "/norm")}
+        others = any(value > 0 for _, value in norms.values())
+        for head, (key, value) in norms.items():
+            decides = view.get(f"policy/head/{head}/decision_frac")
+            if decides is None or decides < MIN_DECISIONS:
+                continue
+            self.updates[head] = self.updates.get(head, 0) + 1 if value == 0 else 0
+            wrong = self.updates[head] >= (1 if others else LONE_HEAD_UPDATES)
+            yield Finding(hard(wrong), key, value, 0.0, instance=head).with_text(
+                lambda head=head, decides=decides: (  # type: ignore[misc]  # the loop's values at this time
+                    f"the head {head} has got no gradient at all, though it decides in {percent(decides)} of the steps"
+                )
             )
-        )
 
 
 RULES = (
@@ -487,12 +504,11 @@ RULES = (
         inputs=("grad/head/{head}/norm", "policy/head/{head}/decision_frac"),
         meaning="A head that has choices to make gets no gradient.",
         action="Check its mask, and whether its output is detached or left out of the joint log-probability.",
-        judge=dead_head,
-        source="exactly zero in three updates",
+        judge=DeadHeadJudge(),
+        source="exactly zero, where another head has a gradient; else in three updates",
         rank=100,
         hard=True,
         required=("grad/global/norm_preclip",),
-        n_on=3,
         n_off=1,
         debug_updates=5,
         evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),
