@@ -154,7 +154,7 @@ DATA = (
         stale_advantages,
         (GAE_IDENTITY,),
         bound=0,
-        hypotheses=("advantages_stale",),
+        hypotheses=("advantages_stale", "advantages_other_rows"),  # the latter in the first update
     ),
     Fault(
         "returns_shuffled",

@@ -119,7 +119,9 @@ RATIO_INIT_FACTOR = above(
 
 @dataclass(slots=True)
 class RatioInitJudge:
-    """Stored log-probabilities that are not those of the policy, before the first step; by little in two updates in a row.
+    """Stored log-probabilities that are not those of the policy, before the first step.
+
+    A saturated memory may round by more once: where one is in use, a small difference needs two updates in a row.
 
     Attributes:
         before: severity in the update before.
@@ -135,12 +137,13 @@ class RatioInitJudge:
         spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
         bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
         rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
-        rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
+        remembers = bool(view.matching("lstm/", ""))
+        rounding *= MEMORY_ROUNDING if remembers else 1.0
         rounding *= INVERSE_ROUNDING if view.facts.get("inverts_squash") else 1.0
         warn, critical = bounds.warn * rounding, bounds.critical * rounding
         severity = 1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0
         before, self.before = self.before, severity
-        severity = severity if severity == 1.0 else min(severity, before)
+        severity = min(severity, before) if remembers and severity < 1 else severity
         yield Finding(severity, key, value, warn).with_text(
             lambda: (
                 f"log-probabilities computed before the first step differ from the stored ones by up to {number(value)} nats "
