@@ -85,8 +85,7 @@ class ForgetClosedJudge:
         if largest is not None and usual is not None and view.z(LARGEST) is not None:
             small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
             gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
-            if gone and not self.written and self.fallen_updates > SHUT_UPDATES:
-                gone = False
+            gone = gone and (self.written > 0 or self.fallen_updates <= SHUT_UPDATES)  # else it was used less and less
             dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
             self.written = hard((gone or dropped) and not self.gates_open(view))
         if shut is None and largest is None:
