@@ -17,6 +17,7 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd
+from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.objective import UpdateSteps
@@ -132,11 +133,14 @@ def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_pat
 
 
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are checked in every sample; a pass counts as expensive from 0 seconds on, and the next one is two samples later."""
+    """Steps are checked in every sample, here every second update; a pass counts as expensive from 0 seconds on, and the next one is two
+    samples later.
+    """
+    monkeypatch.setattr(Sampling, "adopt", lambda self, every: setattr(self, "every", 2))
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_SECONDS", 0.0)
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_PERIOD", 2)
 
-    at_normal = records(trainer(), tmp_path / "normal", updates=12, level="normal", budget=1.0)
+    at_normal = records(trainer(), tmp_path / "normal", updates=12, level="normal")
     at_debug = records(trainer(), tmp_path / "debug", updates=2)
 
     sampled = [EQUATION_KEY + "gradient" in values for values in at_normal if EQUATION_KEY + "optimizer_step" in values]
