@@ -133,10 +133,10 @@ def test_weights_are_the_same_without_telemetry(changes: dict[str, Any], tmp_pat
 
 
 def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are checked in every sample, here every second update; a pass counts as expensive from 0 seconds on, and the next one is two
+    """Steps are checked in every sample, here in every second update; a pass counts as expensive from 0 seconds on, and the next one is two
     samples later.
     """
-    monkeypatch.setattr(Sampling, "adopt", lambda self, every: setattr(self, "every", 2))
+    monkeypatch.setattr(Sampling, "adopt", lambda self, every: setattr(self, "every", min(every, 2)))
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_SECONDS", 0.0)
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_PERIOD", 2)
 
