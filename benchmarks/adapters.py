@@ -3,7 +3,7 @@
     python benchmarks/adapters.py                        # all models, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
-    python benchmarks/adapters.py rsl_rl_cuda rsl_rl_cuda_lstm    # on a GPU
+    python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
 
 At NORMAL with TensorBoard, W&B (offline) and MLflow, as far as they are installed. One model trains a second or two with telemetry and as
 long without, in turns, in a process of its own with one torch thread: two processes with the same work differ by more than the effect.
@@ -143,9 +143,6 @@ def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     return lambda: program.learn_from(next(batches)), observed
 
 
-ON_DEVICE: Mapping[str, Any] = {"envs": 4096, "device": "cuda", "widths": (512, 256, 128)}
-"""Environments and networks as Isaac Lab's tasks have them."""
-
 MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "ppo": _sb3(ppo, 1),
     "ppo_pendulum": _sb3(ppo_pendulum, 1),
@@ -155,8 +152,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "rsl_rl": _rsl_rl,
     "rsl_rl_1024": partial(_rsl_rl, envs=1024),
     "rsl_rl_lstm": partial(_rsl_rl, model="RNNModel", model_rnn_hidden_dim=64),
-    "rsl_rl_cuda": partial(_rsl_rl, **ON_DEVICE),
-    "rsl_rl_cuda_lstm": partial(_rsl_rl, **ON_DEVICE, model="RNNModel", model_rnn_hidden_dim=256),
+    "rsl_rl_cuda": partial(_rsl_rl, envs=4096, device="cuda", widths=(512, 256, 128)),  # as Isaac Lab's tasks have them
     "torchrl": _torchrl,
     "torchrl_pendulum": partial(_torchrl, env="Pendulum-v1"),
 }

@@ -51,7 +51,7 @@ class DeviceCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
         self.cfg: dict[str, Any] = {}
         self._generator = torch.Generator(device).manual_seed(seed)
         self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long, device=device)
-        self._state = self._begun()
+        self._state = self._initial_states()
 
     def get_observations(self) -> TensorDict:
         """Return the observations to act on."""
@@ -59,23 +59,23 @@ class DeviceCartPole(VecEnv):  # type: ignore[misc] # the package has no type in
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
         """Takes one action everywhere."""
-        _, speed, angle, turn = self._state.unbind(-1)
+        _, velocity, angle, angular_velocity = self._state.unbind(-1)
         force = torch.where(actions[:, 0] > 0, 10.0, -10.0)
         sine, cosine = angle.sin(), angle.cos()
-        push = (force + 0.05 * turn.square() * sine) / 1.1
-        turning = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine.square() / 1.1))
-        moving = push - 0.05 * turning * cosine / 1.1
-        rates = torch.stack([speed, moving, turn, turning], -1)
-        self._state = self._state + 0.02 * rates
+        thrust = (force + 0.05 * angular_velocity.square() * sine) / 1.1
+        angular_acceleration = (9.8 * sine - cosine * thrust) / (0.5 * (4 / 3 - 0.1 * cosine.square() / 1.1))
+        acceleration = thrust - 0.05 * angular_acceleration * cosine / 1.1
+        derivative = torch.stack([velocity, acceleration, angular_velocity, angular_acceleration], -1)
+        self._state = self._state + 0.02 * derivative
         self.episode_length_buf += 1
-        fallen = (self._state[:, 0].abs() > 2.4) | (self._state[:, 2].abs() > 0.2095)
-        late = (self.episode_length_buf >= self.max_episode_length) & ~fallen
-        done = fallen | late
-        self._state = torch.where(done[:, None], self._begun(), self._state)
+        terminated = (self._state[:, 0].abs() > 2.4) | (self._state[:, 2].abs() > 0.2095)
+        truncated = (self.episode_length_buf >= self.max_episode_length) & ~terminated
+        done = terminated | truncated
+        self._state = torch.where(done[:, None], self._initial_states(), self._state)
         self.episode_length_buf *= ~done
         rewards = torch.ones(self.num_envs, device=self.device)
-        return self.get_observations(), rewards, done.long(), {"time_outs": late}
+        return self.get_observations(), rewards, done.long(), {"time_outs": truncated}
 
-    def _begun(self) -> Tensor:
+    def _initial_states(self) -> Tensor:
         uniform = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device)
         return 0.1 * uniform - 0.05

@@ -115,9 +115,7 @@ def trl(telemetry: Telemetry | None, **settings: Any) -> Weights:
     with tempfile.TemporaryDirectory() as directory:
         callbacks = [] if telemetry is None else [TelemetryCallback(telemetry)]
         path = save_model(Path(directory), seed=1)
-        trainer = build_trainer(
-            path, seed=1, steps=2 * UPDATES, callbacks=callbacks, use_cpu=DEVICE == "cpu", **settings
-        )
+        trainer = build_trainer(path, seed=1, steps=2 * UPDATES, callbacks=callbacks, use_cpu=False, **settings)
         trainer.train()
         return dict(trainer.model.state_dict())
 
@@ -140,7 +138,7 @@ def mixed_precision(telemetry: Telemetry | None) -> Weights:
             actions, advantages = old.sample(), torch.randn(64, device=DEVICE)
             before = old.log_prob(actions)
         for epoch in range(2):
-            with torch.autocast(DEVICE, dtype=torch.float16 if DEVICE == "cuda" else torch.bfloat16):
+            with torch.autocast(DEVICE, dtype=torch.float16):
                 new = torch.distributions.Categorical(logits=policy(rows).float()).log_prob(actions)
                 loss = -(torch.exp(new - before) * advantages).mean() + value(rows).float().square().mean()
             optimizer.zero_grad()

@@ -332,36 +332,48 @@ def for_updates(count: int, **changes: float) -> Callable[[Values, int], None]:
     return lambda metrics, ago: metrics.update(changes) if 0 <= ago < count else None
 
 
-KEYS = {"gain": "policy/surrogate_gain", "norm": "grad/global/norm_preclip_max", "ratio": "integrity/ratio_init"}
+GAIN, NORM, RATIO = "policy/surrogate_gain", "grad/global/norm_preclip_max", "integrity/ratio_init"
 
 
 @pytest.mark.parametrize(
     ("alarm", "key", "value", "updates", "told"),
     [
-        ("policy/wrong_direction", "gain", -0.02, 2, False),
-        ("policy/wrong_direction", "gain", -0.02, 3, True),
-        ("policy/wrong_direction", "gain", -0.2, 1, False),
-        ("policy/wrong_direction", "gain", -0.2, 2, True),
-        ("grad/explode", "norm", 600.0, 1, False),
-        ("grad/explode", "norm", 600.0, 2, True),
-        ("integrity/ratio_init", "ratio", 1e-4, 1, False),
-        ("integrity/ratio_init", "ratio", 1e-4, 2, True),
-        ("integrity/ratio_init", "ratio", 0.1, 1, True),
+        ("policy/wrong_direction", GAIN, -0.02, 2, False),
+        ("policy/wrong_direction", GAIN, -0.02, 3, True),
+        ("policy/wrong_direction", GAIN, -0.2, 1, False),
+        ("policy/wrong_direction", GAIN, -0.2, 2, True),
+        ("grad/explode", NORM, 600.0, 1, False),
+        ("grad/explode", NORM, 600.0, 2, True),
+        ("integrity/ratio_init", RATIO, 1e-4, 1, False),
+        ("integrity/ratio_init", RATIO, 1e-4, 2, True),
+        ("integrity/ratio_init", RATIO, 0.1, 1, True),
     ],
 )
 def test_what_a_single_update_may_show_needs_another(
     alarm: str, key: str, value: float, updates: int, told: bool
 ) -> None:
     """Updates of healthy runs lower their own objective by chance; clipping absorbs a spike; a saturated memory rounds by more once."""
-    unusual = for_updates(updates, **{KEYS[key]: value})
+    unusual = for_updates(updates, **{key: value})
 
     assert (alarm in raised(judged(run(40, unusual)))) is told
+
+
+def test_a_policy_without_memory_has_no_rounding_that_comes_once() -> None:
+    def feed_forward(metrics: Values, ago: int) -> None:
+        for key in [key for key in metrics if key.startswith("lstm/")]:
+            del metrics[key]
+        if ago == SINCE:
+            metrics[RATIO] = 1e-4
+
+    verdicts = judged(run(40, feed_forward, since=0), {**FACTS, "policy": "mlp"})
+
+    assert raised(verdicts)["integrity/ratio_init"] == SINCE
 
 
 def test_a_gradient_that_nothing_clips_is_told_at_once() -> None:
     facts = {key: value for key, value in FACTS.items() if key != "max_grad_norm"}
 
-    assert raised(judged(run(40, for_updates(1, **{KEYS["norm"]: 600.0})), facts))["grad/explode"] == SINCE
+    assert raised(judged(run(40, for_updates(1, **{NORM: 600.0})), facts))["grad/explode"] == SINCE
 
 
 @pytest.mark.parametrize(("half_square", "told"), [(0.05, False), (3.0, True)])

@@ -141,7 +141,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     assert not any("episodic_return" in key for record in run.records for key in record.values)
 
 
-def test_a_default_device_makes_no_pass_two(tmp_path: Path, plain: ProcessResult) -> None:
+def test_with_a_default_device_each_pass_counts_once(tmp_path: Path, plain: ProcessResult) -> None:
     """With one, torch calls `Tensor.backward` once more from within itself."""
     text = (SCRIPTS / "categorical.py").read_text(encoding="utf-8")
     script = tmp_path / "categorical.py"

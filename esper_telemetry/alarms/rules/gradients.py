@@ -34,8 +34,8 @@ MIN_VANISH_UPDATES = 5
 NORM_EVIDENCE = ("grad/layer/*/norm", "grad/*/norm_preclip", "grad/clip/coef")
 
 
-LASTS = 0.1
-"""Share of the update before's norm from which on a large gradient goes on."""
+STILL_LARGE = 0.1
+"""Share of the norm in the update before, above which a gradient that was too large still is."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class ExplodeJudge:
 
     Attributes:
         outlier: of the norm.
-        before: severity of the update before, or of those that its norm went on from.
+        before: severity of the update before, and of earlier ones while the gradient has stayed large since.
         norm: of the update before.
     """
 
@@ -58,7 +58,7 @@ class ExplodeJudge:
             return
         median = view.baselines.median(PEAK) or value
         clip = view.facts.get("max_grad_norm")
-        lasting = self.before if value > LASTS * self.norm else 0.0
+        lasting = self.before if value > STILL_LARGE * self.norm else 0.0
         self.before, self.norm = max(severity, lasting), value
         severity = lasting if clip else severity
         left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
