@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -188,32 +190,34 @@ class EpisodeCounter:
         complete: no episode has begun before the first rollout; else the first one of each environment is left out.
     """
 
-    def __init__(self, num_envs: int, device: torch.device | str, *, complete: bool) -> None:
-        self._sums = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self._lengths = torch.zeros_like(self._sums)
-        self._complete = torch.full((num_envs,), complete, device=device)
+    def __init__(self, num_envs: int, *, complete: bool) -> None:
+        self._sums = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, np.int64)
+        self._complete = np.full(num_envs, complete)
 
     def episodes(self, rewards: Tensor, ended: Tensor, env_step: int) -> EpisodeEnd | None:
         """Return the event of the episodes that finished in a rollout with these columns [T, B]; None where none did."""
-        numbers = torch.arange(len(ended), device=ended.device).unsqueeze(1)
-        sums, lengths = rewards.double().cumsum(0) + self._sums, numbers + 1 + self._lengths
-        last_end = torch.where(ended, numbers, -1).cummax(0).values
-        before = torch.cat(
-            [last_end.new_full((1, ended.shape[1]), -1), last_end]
-        )  # [T + 1, B], the last end before each step
-
-        def since(totals: Tensor, ends: Tensor) -> Tensor:
-            """Return what had been counted at the last end, 0 where there is none."""
-            return torch.where(ends >= 0, totals.gather(0, ends.clamp(min=0)), 0.0)
-
-        counted = ended & ((before[:-1] >= 0) | self._complete)
-        returned, taken = sums - since(sums, before[:-1]), lengths - since(lengths, before[:-1])
-        self._sums = sums[-1] - since(sums, before[-1:])[0]
-        self._lengths = lengths[-1] - since(lengths, before[-1:])[0]
-        self._complete = self._complete | ended.any(0)
-        columns = torch.stack([returned[counted], taken[counted], numbers.expand_as(ended)[counted].double()])
-        finished = zip(*columns.tolist(), strict=True)
-        return episodes_event([FinishedEpisode(total, int(n), int(t)) for total, n, t in finished], env_step)
+        sums = rewards.detach().cpu().double().cumsum(0).numpy() + self._sums
+        envs, times = ended.cpu().numpy().T.nonzero()  # [K] ends, environment by environment
+        lengths = self._lengths[envs] + times + 1
+        self._sums, self._lengths = sums[-1].copy(), self._lengths + len(sums)
+        if not len(envs):
+            return None
+        totals = sums[times, envs]
+        follows = envs[1:] == envs[:-1]  # upon another episode of this rollout
+        returned, taken = totals.copy(), lengths.copy()
+        returned[1:] -= np.where(follows, totals[:-1], 0.0)
+        taken[1:] -= np.where(follows, lengths[:-1], 0)
+        counted = self._complete[envs]
+        counted[1:] |= follows
+        last = np.append(~follows, True)
+        self._sums[envs[last]] -= totals[last]
+        self._lengths[envs[last]] -= lengths[last]
+        self._complete[envs] = True
+        order = np.argsort(times, kind="stable")
+        order = order[counted[order]]
+        columns = (column[order].tolist() for column in (returned, taken, times))
+        return episodes_event(map(FinishedEpisode._make, zip(*columns, strict=True)), env_step)
 
 
 def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
@@ -221,6 +225,11 @@ def numbers_by_key(prefix: str, logged: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in logged.items():
         if isinstance(value, Real):
-            segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in str(name).lower().split("/") if part]
-            numbers["/".join([prefix, *segments])] = float(value)
+            numbers[_key(prefix, str(name))] = float(value)
     return numbers
+
+
+@cache
+def _key(prefix: str, name: str) -> str:
+    segments = [re.sub(r"[^a-z0-9_]+", "_", part) for part in name.lower().split("/") if part]
+    return "/".join([prefix, *segments])

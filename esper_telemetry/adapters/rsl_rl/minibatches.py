@@ -10,7 +10,8 @@ Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -99,6 +100,10 @@ class ClippedNorms(NamedTuple):
     max_norm: float | None
 
 
+NormParts: TypeAlias = tuple[ClippedNorms, ...]
+"""Norms of a minibatch: of the actor and of the critic where each is clipped alone and they share nothing, else of both together."""
+
+
 class StorageMinibatchListener:
     """Emits steps at once, and all minibatches and norms when the update is over.
 
@@ -124,7 +129,7 @@ class StorageMinibatchListener:
         # all of their parameters are trained, and none of them twice
         self._parts_are_apart = sum(map(len, self._part_ids)) == len(set().union(*self._part_names)) == len(names)
         self._part_norms: list[ClippedNorms] = []
-        self._norms: list[ClippedNorms] = []
+        self._norms: list[NormParts] = []
         self._gaussian = is_gaussian(self._alg)
         self._batch: StorageMinibatch | None = None
         self._evaluated: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
@@ -168,9 +173,9 @@ class StorageMinibatchListener:
         if self._wants_gradients or not self._parts_are_apart:
             self._take_norms(float(max_norm))
             return
-        own = self._norms_of_part(self._part_names[len(self._part_norms)], norms, float(max_norm))
-        self._part_norms.append(own)
-        if len(self._part_norms) == 2:
+        parts = self._part_norms
+        parts.append(self._norms_of_part(self._part_names[len(parts)], norms, float(max_norm)))
+        if len(parts) == 2:
             self._keep_part_norms()
 
     def after_optimizer_step(self, optimizer: Any) -> None:
@@ -181,7 +186,8 @@ class StorageMinibatchListener:
         epoch = batch.epoch
         if self._part_norms and not self._emitted:  # the critic's gradients were not clipped
             self._keep_part_norms()
-        self._take_norms(None)
+        if not self._emitted:
+            self._take_norms(None)
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(epoch, self.step, optimizer, self._parameters))
         if evaluated is not None and values is not None:
@@ -197,18 +203,25 @@ class StorageMinibatchListener:
         if rows and self._hooks.wants(MinibatchesEnd):
             self._hooks.emit(joined_minibatches(self._alg, rows, means=self._sampled))
 
+    @torch.no_grad()
     def emit_norms(self) -> None:
         """Emit the norms of the gradients so far, also where the update breaks off."""
         passes, self._norms = self._norms, []
         if passes and self._hooks.wants(BackwardsEnd):
-            epochs, names, norms, limits = zip(*passes, strict=True)
-            applied: tuple[Tensor | None, ...]
-            if len(set(zip(names, limits, strict=True))) == 1 and limits[0] is not None:
-                applied = tuple(self._clipped(passes[0]._replace(norms=torch.stack(norms))).unbind())
-            else:
-                each = [None if own.max_norm is None else self._clipped(own) for own in passes]
-                applied = tuple(each)
+            epochs = tuple([parts[0].epoch for parts in passes])
+            names, norms, applied = zip(*self._joined(passes), strict=True)
             self._hooks.emit(BackwardsEnd(epochs, names, norms, self._parameters, None, applied=applied))
+
+    def _joined(self, passes: Sequence[NormParts]) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor | None]]:
+        """Yield names, norms [K] and norms after the clips [K] of each pass, of all its parts together."""
+        for _, alike in groupby(passes, lambda parts: [(part.names, part.max_norm) for part in parts]):
+            columns = [*zip(*alike, strict=True)]
+            parts = tuple([own[0]._replace(norms=torch.stack([one.norms for one in own])) for own in columns])
+            names = tuple([name for part in parts for name in part.names])
+            applied = self._after_clips(parts)
+            rows = [None] * len(columns[0]) if applied is None else applied.unbind()
+            norms = torch.cat([part.norms for part in parts], -1).unbind()
+            yield from zip((names,) * len(norms), norms, rows, strict=True)
 
     @torch.no_grad()
     def _take_norms(self, max_norm: float | None) -> None:
@@ -221,12 +234,25 @@ class StorageMinibatchListener:
         if not ((self._wants_norms or self._wants_gradients) and gradients):
             return
         own = ClippedNorms(batch.epoch, tuple(gradients), ops.gradient_norms(list(gradients.values())), max_norm)
-        self._norms.append(own)
+        parts = self._in_parts(own)
+        self._norms.append(parts)
         if self._wants_gradients:
-            applied = None if max_norm is None else self._clipped(own)
+            applied = self._after_clips(parts)
             self._hooks.emit(
                 BackwardEnd(own.epoch, self.step, self._parameters, own.names, own.norms, None, applied=applied)
             )
+
+    def _in_parts(self, own: ClippedNorms) -> NormParts:
+        """Split the norms into those of the actor, which come first, and of the critic, where these are clipped apart."""
+        if own.max_norm is None or not self._parts_are_apart:
+            return (own,)
+        actor = set(self._part_names[0])
+        count = sum(name in actor for name in own.names)
+        first, second = own.norms.split([count, len(own.names) - count])
+        return (
+            own._replace(names=own.names[:count], norms=first),
+            own._replace(names=own.names[count:], norms=second),
+        )
 
     def _norms_of_part(self, names: tuple[str, ...], norms: Tensor | None, max_norm: float) -> ClippedNorms:
         """Norms of the actor's or the critic's gradients, from those that its clip has taken where these are good for all."""
@@ -239,21 +265,29 @@ class StorageMinibatchListener:
         return ClippedNorms(epoch, tuple(gradients), own, max_norm)
 
     def _keep_part_norms(self) -> None:
-        """Join the norms of the parts that were clipped."""
+        """Keep the norms of the parts that were clipped; to join them at once would take longer."""
         parts, self._part_norms, self._emitted = self._part_norms, [], True
-        names = tuple([name for part in parts for name in part.names])
-        self._norms.append(parts[0]._replace(names=names, norms=torch.cat([part.norms for part in parts])))
+        self._norms.append(tuple(parts))
 
-    @torch.no_grad()
-    def _clipped(self, own: ClippedNorms) -> Tensor:
-        """Norms [..., K] after both clips; a parameter of both parts is scaled by both."""
-        norms = own.norms
-        assert own.max_norm is not None
+    def _after_clips(self, parts: NormParts) -> Tensor | None:
+        """Norms [..., K] after the clips, None where nothing was clipped; a parameter of both networks is scaled by both clips."""
+        if len(parts) > 1:
+            return torch.cat([clipped(part) for part in parts], -1)
+        own, norms = parts[0], parts[0].norms
+        if own.max_norm is None:
+            return None
         for part in map(set, self._part_ids):
             members = torch.tensor([id(self._parameters[name]) in part for name in own.names], device=norms.device)
             total = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=-1, keepdim=True)
             norms = norms * torch.where(members, ops.clip_coefficient(total, own.max_norm), 1.0)
         return norms
+
+
+def clipped(part: ClippedNorms) -> Tensor:
+    """Norms [..., K] after the clip of gradients that are clipped together."""
+    assert part.max_norm is not None
+    total = torch.linalg.vector_norm(part.norms, dim=-1, keepdim=True)
+    return part.norms * ops.clip_coefficient(total, part.max_norm)
 
 
 @torch.no_grad()
@@ -273,12 +307,12 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         return torch.cat([column[:count] for column, count in cut] if appended else tuple(columns))
 
     def joined(columns: Sequence[Tensor]) -> Tensor:
-        if appended or len({column.shape[1:] for column in columns}) > 1:
+        if appended or len({column.shape for column in columns}) > 1:
             columns = [column.flatten() for column in columns]
         return counted(columns).flatten()
 
-    def joined_heads(columns: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {HEAD: counted([column.flatten(0, -2) for column in columns])}
+    def joined_head(columns: Sequence[Tensor]) -> Tensor:
+        return counted([column.flatten(0, -2) for column in columns])
 
     log_probs, old_values = joined([row.log_probs for row in rows]), joined([batch.values for batch in batches])
     columns = LossColumns(
@@ -291,7 +325,7 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         entropy=log_probs,
     )
     losses = {"policy": policy_loss(columns, alg.clip_param), "value": value_loss(alg, columns)}
-    numbers = [row.batch.rows for row in rows]
+    known = [row.batch.rows for row in rows if row.batch.rows is not None]
     shown = [row.parameters for row in rows if len(row.parameters) == 2]
     gaussian = len(shown) == len(rows)
     return MinibatchesEnd(
@@ -301,9 +335,9 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
         advantages=columns.advantages,
         valid=None,
         losses={name: _means(loss, counts) for name, loss in losses.items()},
-        log_std=joined_heads([std.log() for _, std in shown]) if gaussian else {},
-        means=joined_heads([mean for mean, _ in shown]) if gaussian and means else {},
-        rows=torch.cat([own for own in numbers if own is not None]) if None not in numbers else None,
+        log_std={HEAD: joined_head([std for _, std in shown]).log()} if gaussian else {},
+        means={HEAD: joined_head([mean for mean, _ in shown])} if gaussian and means else {},
+        rows=torch.cat(known) if len(known) == len(rows) else None,
         values=columns.values,
         old_values=columns.old_values,
         returns=columns.returns,

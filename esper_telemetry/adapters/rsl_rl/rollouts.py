@@ -32,7 +32,7 @@ class StorageRolloutRecorder:
 
     def __init__(self, alg: Any, *, complete: bool) -> None:
         self._alg = alg
-        self._counter = EpisodeCounter(alg.storage.num_envs, alg.device, complete=complete)
+        self._counter = EpisodeCounter(alg.storage.num_envs, complete=complete)
         self._last_values: Tensor | None = None
         self._acted_at = perf_counter()
         self.begin()

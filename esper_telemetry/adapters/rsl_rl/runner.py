@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
@@ -199,7 +201,7 @@ class RunnerListener:
             **({"learning_rate/min": min(rates), "learning_rate/max": max(rates)} if rates else {}),
         }
         if minibatches.divergences:  # by which RSL-RL sets the rate, and which it does not log
-            kls = [float(rows.mean()) for rows in minibatches.divergences]
+            kls = torch.stack([rows.mean() for rows in minibatches.divergences]).tolist()
             numbers |= {"kl/mean": sum(kls) / len(kls), "kl/last": kls[-1]}
         self._logged = {}
         self._telemetry.log(numbers_by_key(PREFIX, numbers))

@@ -319,7 +319,7 @@ class LossListener:
         )
         self.hooks.emit(rollout)
         if self._counter is None:
-            self._counter = EpisodeCounter(rollout.ended.shape[1], rollout.ended.device, complete=True)
+            self._counter = EpisodeCounter(rollout.ended.shape[1], complete=True)
         episodes = self._counter.episodes(rollout.rewards, rollout.ended, self._env_step)
         if episodes is not None:
             self.hooks.emit(episodes)
