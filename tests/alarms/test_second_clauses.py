@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
 from esper_telemetry.alarms import Detectors
@@ -24,6 +25,28 @@ def test_a_spread_of_returns_alone_is_no_change_of_scale() -> None:
 
 def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scale() -> None:
     assert "value/scale_shift" not in raised(judged(run(40, multiplied({"reward/absmax": 0.2, "reward/mean": 0.1}))))
+
+
+@pytest.mark.parametrize("small", [3, 6], ids=["few", "most"])
+def test_rewards_of_the_same_part_of_each_episode_are_no_change_of_scale(small: int) -> None:
+    """Environments that begin together: nothing is lost once the pole stands, in the last updates of each episode of eight."""
+
+    def in_phase(metrics: Values, ago: int) -> None:
+        part = ago % 8
+        metrics["episode/count"] = 50.0 if part == 7 else 0.0
+        if part >= 8 - small and ago >= 24:
+            metrics.update({"reward/absmax": 1.3e-3, "reward/mean": 5e-4, "reward/std": 4e-4})
+
+    assert "value/scale_shift" not in raised(judged(run(200, in_phase, since=1)))
+
+
+def test_rewards_that_stay_small_when_the_next_episode_begins_are_a_change_of_scale() -> None:
+    def fallen(metrics: Values, ago: int) -> None:
+        metrics["episode/count"] = 50.0 if ago % 8 == 7 else 0.0
+        if ago >= 50:
+            metrics.update({"reward/absmax": 1.3e-3, "reward/mean": 5e-4, "reward/std": 4e-4})
+
+    assert raised(judged(run(80, fallen, since=1)))["value/scale_shift"] == 1 + 56
 
 
 def test_a_normaliser_that_cuts_is_reported_at_once() -> None:
@@ -66,6 +89,16 @@ def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
 
     assert raised(verdicts) == {"grad/drift": SINCE + 8}
     assert raised(judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01})) == {}
+
+
+def test_a_learning_rate_that_swings_is_an_oscillation_unless_it_follows_the_kl() -> None:
+    """By a factor of 5, every second update."""
+
+    def swing(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= 5 if ago % 4 < 2 else 1
+
+    assert "grad/oscillation" in raised(judged(run(60, swing)))
+    assert "grad/oscillation" not in raised(judged(run(60, swing), {**FACTS, "desired_kl": 0.01}))
 
 
 def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:

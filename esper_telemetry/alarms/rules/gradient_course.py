@@ -32,7 +32,7 @@ MIN_RISES = 5
 
 OSCILLATION = above("oscillation", 0.3, "negative average cosine of successive gradients")
 OPPOSED_ERRORS = above("opposed_errors", 6.0, "the same in standard errors: a chance of 1e-4 in each of many tests")
-RATE_SWING = above("rate_swing", 4.0, "factor between turning points of the learning rate")
+RATE_SWING = above("rate_swing", 4.0, "factor between turning points of a learning rate that does not follow the KL")
 PERIOD_P = below("period_p", 1e-6, "chance of an oscillation of the KL as strong as the one seen")
 
 
@@ -87,9 +87,9 @@ class OscillationJudge:
         return bool(updates * steps / environments < (self.episode_steps or view.facts.get("horizon") or 0))
 
     def swinging_rate(self, view: View) -> Iterator[Finding]:
-        """A learning rate that goes up and down."""
+        """A learning rate that goes up and down; where it follows the KL it does so in healthy runs."""
         rate, rates = view.get("opt/lr"), self.rates
-        if not rate:
+        if not rate or view.facts.get("desired_kl"):
             return
         rates.append(rate)
         del rates[:-SWING_UPDATES]

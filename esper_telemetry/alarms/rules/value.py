@@ -179,29 +179,69 @@ class JointMove:
 
 
 @dataclass(slots=True)
+class EpisodePeaks:
+    """Largest rewards of the updates since the last but one in which episodes ended: what comes back in each episode is among them.
+
+    Environments that begin together, with updates that each hold a part of an episode, pay in a rhythm.
+    """
+
+    course: list[float] = field(default_factory=list)
+    open: list[float] = field(default_factory=list)
+
+    def add(self, view: View, largest: float) -> None:
+        """Add an update."""
+        self.open.append(largest)
+        if view.get("episode/count"):
+            self.course, self.open = self.open, []
+
+    @property
+    def largest(self) -> float:
+        """The largest of them; 0 without any."""
+        return max((*self.course, *self.open), default=0.0)
+
+
+@dataclass(slots=True)
 class ScaleShiftJudge:
-    """Rewards on another scale from one update to the next, or returns, by much."""
+    """Rewards on another scale from one update to the next, or returns, by much.
+
+    Attributes:
+        fallen: severity of the fall in the last update.
+        spans: whether episodes have ended since rewards fell, in an update before this one.
+    """
 
     rewards: JointMove = field(default_factory=JointMove)
     returns: JointMove = field(default_factory=JointMove)
+    peaks: EpisodePeaks = field(default_factory=EpisodePeaks)
+    risen: bool = False
     fallen: float = 0.0
+    spans: bool = False
 
     def __call__(self, view: View) -> Iterator[Finding]:
         yield from self.rewards_shift(view)
         yield from self.returns_shift(view)
 
     def rewards_shift(self, view: View) -> Iterator[Finding]:
-        """The largest reward and the mean one moved by decades, sign included; a fall must last for two updates."""
+        """The largest reward and the mean one moved by decades, sign included.
+
+        A fall must last for two updates, and from one episode into the next; a rise must be above what each episode pays once.
+        """
         limits = view.limits
         move = self.rewards.step(view, REWARDS)
         largest, usual = view.get("reward/absmax"), view.baselines.median("reward/absmax")
-        if move is None or largest is None or usual is None:
+        if largest is None:
+            return
+        new = largest > self.peaks.largest * 10 ** limits.low(SCALE)
+        self.peaks.add(view, largest)
+        if move is None or usual is None:
             return
         size, risen, z = move
         outlier = min(limits.severity(SCALE, size if risen else size / FALL_FACTOR), limits.severity(Z, z))
+        self.risen = risen and outlier > 0 and (self.risen or new)
         fallen, self.fallen = self.fallen, 0.0 if risen else outlier
+        spans, ends = self.spans, view.get("episode/count")
+        self.spans = self.fallen > 0 and (spans or ends is None or ends > 0)
         yield Finding(
-            outlier if risen else min(outlier, fallen),
+            outlier if self.risen else min(outlier, fallen) if spans and not risen else 0.0,
             "reward/absmax",
             largest,
             usual * 10 ** limits.middle(SCALE),
