@@ -260,12 +260,11 @@ class RuleCoverage:
         self._lacking = {rule.type: [name for name in rule.facts if facts.get(name) is None] for rule in self._rules}
         self._part_families = PART_FAMILIES - ({"lstm"} if facts.get("policy") is not None else set())
         self._facts = facts
-        self._unseen = {key for rule in self._rules if not rule.optional for key in rule.required_keys}
+        self._seen: set[str] = set()
 
     def add(self, values: Mapping[str, float]) -> None:
         """Note the keys of a record."""
-        if self._unseen:
-            self._unseen -= values.keys()
+        self._seen |= values.keys()
         if self._part_families:
             self._part_families = self._part_families - {key.partition("/")[0] for key in values}
 
@@ -294,8 +293,29 @@ class RuleCoverage:
 
     def judged(self) -> int:
         """Number of rules whose inputs the run has had."""
-        kinds = {rule.type for rule in self._rules if rule.type.partition("/")[0] not in self._part_families}
+        kinds = {
+            rule.type
+            for rule in self._rules
+            if rule.type.partition("/")[0] not in self._part_families and not self._lacks_inputs(rule)
+        }
         return len(kinds - self.unanswered().keys())
+
+    def _lacks_inputs(self, rule: AlarmRule) -> bool:
+        """Return whether no record has had what the rule cannot do without; any of its inputs where it does not say what that is.
+
+        Alarms themselves are always at hand.
+        """
+        if rule.required_keys:
+            return not all(map(self._has, rule.required_keys))
+        return not any(key.startswith("alarm/") or self._has(key) for key in rule.inputs)
+
+    def _has(self, key: str) -> bool:
+        """Return whether a record has had that key, or one of that form."""
+        start, mark, rest = key.partition("{")
+        if not mark:
+            return key in self._seen
+        end = rest.rpartition("}")[2]
+        return any(seen.startswith(start) and seen.endswith(end) for seen in self._seen)
 
     def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[str]]]:
         """Yield the rules that cannot be judged, with the facts and the keys that they lack."""
@@ -306,7 +326,7 @@ class RuleCoverage:
                 continue
             facts = self._lacking[rule.type]
             passed = rule.optional or (rule.sampled and not sampled)
-            keys = [] if passed else [key for key in rule.required_keys if key in self._unseen]
+            keys = [] if passed else [key for key in rule.required_keys if not self._has(key)]
             if facts or keys:
                 yield rule, facts, keys
 

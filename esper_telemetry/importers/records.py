@@ -11,12 +11,13 @@ import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.importers.trainers import (
+    DEAD_GROUPS,
     ENTROPY,
     FIT,
     KL,
@@ -41,9 +42,9 @@ UNIFORM_NATS: Final = 0.03
 """Entropy by which a policy that has hardly learned may fall short of the uniform one."""
 
 FACTS: Final = {
-    "learning_rate": ("learning_rate", "lr"),
+    "learning_rate": ("policy.optimizer.kwargs.lr", "learning_rate", "lr"),
     "total_steps": ("total_timesteps", "total_steps", "train_for_env_steps"),
-    "clip": ("clip_coef", "clip_range", "clip_param", "e_clip", "ppo_clip_ratio"),
+    "clip": ("clip_coef", "clip_range", "clip_param", "e_clip", "ppo_clip_ratio", "ratio_clip_max"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "grad_norm"),
     "num_envs": ("num_envs", "n_envs", "num_actors"),
     "num_steps": ("num_steps", "n_steps", "horizon_length", "num_steps_per_env", "rollout"),
@@ -120,6 +121,8 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     for alias in trainer.aliases:
         pattern = re.compile(alias.tag)
         tags = sorted(tag for tag in logged.points if pattern.fullmatch(tag))
+        if alias.zero_if_off and not any(value for tag in tags for _, value in logged.points[tag]):
+            tags = []
         if tags:
             tags_by_alias[alias] = tags
     positions = _positions(logged, tags_by_alias)
@@ -142,8 +145,16 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
         several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
         scaling = "" if alias.factor == 1 else f" times {alias.factor:g}"
         sources[alias.key] = f"{tags[0]}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
+    read = {tag for tags in tags_by_alias.values() for tag in tags}
+    if trainer.idle and all(tag in logged.points for tag in trainer.idle):
+        read |= set(trainer.idle)
+        sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 where it is 0, else a lower bound)"
+        advantages = Alias("", DEAD_GROUPS)
+        spread = [[LoggedPoint(x, abs(value)) for x, value in logged.points[tag]] for tag in trainer.idle]
+        for x, value in _values_at(advantages, spread, positions):
+            table[x][DEAD_GROUPS] = 1.0 if value == 0 else table[x].get(DEAD_GROUPS, 0.0)
     rows = [UpdateRow(x, table[x], nonfinite[x]) for x in positions if table[x] or nonfinite[x]]
-    return UpdateTable(rows, sources, frozenset(tag for tags in tags_by_alias.values() for tag in tags))
+    return UpdateTable(rows, sources, frozenset(read))
 
 
 def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) -> list[float]:
@@ -256,13 +267,29 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under this package's names; numbers that were logged as text become numbers."""
-    settings = {str(name).rpartition("/")[2]: value for name, value in config.items()}
+    settings: dict[str, Any] = {}
+    depths: dict[str, int] = {}
+    for path, value in _leaves(config):
+        name = path[-1]
+        settings[".".join(path)] = value
+        if len(path) < depths.get(name, len(path) + 1):  # of settings with one name, that of the outermost group
+            settings[name], depths[name] = value, len(path)
     facts = {}
     for fact, names in FACTS.items():
         values = [number for name in names if (number := parse_number(settings.get(name))) is not None]
         if values:
             facts[fact] = values[0]
     return facts
+
+
+def _leaves(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the settings with their paths; groups are dictionaries, or parts of a name before `/` or `.`."""
+    for name, value in config.items():
+        own = (*path, *re.split(r"[/.]", str(name)))
+        if isinstance(value, Mapping):
+            yield from _leaves(value, own)
+        else:
+            yield own, value
 
 
 def _with_substitutes(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ X_NAMES: Final = (
     "agent_steps",
     "frame",
     "env_step",
+    "train/global_step",
+    "training/global_step",
     "timesteps_total",
     "training_iteration",
     "_step",
@@ -76,7 +79,8 @@ def one_run(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    runs = sorted({file.parent for file in path.rglob("*tfevents*")})
+    found = {file.parent for file in path.rglob("*tfevents*")}
+    runs = sorted(run for run in found if found.isdisjoint(run.parents))  # settings stand in a folder below a run
     if not runs:
         raise ValueError(f"{path} holds no event files of TensorBoard")
     if len(runs) > 1 and path not in runs:
@@ -105,8 +109,8 @@ def read_log(file: str) -> LoggedRun:
     """Return the run in a text: JSON lines, `trainer_state.json` of transformers, or what a trainer printed.
 
     Of printed lines, those of transformers (`{'loss': 0.1, ...}`), verl (`step:1 - actor/ppo_kl:0.1 - ...`), OpenRLHF
-    (`Global step 1: {'ppo_kl': 0.1, ...}`) and NeMo-RL (`=== Step 1/9 ===`, and below it `• Loss: 0.1`) are read, and all others are
-    passed over. The metrics of verl's JSON lines stand under `data`.
+    (`Global step 1: {'ppo_kl': 0.1, ...}`) and NeMo-RL (`=== Step 1/9 ===`, and below it `• Loss: 0.1`; `step_metrics={...}`) are read,
+    and all others are passed over. The metrics of verl's JSON lines stand under `data`.
     """
     path = Path(file)
     if not path.is_file():
@@ -126,28 +130,61 @@ def read_log(file: str) -> LoggedRun:
             f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1 and what OpenRLHF and NeMo-RL print "
             "are read"
         )
-    return LoggedRun(path.stem if path.stem != "trainer_state" else path.absolute().parent.name, points_of(rows))
+    return LoggedRun(path.stem if path.stem not in UNNAMED_LOGS else path.absolute().parent.name, points_of(rows))
 
 
+UNNAMED_LOGS: Final = {"trainer_state", "console", "output", "log", "train"}
+"""Names of files that say nothing of the run: it has the name of their folder."""
+
+NEMO_RL_EPOCH: Final = re.compile(r"={5,} Epoch (\d+)/\d+ ={5,}")
 NEMO_RL_STEP: Final = re.compile(r"={5,} Step (\d+)/\d+ ={5,}")
-NEMO_RL_METRIC: Final = re.compile(r"• ([A-Z][\w ]+): (-?[\d.]+(?:e-?\d+)?|nan|inf)(?![\w.])")
+NEMO_RL_METRIC: Final = re.compile(r"• ([A-Z][\w ()-]+): (-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))(?![\w.])")
 NEMO_RL_TAGS: Final = {
     "Avg Total Reward": "reward",
     "Avg Reward": "reward",
     "Generation KL Error": "gen_kl_error",
     "Mean Generation Length": "mean_gen_tokens_per_sample",
+    "Policy Loss": "loss",
+    "Critic Loss": "critic/loss",
+    "Critic Grad Norm": "critic/grad_norm",
+    "Critic LR": "critic/lr",
+    "Critic Clip Frac": "critic/vf_clipfrac",
+    "Avg Trajectory Age (gen-version)": "avg_trajectory_age",
 }
 """Tags of NeMo-RL's backends by the names that it prints; all others are in lower case with underscores."""
+
+
+@dataclass(slots=True)
+class _StepCounter:
+    """Numbers of NeMo-RL's steps, which begin again with each epoch, and with another job that writes into the same file."""
+
+    before: int = 0
+    last: int = 0
+    epoch: int = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.before, self.last = self.before + self.last, 0
+        self.epoch = epoch
+
+    def step(self, number: int) -> int:
+        if number == 1 < self.last:  # another job; one that goes on after a checkpoint has later numbers
+            self.before += self.last
+        self.last = number
+        return self.before + number
 
 
 def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
     """Yield what a trainer printed of each step, in a row or, as NeMo-RL does, in several."""
     step: dict[str, object] = {}
+    counter = _StepCounter()
     for line in lines:
-        if header := NEMO_RL_STEP.search(line):
+        if epoch := NEMO_RL_EPOCH.search(line):
+            counter.begin_epoch(int(epoch[1]))
+        elif header := NEMO_RL_STEP.search(line):
             if len(step) > 1:
                 yield step
-            step = {"step": header[1]}
+            step = {"step": counter.step(int(header[1]))}
         elif step and (metric := NEMO_RL_METRIC.search(line)):
             name = NEMO_RL_TAGS.get(metric[1], metric[1].lower().replace(" ", "_"))
             step[f"train/{name}"] = metric[2]
@@ -166,13 +203,21 @@ def _printed_row(line: str) -> object:
     if braces is None:
         return None
     row = None
-    for parse in (json.loads, ast.literal_eval):
+    text = NOT_FINITE.sub(r"'\1'", braces[0])
+    for parse, content in ((json.loads, braces[0]), (ast.literal_eval, text)):
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
-            row = parse(braces[0])
+            row = parse(content)
             break
-    if isinstance(row, dict) and (step := re.search(r"\bGlobal step (\d+): $", line[: braces.start()])):
-        return {"step": step[1]} | {f"train/{name}": value for name, value in row.items()}
+    if isinstance(row, dict) and (step := PREFIXED_ROW.search(line[: braces.start()])):
+        return ({"step": step[1]} if step[1] else {}) | {f"train/{name}": value for name, value in row.items()}
     return row
+
+
+PREFIXED_ROW: Final = re.compile(r"(?:\bGlobal step (\d+): |\bstep_metrics=)$")
+"""What OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""
+
+NOT_FINITE: Final = re.compile(r"(?<=[:,\[(] )(-?(?:nan|inf))(?=[,}\])])")
+"""Numbers in a printed dictionary that are no literals of Python."""
 
 
 def _flat_numbers(row: Mapping[str, Any]) -> dict[str, float]:

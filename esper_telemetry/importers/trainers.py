@@ -29,6 +29,7 @@ class Alias:
         factor: by which its values are multiplied.
         episodes: written for every episode, and not for every update.
         late: written one rollout after the one that it belongs to.
+        zero_if_off: 0 in all updates where it is not computed, and left out then.
         note: how its values differ besides.
     """
 
@@ -37,6 +38,7 @@ class Alias:
     factor: float = 1.0
     episodes: bool = False
     late: bool = False
+    zero_if_off: bool = False
     note: str = ""
 
 
@@ -49,7 +51,7 @@ class Trainer:
         signs: regular expressions for tags that only this trainer writes; one of them suffices.
         aliases: of its tags.
         x: unit of its x-axis.
-        steps: tags that hold the environment steps, in backends whose x is only a counter.
+        idle: tags that are all exactly 0 in updates in which no completion has an advantage.
         facts: of every run of the trainer.
     """
 
@@ -57,7 +59,7 @@ class Trainer:
     signs: tuple[str, ...]
     aliases: tuple[Alias, ...]
     x: str = "environment steps"
-    steps: tuple[str, ...] = field(default=("global_step",))
+    idle: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -81,7 +83,6 @@ SB3 = Trainer(
         Alias(r"rollout/ep_len_mean", LENGTH, note="mean of the last hundred episodes"),
         Alias(r"time/fps", SPEED, note="since the beginning"),
     ),
-    steps=("time/total_timesteps", "global_step"),
 )
 
 CLEANRL = Trainer(
@@ -102,7 +103,6 @@ CLEANRL = Trainer(
         Alias(r"environment/(score|return|episode_return)", RETURN),
         Alias(r"charts/SPS|SPS", SPEED, note="since the beginning"),
     ),
-    steps=("global_step", "agent_steps"),
 )
 
 RSL_RL = Trainer(
@@ -119,7 +119,6 @@ RSL_RL = Trainer(
         Alias(r"Perf/total_fps", SPEED),
     ),
     x="iterations",
-    steps=(),
 )
 
 _LEARNER = r"(?:ray/tune/)?(?:info/)?learners?/(?:default_policy|default_module|[^/]+)/(?:learner_stats/)?"
@@ -140,7 +139,6 @@ RLLIB = Trainer(
         Alias(_RUNNER + r"episode_len_mean", LENGTH),
     ),
     x="iterations or environment steps",
-    steps=("num_env_steps_sampled_lifetime", "ray/tune/num_env_steps_sampled_lifetime", "timesteps_total"),
 )
 
 SKRL = Trainer(
@@ -155,7 +153,6 @@ SKRL = Trainer(
         Alias(r"Episode / Total timesteps \(mean\)", LENGTH),
     ),
     x="steps of all environments together",
-    steps=(),
 )
 
 SAMPLE_FACTORY = Trainer(
@@ -193,7 +190,6 @@ RL_GAMES = Trainer(
         Alias(r"performance/step_inference_rl_update_fps", SPEED),
     ),
     x="environment steps",
-    steps=("frame", "global_step"),
 )
 
 TORCHRL = Trainer(
@@ -246,7 +242,6 @@ TRL = Trainer(
         Alias(_TRL + r"learning_rate", RATE),
     ),
     x="optimizer steps",
-    steps=("train/global_step",),
     facts=LANGUAGE,
 )
 
@@ -272,7 +267,7 @@ VERL = Trainer(
         Alias(r"response_length/clip_ratio", TRUNCATED),
     ),
     x="training steps",
-    steps=("training/global_step",),
+    idle=("critic/advantages/max", "critic/advantages/min"),
     facts=LANGUAGE,
 )
 
@@ -283,7 +278,13 @@ OPENRLHF = Trainer(
         Alias(r"train/reward", REWARD),
         Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/entropy_loss", TOKEN_ENTROPY),
-        Alias(r"train/kl", REFERENCE_KL, note="by the estimator that kl_estimator names"),
+        Alias(r"train/rollout/reward_mean", REWARD, note="before filtering"),
+        Alias(r"train/rollout/reward_mean", RETURN, note=BATCH + ", before filtering"),
+        Alias(r"train/rollout/reward_std", REWARD_STD),
+        Alias(r"train/rollout/reward_std", "episode/return_std"),
+        Alias(r"train/rollout/num_samples", "episode/count"),
+        Alias(r"train/rollout/truncated_rate", TRUNCATED),
+        Alias(r"train/kl", REFERENCE_KL, zero_if_off=True, note="by the estimator that kl_estimator names"),
         Alias(r"train/ppo_kl", KL_K1),
         Alias(r"train/vllm_kl", ENGINE_KL, note="k1, which may be negative"),
         Alias(r"train/ppo_clip_ratio", ACTIVE),
@@ -294,7 +295,7 @@ OPENRLHF = Trainer(
         Alias(r"train/response_length", TOKENS),
     ),
     x="training steps",
-    steps=("train/global_step",),
+    idle=("train/group_reward_std",),
     facts=LANGUAGE,
 )
 
@@ -311,7 +312,13 @@ NEMO_RL = Trainer(
         Alias(r"train/reward", REWARD),
         Alias(r"train/reward", RETURN, note=BATCH),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
-        Alias(r"train/kl_penalty", REFERENCE_KL),
+        Alias(r"train/kl_penalty", REFERENCE_KL, zero_if_off=True),
+        Alias(
+            r"train/baseline_reward/pct_[01]",
+            DEAD_GROUPS,
+            0.02,
+            note="a lower bound: groups whose rewards are all 0 or all 1",
+        ),
         Alias(r"train/token_mult_prob_error", ENGINE_ERROR),
         Alias(r"train/gen_kl_error", ENGINE_KL),
         Alias(r"train/sampling_importance_ratio", ENGINE_RATIO),
@@ -321,14 +328,15 @@ NEMO_RL = Trainer(
         Alias(r"train/loss", POLICY_LOSS, note="with its KL penalty"),
         Alias(r"train/grad_norm", BEFORE),
         Alias(r"train/lr", RATE),
-        Alias(r"train/critic/loss", VALUE_LOSS),
+        Alias(r"train/critic/loss", VALUE_LOSS, note="clipped, times its coefficient"),
+        Alias(r"train/critic/residual_sq_mean", VALUE_LOSS, 0.5),
         Alias(r"train/critic/explained_var", FIT),
         Alias(r"train/mean_gen_tokens_per_sample", TOKENS),
         Alias(r"train/(max_gen_tokens_per_sample|gen_tokens_per_sample/max)", LONGEST),
         Alias(r"train/truncation_rate", TRUNCATED),
     ),
     x="training steps",
-    steps=(),
+    idle=("train/advantages/max", "train/advantages/min"),
     facts=LANGUAGE,
 )
 

@@ -24,6 +24,9 @@ PIPED_WIDTH: Final = 120
 """Columns of the text in a pipe or a file, unless COLUMNS says how many."""
 MAX_REMEDIES: Final = 6
 """Suppliers of missing values that are named for an unexplained run; `--all` has all of them."""
+NOTHING_UNUSUAL: Final = "No value whose usual range is known is unusual"
+"""What is said of a bad outcome if neither an alarm nor a value explains it; imported runs have few such values."""
+
 OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
 
 COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
@@ -89,7 +92,7 @@ def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
         for entry in diagnosis.unusual:
             yield f"  {entry.key}: {entry.text}"
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
-        known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else "No value is unusual"
+        known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
         yield f"{known}: the task may be too hard for this policy, or need more steps."
     suppliers = Counter(diagnosis.remedies.values())
     if suppliers:

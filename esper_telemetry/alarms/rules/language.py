@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import sqrt
+from statistics import fmean, variance
 from typing import Any
 
 from esper_telemetry.alarms.judges import AboveBound
@@ -30,11 +32,17 @@ LENGTH = above(
 )
 TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
+FALLEN_FACTOR = 4.0
+"""Times the bound of the entropy that the first one must have been, where no group says whether the task is solved."""
+
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
 UPDATES = count(
     "lm_updates",
     5,
     "updates over which the correlation and the rewards are taken together, and first updates of the truncation",
+)
+EQUAL_UPDATES = count(
+    "lm_equal_updates", 10, "updates with one mean reward from which on groups are dead, if no log says more"
 )
 SURPRISE_UPDATES = count(
     "lm_surprise_updates", 30, "updates over which surprise is taken together: hardly trained models differ little"
@@ -99,28 +107,70 @@ class SurpriseJudge:
 
 
 @dataclass(slots=True)
-class DeadGroupsJudge:
-    """Groups without advantages, but for those of a run whose last rewards are as good as they have ever been and once were worse.
+class RewardCourse:
+    """Mean rewards so far.
 
     Attributes:
-        lowest, highest: of all mean rewards.
-        last: the mean rewards of the last updates, whose prompts may differ in difficulty.
+        lowest, highest: of all.
+        last: of the last updates, whose prompts may differ in difficulty.
+        first, later: as many of the first ones, and four times as many of the latest ones behind these.
+        updates: number of them.
     """
 
     lowest: float = float("inf")
     highest: float = float("-inf")
     last: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    updates: int = 0
+
+    def add(self, reward: float, window: int) -> None:
+        """Add an update."""
+        if self.updates < window:
+            self.first.append(reward)
+        else:
+            self.later = [*self.later, reward][-4 * window :]
+        self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+        self.last = [*self.last, reward][-window:]
+        self.updates += 1
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last rewards are as good as they have ever been, and once were worse."""
+        width = self.highest - self.lowest
+        return width > 0 and sum(self.last) / len(self.last) >= self.highest - 0.1 * width
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the later rewards are clearly above the first ones, by three standard errors."""
+        if len(self.first) < 2 or len(self.later) < 2:
+            return False
+        error = sqrt(variance(self.first) / len(self.first) + variance(self.later) / len(self.later))
+        return fmean(self.later) > fmean(self.first) + 3 * error
+
+
+@dataclass(slots=True)
+class DeadGroupsJudge:
+    """Groups without advantages, but for those of a solved task, and of a model that answers without any doubt; or equal mean rewards."""
+
+    rewards: RewardCourse = field(default_factory=RewardCourse)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, reward = "lm/groups/zero_advantage", view.get("lm/reward/mean")
-        value = view.get(key)
-        if value is None or reward is None:
+        value, entropy = view.get(key), view.get("lm/entropy")
+        if reward is None:
             return
-        self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
-        self.last = [*self.last, reward][-int(view.limits[UPDATES]) :]
-        width = self.highest - self.lowest
-        solved = width > 0 and sum(self.last) / len(self.last) >= self.highest - 0.1 * width
-        yield Finding(hard(value > view.limits[DEAD] and not solved), key, value, view.limits[DEAD]).with_text(
+        rewards, limits = self.rewards, view.limits
+        rewards.add(reward, int(limits[UPDATES]))
+        sure = entropy is not None and entropy < limits[FEW_NATS]
+        if value is None:
+            equal = rewards.lowest == rewards.highest and rewards.updates >= limits[EQUAL_UPDATES]
+            yield Finding(hard(equal and not sure), "lm/reward/mean", reward).with_text(
+                lambda: f"the mean reward has been {number(reward)} in each of {rewards.updates} updates"
+            )
+            return
+        dead = value > limits[DEAD] and not (rewards.is_best or sure)
+        yield Finding(hard(dead), key, value, limits[DEAD]).with_text(
             lambda: (
                 f"in {percent(value)} of the groups all completions have had the same reward, so that they teach nothing"
             )
@@ -174,16 +224,38 @@ class TruncationJudge:
         )
 
 
-def collapse(view: View) -> Iterator[Finding]:
-    """A model without any doubt left, whose groups are not solved."""
-    key, dead, solved = "lm/entropy", view.get("lm/groups/zero_advantage"), view.get("lm/groups/all_best")
-    value = view.get(key)
-    if value is None or dead is None:
-        return
-    stuck = value < view.limits[FEW_NATS] and dead > 0.5 and solved is not None and solved < 0.5
-    yield Finding(hard(stuck), key, value, view.limits[FEW_NATS]).with_text(
-        lambda: f"the model has had {number(value)} nats of doubt per token left, though most groups are not solved"
-    )
+@dataclass(slots=True)
+class CollapseJudge:
+    """A model without any doubt left, whose groups are not solved; where no group says so, one that has lost it and whose reward has not
+    risen.
+
+    Attributes:
+        first: entropy in the first update.
+    """
+
+    rewards: RewardCourse = field(default_factory=RewardCourse)
+    first: float | None = None
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, dead, solved = "lm/entropy", view.get("lm/groups/zero_advantage"), view.get("lm/groups/all_best")
+        value, reward = view.get(key), view.get("lm/reward/mean")
+        if reward is not None:
+            self.rewards.add(reward, int(view.limits[UPDATES]))
+        if value is None:
+            return
+        limit = view.limits[FEW_NATS]
+        self.first = value if self.first is None else self.first
+        if dead is not None and solved is not None:
+            stuck = dead > 0.5 > solved
+        else:
+            learned = self.rewards.is_best or self.rewards.has_risen
+            stuck = reward is not None and self.first > FALLEN_FACTOR * limit and not learned
+        yield Finding(hard(value < limit and stuck), key, value, limit).with_text(
+            lambda: (
+                f"the model has had {number(value)} nats of doubt per token left, though "
+                + ("its reward has not risen" if solved is None else "most groups are not solved")
+            )
+        )
 
 
 def is_language_model(facts: Mapping[str, Any]) -> bool:
@@ -308,7 +380,8 @@ RULES = (
             "or sampling that skips groups without advantages."
         ),
         judge=DeadGroupsJudge(),
-        bounds=(DEAD, UPDATES),
+        bounds=(DEAD, UPDATES, EQUAL_UPDATES),
+        required=("lm/reward/mean",),
         source="huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.14476, section 3.2",
         rank=70,
         n_on=3,
@@ -344,7 +417,7 @@ RULES = (
         inputs=("lm/entropy", "lm/groups/zero_advantage", "lm/groups/all_best"),
         meaning="The model has stopped exploring before its task is solved.",
         action="Raise epsilon_high or the entropy coefficient, lower the learning rate, raise the temperature of sampling.",
-        judge=collapse,
+        judge=CollapseJudge(),
         bounds=(FEW_NATS,),
         source="arXiv 2505.22617; DAPO, arXiv 2503.14476, section 3.1",
         rank=192,

@@ -112,6 +112,9 @@ class KlSpikeJudge:
     def __call__(self, view: View) -> Iterator[Finding]:
         key, limits = "policy/kl", view.limits
         value = view.get(key)
+        if value is None:  # some trainers log the mean of the negative log ratio, which has the same expectation
+            key = "policy/kl_k1"
+            value = view.get(key)
         if value is None:
             return
         bounded = min(value, view.values.get("policy/kl_k2", value))
@@ -395,7 +398,7 @@ step_alarm = partial(AlarmRule, debug_updates=3, pieces=("transitions",))
 RULES = (
     step_alarm(
         type="policy/kl_spike",
-        inputs=("policy/kl", "policy/kl_max"),
+        inputs=("policy/kl", "policy/kl_max", "policy/kl_k1"),
         meaning="One update moved the policy much further than usual.",
         action="Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
         judge=KlSpikeJudge(),

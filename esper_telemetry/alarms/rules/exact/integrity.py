@@ -241,8 +241,8 @@ RULES = (
         type=NONFINITE_KEY,
         inputs=(NONFINITE_KEY,),
         meaning="A NaN or an infinity has appeared in the data, the losses, the gradients or the weights.",
-        action="Look at the first non-finite tensor that the journal names; lower the learning rate, clip gradients, check the rewards and "
-        "observations of the environment, bound log standard deviations.",
+        action="Look at the first non-finite tensor, if the record names one; lower the learning rate, clip gradients, check the rewards "
+        "and observations of the environment, bound log standard deviations.",
         judge=nonfinite,
         source="always an error; ray#28283, coach#87",
         rank=10,
