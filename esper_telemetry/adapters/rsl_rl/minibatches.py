@@ -74,14 +74,27 @@ class BatchesTap(Tap):
         return numbers.view(-1, storage.num_envs)[:, start:stop].flatten()
 
 
-class MinibatchRow(NamedTuple):
-    """An evaluated minibatch: its batch, advantages as used, log-probabilities and the distribution's parameters now, then values now."""
+class EvaluatedMinibatch(NamedTuple):
+    """Columns [N] or [N, 1] of a minibatch; the storage's own minibatch is not kept, whose observations take memory that the trainer would
+    use again.
 
-    batch: StorageMinibatch
+    Attributes:
+        epoch, rows: as in `StorageMinibatch`.
+        advantages: as used.
+        old_log_probs, old_values, returns: of the storage.
+        log_probs: of the actions now.
+        parameters: of the distribution now, [N, D] each: mean and standard deviation of a Gaussian, the second alone where nobody asks for
+            means; empty for others.
+    """
+
+    epoch: int
+    rows: Tensor | None
     advantages: Tensor
+    old_log_probs: Tensor
+    old_values: Tensor
+    returns: Tensor
     log_probs: Tensor
     parameters: tuple[Tensor, ...]
-    values: Tensor
 
 
 class ClippedNorms(NamedTuple):
@@ -132,10 +145,10 @@ class StorageMinibatchListener:
         self._norms: list[NormParts] = []
         self._gaussian = is_gaussian(self._alg)
         self._batch: StorageMinibatch | None = None
-        self._evaluated: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
+        self._evaluated: EvaluatedMinibatch | None = None
         self._values: Tensor | None = None
         self._emitted = False
-        self._rows: list[MinibatchRow] = []
+        self._rows: list[tuple[EvaluatedMinibatch, Tensor]] = []
         self._sampled = self._hooks.wants(BeforeUpdate)
         self._wants_gradients, self._wants_norms = self._hooks.wants(BackwardEnd), self._hooks.wants(BackwardsEnd)
         self._wants_steps = self._hooks.wants(OptimizerStep)
@@ -150,8 +163,20 @@ class StorageMinibatchListener:
         """The actor gave the log-probabilities of a minibatch's actions; its advantages are normalised by now."""
         batch = self._batch
         if batch is not None:
+            columns = batch.columns
             parameters = self._alg.actor.output_distribution_params if self._gaussian else ()
-            self._evaluated = batch.columns.advantages, result.detach(), tuple([p.detach() for p in parameters])
+            if not self._sampled:
+                parameters = parameters[1:]
+            self._evaluated = EvaluatedMinibatch(
+                batch.epoch,
+                batch.rows,
+                columns.advantages,
+                columns.old_actions_log_prob,
+                columns.values,
+                columns.returns,
+                result.detach(),
+                tuple([p.detach() for p in parameters]),
+            )
 
     def after_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         """The critic estimated the values of a minibatch."""
@@ -191,7 +216,7 @@ class StorageMinibatchListener:
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(epoch, self.step, optimizer, self._parameters))
         if evaluated is not None and values is not None:
-            self._rows.append(MinibatchRow(batch, *evaluated, values))
+            self._rows.append((evaluated, values))
         self.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
         self.step += 1
         self._batch = None
@@ -201,7 +226,7 @@ class StorageMinibatchListener:
         rows, self._rows = self._rows, []
         self.emit_norms()
         if rows and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(joined_minibatches(self._alg, rows, means=self._sampled))
+            self._hooks.emit(joined_minibatches(self._alg, *zip(*rows, strict=True), means=self._sampled))
 
     @torch.no_grad()
     def emit_norms(self) -> None:
@@ -291,14 +316,19 @@ def clipped(part: ClippedNorms) -> Tensor:
 
 
 @torch.no_grad()
-def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -> MinibatchesEnd:
-    """Return the event of all minibatches of an update; `means` of the policy are kept where they are asked for.
+def joined_minibatches(
+    alg: Any, rows: Sequence[EvaluatedMinibatch], values: Sequence[Tensor], *, means: bool
+) -> MinibatchesEnd:
+    """Return the event of all minibatches of an update.
 
     Data augmentation by symmetries appends rows that no environment has shown: they are left out.
-    """
-    batches = [row.batch.columns for row in rows]
-    counts = tuple([len(row.batch.rows) if row.batch.rows is not None else row.log_probs.numel() for row in rows])
 
+    Args:
+        alg: the algorithm.
+        rows, values: columns of each minibatch, and the critic's estimates now.
+        means: whether means of the policy are kept.
+    """
+    counts = tuple([len(row.rows) if row.rows is not None else row.log_probs.numel() for row in rows])
     appended = any(row.log_probs.numel() != count for row, count in zip(rows, counts, strict=True))
 
     def counted(columns: Sequence[Tensor]) -> Tensor:
@@ -314,29 +344,28 @@ def joined_minibatches(alg: Any, rows: Sequence[MinibatchRow], *, means: bool) -
     def joined_head(columns: Sequence[Tensor]) -> Tensor:
         return counted([column.flatten(0, -2) for column in columns])
 
-    log_probs, old_values = joined([row.log_probs for row in rows]), joined([batch.values for batch in batches])
+    log_probs, old_values = joined([row.log_probs for row in rows]), joined([row.old_values for row in rows])
     columns = LossColumns(
-        log_ratio=log_probs - joined([batch.old_actions_log_prob for batch in batches]),
+        log_ratio=log_probs - joined([row.old_log_probs for row in rows]),
         log_probs=log_probs,
         advantages=joined([row.advantages for row in rows]),
-        values=joined([row.values for row in rows]),
+        values=joined(values),
         old_values=old_values,
-        returns=joined([batch.returns for batch in batches]),
+        returns=joined([row.returns for row in rows]),
         entropy=log_probs,
     )
     losses = {"policy": policy_loss(columns, alg.clip_param), "value": value_loss(alg, columns)}
-    known = [row.batch.rows for row in rows if row.batch.rows is not None]
-    shown = [row.parameters for row in rows if len(row.parameters) == 2]
-    gaussian = len(shown) == len(rows)
+    known = [row.rows for row in rows if row.rows is not None]
+    gaussian = all(row.parameters for row in rows)
     return MinibatchesEnd(
-        epochs=tuple([row.batch.epoch for row in rows]),
+        epochs=tuple([row.epoch for row in rows]),
         counts=counts,
         log_ratio=columns.log_ratio,
         advantages=columns.advantages,
         valid=None,
         losses={name: _means(loss, counts) for name, loss in losses.items()},
-        log_std={HEAD: joined_head([std for _, std in shown]).log()} if gaussian else {},
-        means={HEAD: joined_head([mean for mean, _ in shown])} if gaussian and means else {},
+        log_std={HEAD: joined_head([row.parameters[-1] for row in rows]).log()} if gaussian else {},
+        means={HEAD: joined_head([row.parameters[0] for row in rows])} if gaussian and means else {},
         rows=torch.cat(known) if len(known) == len(rows) else None,
         values=columns.values,
         old_values=columns.old_values,
