@@ -49,6 +49,20 @@ def test_rewards_that_stay_small_when_the_next_episode_begins_are_a_change_of_sc
     assert raised(judged(run(80, fallen, since=1)))["value/scale_shift"] == 1 + 56
 
 
+def test_an_update_without_tokens_has_no_gradient_and_that_is_named_as_truncation() -> None:
+    """All completions are cut, and cut ones are left out of the loss: once, and from then on."""
+    layers = dict.fromkeys(("grad/layer/heads_op_weight/norm", "grad/layer/core_weight/norm"), 0.0)
+    empty = {**layers, "lm/tokens": 0.0, "lm/truncated_frac": 1.0}
+
+    def once(metrics: Values, ago: int) -> None:
+        metrics.update(empty if ago == 0 else {"lm/tokens": 80.0, "lm/truncated_frac": 0.9})
+
+    assert "grad/vanish" in raised(judged(run(40, set_to(layers))))
+    assert not {"grad/vanish", "lm/truncation"} & raised(judged(run(40, once))).keys()
+    assert raised(judged(run(40, set_to(empty))))["lm/truncation"] == SINCE + 2
+    assert "grad/vanish" not in raised(judged(run(40, set_to(empty))))
+
+
 def test_a_normaliser_that_cuts_is_reported_at_once() -> None:
     assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
 

@@ -74,7 +74,12 @@ VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer in clip limits, 
 
 
 def vanish(view: View) -> Iterator[Finding]:
-    """A layer's gradient that is zero, or decades below what it was; every layer is judged by its own history."""
+    """A layer's gradient that is zero, or decades below what it was; every layer is judged by its own history.
+
+    An update in which no token counts has no gradient anywhere.
+    """
+    if view.get("lm/tokens") == 0:
+        return
     limits = view.limits
     clip = view.facts.get("max_grad_norm") or 1.0
     groups = dict(view.facts.get("groups") or {})

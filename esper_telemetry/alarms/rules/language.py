@@ -203,7 +203,7 @@ class LengthJudge:
 
 @dataclass(slots=True)
 class TruncationJudge:
-    """Truncation that was rare in the first updates."""
+    """Truncation that was rare in the first updates, or that leaves no token to learn from."""
 
     first: float = 0.0
     updates: int = 0
@@ -216,6 +216,15 @@ class TruncationJudge:
         if self.updates < view.limits[UPDATES]:
             self.updates += 1
             self.first += (value - self.first) / self.updates
+        tokens = view.get("lm/tokens")
+        if tokens is not None:
+            yield Finding(
+                hard(tokens == 0 and value > view.limits[TRUNCATED]), "lm/tokens", tokens, 0.0, instance="tokens"
+            ).with_text(
+                lambda: (
+                    f"no token has counted: {percent(value)} of the completions have been cut, and cut ones are left out"
+                )
+            )
         rare = self.first < view.limits[TRUNCATED_BEFORE]
         yield Finding(hard(rare and value > view.limits[TRUNCATED]), key, value, view.limits[TRUNCATED]).with_text(
             lambda: (
@@ -402,8 +411,8 @@ RULES = (
     ),
     language_rule(
         type="lm/truncation",
-        inputs=("lm/truncated_frac",),
-        meaning="Most completions are cut at the length limit, and were not at first.",
+        inputs=("lm/truncated_frac", "lm/tokens"),
+        meaning="Most completions are cut at the length limit, and were not at first; or all are, and cut ones are left out of the loss.",
         action="Raise max_completion_length, punish length softly, or leave cut completions out of the loss.",
         judge=TruncationJudge(),
         bounds=(TRUNCATED, TRUNCATED_BEFORE),
