@@ -49,6 +49,16 @@ def test_rewards_that_stay_small_when_the_next_episode_begins_are_a_change_of_sc
     assert raised(judged(run(80, fallen, since=1)))["value/scale_shift"] == 1 + 56
 
 
+def test_a_cell_that_grows_with_age_does_so_in_two_updates() -> None:
+    """Where all environments reset together, one update in eight has the first ages and the last ones alone."""
+
+    def in_phase(metrics: Values, ago: int) -> None:
+        metrics["lstm/c_growth"] = 13.0 if ago % 8 == 0 else 0.5
+
+    assert "lstm/cell_drift" not in raised(judged(run(80, in_phase)))
+    assert raised(judged(run(40, set_to({"lstm/c_growth": 13.0}))))["lstm/cell_drift"] == SINCE + 1
+
+
 def test_an_update_without_tokens_has_no_gradient_and_that_is_named_as_truncation() -> None:
     """All completions are cut, and cut ones are left out of the loss: once, and from then on."""
     layers = dict.fromkeys(("grad/layer/heads_op_weight/norm", "grad/layer/core_weight/norm"), 0.0)

@@ -216,28 +216,45 @@ CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with th
 CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
 
-def cell_drift(view: View) -> Iterator[Finding]:
+@dataclass(slots=True)
+class CellDriftJudge:
     """A cell state that grows: against its history, beyond any use, or with its age.
 
     A step adds 1 at most, so a unit that counts the steps of long episodes is large and of use: one that adds up nearly all it can is none.
+    The growth with age must last for two updates: where all environments reset together, the update in which they do has the first ages and
+    the last ones alone, and a cell that fills quickly seems to grow all the way between them.
+
+    Attributes:
+        growing: severity of the growth with age in the update before that had one.
     """
-    limits = view.limits
-    value, largest, growth = view.get(CELL), view.get(LARGEST), view.get(GROWTH)
-    if value is None:
-        return
-    z, age = view.z(CELL), view.get("lstm/age/max")
-    counts = largest is not None and age is not None and largest <= limits[CELL_OF_AGE] * (age + 1)
-    useless = limits[CELL_ABSMAX]
-    jumped = value > MAX_WRITTEN * limits[CELL_SIZE] and view.baselines.shift.get(CELL, 0.0) > log10(limits[CELL_JUMP])
-    severities = {
-        CELL: 0.0 if z is None or not jumped else limits.severity(Z, z),
-        LARGEST: 0.0 if largest is None or counts else decade_ramp(largest, useless / 2, useless * 2),
-        GROWTH: 0.0 if growth is None else limits.severity(CELL_GROWTH, growth),
-    }
-    key = max(severities, key=lambda name: severities[name])
-    yield Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None).with_text(
-        lambda: f"the cell state has grown to {number(value)}{view.usual(CELL)}, at most {number(largest or value)}"
-    )
+
+    growing: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        value, largest, growth = view.get(CELL), view.get(LARGEST), view.get(GROWTH)
+        if value is None:
+            return
+        z, age = view.z(CELL), view.get("lstm/age/max")
+        counts = largest is not None and age is not None and largest <= limits[CELL_OF_AGE] * (age + 1)
+        useless = limits[CELL_ABSMAX]
+        jumped = value > MAX_WRITTEN * limits[CELL_SIZE] and view.baselines.shift.get(CELL, 0.0) > log10(
+            limits[CELL_JUMP]
+        )
+        before = self.growing
+        if growth is not None:
+            self.growing = limits.severity(CELL_GROWTH, growth)
+        severities = {
+            CELL: 0.0 if z is None or not jumped else limits.severity(Z, z),
+            LARGEST: 0.0 if largest is None or counts else decade_ramp(largest, useless / 2, useless * 2),
+            GROWTH: 0.0 if growth is None else min(before, self.growing),
+        }
+        key = max(severities, key=lambda name: severities[name])
+        yield Finding(
+            severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None
+        ).with_text(
+            lambda: f"the cell state has grown to {number(value)}{view.usual(CELL)}, at most {number(largest or value)}"
+        )
 
 
 STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored from recomputed states after the update")
@@ -330,7 +347,7 @@ RULES = (
         inputs=("lstm/{part}/rms", "lstm/{part}/absmax", GROWTH),
         meaning="The cell state grows with its age.",
         action="Check resets, shorten sequences, clip or regularise the cell state.",
-        judge=cell_drift,
+        judge=CellDriftJudge(),
         bounds=(CELL_ABSMAX, CELL_OF_AGE, CELL_SIZE, CELL_JUMP, CELL_GROWTH),
         source="Memories that learn become twice to ten times as large within fifty updates. States of 50 and more are usual in episodes "
         "of hundreds of steps.",
