@@ -196,6 +196,7 @@ def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
 
 def _printed_row(line: str) -> object:
     """Return what a line says of a step; None for a line that is no row of metrics."""
+    line = WRAPPED.sub(r"\1", line)
     if step := re.search(r"\bstep:(\d+) - (\S.*)", line):
         cells = (cell.rpartition(":") for cell in step[2].split(" - "))
         return {"step": step[1]} | {name.strip(): value for name, _, value in cells}
@@ -215,6 +216,9 @@ def _printed_row(line: str) -> object:
 
 PREFIXED_ROW: Final = re.compile(r"(?:\bGlobal step (\d+): |\bstep_metrics=)$")
 """What OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""
+
+WRAPPED: Final = re.compile(r"\b(?:np\.\w+|tensor)\(([^(),]*)(?:, [^()]*)?\)")
+"""Numbers as NumPy and torch print them."""
 
 NOT_FINITE: Final = re.compile(r"(?<=[:,\[(] )(-?(?:nan|inf))(?=[,}\])])")
 """Numbers in a printed dictionary that are no literals of Python."""

@@ -258,6 +258,7 @@ VERL = Trainer(
         Alias(r"actor/pg_loss", POLICY_LOSS),
         Alias(r"actor/grad_norm", BEFORE),
         Alias(r"actor/lr", RATE),
+        Alias(r"actor/lr\(1e-4\)", RATE, 1e-4),
         Alias(r"critic/vf_explained_var", FIT),
         Alias(r"critic/vf_loss", VALUE_LOSS),
         Alias(r"rollout_corr/kl", ENGINE_KL, note="k1, which may be negative"),

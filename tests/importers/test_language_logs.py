@@ -59,6 +59,26 @@ def test_printed_numbers_that_are_not_finite_are_read(number: str, tmp_path: Pat
     assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0] * 5 + [1.0] * 3
 
 
+def test_numbers_as_numpy_and_torch_print_them(tmp_path: Path) -> None:
+    verl = [
+        f"\x1b[36m(TaskRunner pid=1)\x1b[0m step:{step} - actor/pg_clipfrac:np.float64(0.25) - actor/ppo_kl:np.float32(nan)"
+        " - actor/lr(1e-4):0.010 - actor/pg_loss:tensor(-0.5, device='cuda:0')"
+        for step in range(1, 4)
+    ]
+    openrlhf = printed_by_openrlhf([HEALTHY] * 3).replace("0.02", "np.float64(0.02)").replace("0.5", "tensor(0.5)")
+
+    first = read_foreign(read_source(log(tmp_path, "\n".join(verl)))).records[0].values
+    second = read_foreign(read_source(log(tmp_path, openrlhf))).records[0].values
+
+    assert {key: first[key] for key in ("policy/clip_frac_active", "opt/lr", "loss/policy", "numerics/nonfinite")} == {
+        "policy/clip_frac_active": 0.25,
+        "opt/lr": pytest.approx(1e-6),
+        "loss/policy": -0.5,
+        "numerics/nonfinite": 1.0,
+    }
+    assert (second["policy/clip_frac_active"], second["grad/global/norm_preclip"]) == (0.02, 0.5)
+
+
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
