@@ -107,7 +107,7 @@ class SurpriseJudge:
 
 
 @dataclass(slots=True)
-class RewardCourse:
+class MeanRewards:
     """Mean rewards so far.
 
     Attributes:
@@ -153,7 +153,7 @@ class RewardCourse:
 class DeadGroupsJudge:
     """Groups without advantages, but for those of a solved task, and of a model that answers without any doubt; or equal mean rewards."""
 
-    rewards: RewardCourse = field(default_factory=RewardCourse)
+    rewards: MeanRewards = field(default_factory=MeanRewards)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, reward = "lm/groups/zero_advantage", view.get("lm/reward/mean")
@@ -242,7 +242,7 @@ class CollapseJudge:
         first: entropy in the first update.
     """
 
-    rewards: RewardCourse = field(default_factory=RewardCourse)
+    rewards: MeanRewards = field(default_factory=MeanRewards)
     first: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
