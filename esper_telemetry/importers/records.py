@@ -131,7 +131,7 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     for alias, tags in tags_by_alias.items():
         if alias.episodes:
             continue
-        for x, value in _values_at(alias, [logged.points[tag] for tag in tags], positions):
+        for x, value in _values_at([logged.points[tag] for tag in tags], positions, late=alias.late):
             scaled = value * alias.factor
             if math.isfinite(scaled):
                 table[x][alias.key] = scaled
@@ -149,9 +149,8 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     if trainer.idle and all(tag in logged.points for tag in trainer.idle):
         read |= set(trainer.idle)
         sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 where it is 0, else a lower bound)"
-        advantages = Alias("", DEAD_GROUPS)
         spread = [[LoggedPoint(x, abs(value)) for x, value in logged.points[tag]] for tag in trainer.idle]
-        for x, value in _values_at(advantages, spread, positions):
+        for x, value in _values_at(spread, positions, late=False):
             table[x][DEAD_GROUPS] = 1.0 if value == 0 else table[x].get(DEAD_GROUPS, 0.0)
     rows = [UpdateRow(x, table[x], nonfinite[x]) for x in positions if table[x] or nonfinite[x]]
     return UpdateTable(rows, sources, frozenset(read))
@@ -172,7 +171,7 @@ def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) 
 
 
 def _values_at(
-    alias: Alias, histories: Sequence[Sequence[LoggedPoint]], positions: Sequence[float]
+    histories: Sequence[Sequence[LoggedPoint]], positions: Sequence[float], *, late: bool
 ) -> Iterable[tuple[float, float]]:
     """Return values at the positions of updates, averaged over several tags; equally many points on another axis are taken in order."""
     by_position: dict[float, list[float]] = {}
@@ -187,7 +186,7 @@ def _values_at(
         for x, value in own.items():
             if x in updates:
                 by_position.setdefault(x, []).append(value)
-    if not alias.late:
+    if not late:
         return [(x, sum(values) / len(values)) for x, values in by_position.items()]
     before = dict(zip(positions[1:], positions, strict=False))
     return [(before[x], sum(values) / len(values)) for x, values in by_position.items() if x in before]

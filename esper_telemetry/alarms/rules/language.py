@@ -33,7 +33,7 @@ LENGTH = above(
 TRUNCATED = above("lm_truncated", 0.5, "share of completions without an end")
 TRUNCATED_BEFORE = below("lm_truncated_before", 0.2, "the same in the first updates")
 FALLEN_FACTOR = 4.0
-"""Times the bound of the entropy that the first one must have been, where no group says whether the task is solved."""
+"""Multiple of the entropy's bound that its first value must exceed, without statistics of groups."""
 
 FEW_NATS = below("lm_entropy", 0.05, "entropy per token in nats")
 UPDATES = count(
@@ -151,7 +151,7 @@ class MeanRewards:
 
 @dataclass(slots=True)
 class DeadGroupsJudge:
-    """Groups without advantages, but for those of a solved task, and of a model that answers without any doubt; or equal mean rewards."""
+    """Groups without advantages, except in a solved task or with almost no entropy; or mean rewards that are all equal."""
 
     rewards: MeanRewards = field(default_factory=MeanRewards)
 
@@ -162,14 +162,14 @@ class DeadGroupsJudge:
             return
         rewards, limits = self.rewards, view.limits
         rewards.add(reward, int(limits[UPDATES]))
-        sure = entropy is not None and entropy < limits[FEW_NATS]
+        deterministic = entropy is not None and entropy < limits[FEW_NATS]
         if value is None:
             equal = rewards.lowest == rewards.highest and rewards.updates >= limits[EQUAL_UPDATES]
-            yield Finding(hard(equal and not sure), "lm/reward/mean", reward).with_text(
+            yield Finding(hard(equal and not deterministic), "lm/reward/mean", reward).with_text(
                 lambda: f"the mean reward has been {number(reward)} in each of {rewards.updates} updates"
             )
             return
-        dead = value > limits[DEAD] and not (rewards.is_best or sure)
+        dead = value > limits[DEAD] and not (rewards.is_best or deterministic)
         yield Finding(hard(dead), key, value, limits[DEAD]).with_text(
             lambda: (
                 f"in {percent(value)} of the groups all completions have had the same reward, so that they teach nothing"
@@ -235,8 +235,8 @@ class TruncationJudge:
 
 @dataclass(slots=True)
 class CollapseJudge:
-    """A model without any doubt left, whose groups are not solved; where no group says so, one that has lost it and whose reward has not
-    risen.
+    """A model with almost no entropy whose groups are not solved; without statistics of groups, one that has lost its entropy and whose
+    reward has not risen.
 
     Attributes:
         first: entropy in the first update.
@@ -261,7 +261,7 @@ class CollapseJudge:
             stuck = reward is not None and self.first > FALLEN_FACTOR * limit and not learned
         yield Finding(hard(value < limit and stuck), key, value, limit).with_text(
             lambda: (
-                f"the model has had {number(value)} nats of doubt per token left, though "
+                f"the entropy has been {number(value)} nats per token, though "
                 + ("its reward has not risen" if solved is None else "most groups are not solved")
             )
         )

@@ -180,9 +180,9 @@ class JointMove:
 
 @dataclass(slots=True)
 class EpisodePeaks:
-    """Largest rewards of the updates since the last but one in which episodes ended: what comes back in each episode is among them.
+    """Largest reward of each update since the last but one in which episodes ended, so that those of a whole episode are among them.
 
-    Environments that begin together, with updates that each hold a part of an episode, pay in a rhythm.
+    Where environments begin together and an update holds a part of an episode, rewards repeat with the period of the episodes.
     """
 
     course: list[float] = field(default_factory=list)
