@@ -1,9 +1,10 @@
-"""Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL and TorchRL.
+"""Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL, TorchRL and TRL.
 
     python benchmarks/adapters.py                        # all models, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
+    python benchmarks/adapters.py trl --turns 5          # a language model of 106 million parameters; a quarter of an hour
 
 At NORMAL with TensorBoard, W&B (offline) and MLflow, as far as they are installed. One model trains a second or two with telemetry and as
 long without, in turns, in a process of its own with one torch thread: two processes with the same work differ by more than the effect.
@@ -143,6 +144,62 @@ def _torchrl(telemetry: Any, **settings: Any) -> Turns:
     return lambda: program.learn_from(next(batches)), observed
 
 
+LANGUAGE_UPDATES = 16
+"""Updates of a language model in a turn: telemetry compares gradients in one of them."""
+
+
+def train_language_model(telemetry: Any, count: int) -> dict[str, list[turns.Figures]]:
+    """Return the figures of every turn of GRPO in TRL: a Llama of 105 million parameters, 8 completions of at most 24 tokens.
+
+    Training is one call of TRL, so a callback divides it into turns: it begins and ends telemetry between two updates. No turn is left
+    out: the first updates compare gradients most often.
+    """
+    import transformers
+
+    from esper_telemetry.adapters.trl import TelemetryCallback
+    from esper_telemetry.lab.language_models import build_trainer, save_model
+
+    figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
+    observer = TelemetryCallback(telemetry)
+    order = [kind for turn in range(count) for kind in sorted(figures, reverse=turn % 2 == 1)]
+
+    class Alternation(transformers.TrainerCallback):  # type: ignore[misc]  # not typed where it is not installed
+        def __init__(self) -> None:
+            self._begun: tuple[float, ...] = ()
+            self._turn = 0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % (LANGUAGE_UPDATES * args.num_iterations) == 0:
+                self._end()
+                if order[self._turn] == "callback":
+                    observer.on_train_begin(args, state, control)
+                self._begun = turns.clocks()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self._end()
+
+        def _end(self) -> None:
+            observer.detach()
+            if self._begun:
+                figures[order[self._turn]].append(turns.since(self._begun))
+                self._turn += 1
+                time.sleep(turns.PAUSE_SECONDS)
+
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = build_trainer(
+            save_model(Path(directory) / "model", seed=1, width=1024, layers=10),
+            seed=1,
+            steps=2 * len(order) * LANGUAGE_UPDATES,
+            per_device_train_batch_size=8,
+            max_completion_length=24,
+            learning_rate=1e-5,
+            callbacks=[Alternation(), observer],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return figures
+
+
 MODELS: Mapping[str, Callable[[Any], Turns]] = {
     "ppo": _sb3(ppo, 1),
     "ppo_pendulum": _sb3(ppo_pendulum, 1),
@@ -158,10 +215,15 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
 }
 """Models by name: telemetry -> functions that train for a turn."""
 
+LANGUAGE_MODEL = "trl"
+
+NAMES = (*MODELS, LANGUAGE_MODEL)
+
 PACKAGES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(MODELS, ("stable_baselines3", "sb3_contrib")),
     **dict.fromkeys((name for name in MODELS if name.startswith("rsl_rl")), ("rsl_rl",)),
     **dict.fromkeys(("torchrl", "torchrl_pendulum"), ("torchrl",)),
+    LANGUAGE_MODEL: ("trl",),
 }
 """What a model needs."""
 
@@ -179,6 +241,8 @@ def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
         Telemetry(sinks, run_dir=f"{directory}/run") as telemetry,
     ):
+        if name == LANGUAGE_MODEL:
+            return train_language_model(telemetry, count)
         functions = dict(zip(figures, MODELS[name](telemetry), strict=True))
         for turn in range(WARM_UP_TURNS + count):
             for kind in sorted(figures, reverse=turn % 2 == 1):
@@ -204,21 +268,21 @@ def compare(name: str, count: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all by default")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
     parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if unknown := set(options.models) - set(MODELS):
-        parser.error(f"a model is one of {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.models) - set(NAMES):
+        parser.error(f"a model is one of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
     if options.alone:
         print(json.dumps(train(options.alone, options.turns)))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     rows = []
     print(f"{'model':>16} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
-    for name in options.models or MODELS:
+    for name in options.models or NAMES:
         if "cuda" in name and not torch.cuda.is_available():
             print(f"{name:>16} left out: it needs a GPU", flush=True)
             continue

@@ -52,7 +52,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, **names)
 
 
-def save_model(directory: Path, *, seed: int, width: int = 32) -> Path:
+def save_model(directory: Path, *, seed: int, width: int = 32, layers: int = 2) -> Path:
     """Write a random model and its tokenizer to a directory, which training reads them from; return it."""
     torch.manual_seed(seed)
     characters = tokenizer()
@@ -60,7 +60,7 @@ def save_model(directory: Path, *, seed: int, width: int = 32) -> Path:
         vocab_size=len(characters),
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=32,

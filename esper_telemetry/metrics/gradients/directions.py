@@ -173,8 +173,8 @@ def gradient_signs(gradients: Sequence[Tensor]) -> GradientSigns:
     """Return the share of positive entries among the non-zero, non-NaN ones of all tensors."""
     if not gradients:
         return GradientSigns()
-    positive = torch.stack([(g > 0).sum() for g in gradients]).sum()
-    negative = torch.stack([(g < 0).sum() for g in gradients]).sum()
+    positive = torch.stack([torch.count_nonzero(g > 0) for g in gradients]).sum()
+    negative = torch.stack([torch.count_nonzero(g < 0) for g in gradients]).sum()
     return GradientSigns(Mean(positive, positive + negative))
 
 

@@ -240,13 +240,23 @@ def compare(
         return unchecked(equation, "the reference equation gives NaN or infinite numbers")
     if error <= bound:
         return EquationCheck(equation, error, bound)
-    explanations = [
-        Explanation(one, candidate)
-        for one in equation.hypotheses
-        if one.compute is not None
-        if (values := one.compute(inputs)) is not None
-        if (candidate := error_of(values)) <= bound
-    ]
+
+    def explained(*, variant: bool) -> list[Explanation]:
+        return [
+            Explanation(one, candidate)
+            for one in equation.hypotheses
+            if one.compute is not None and one.variant is variant
+            if (values := one.compute(inputs)) is not None
+            if (candidate := error_of(values)) <= bound
+        ]
+
+    explanations = explained(variant=True)
+    if (
+        min([one.error for one in explanations], default=math.inf) > ROUNDING_ERROR
+    ):  # else no mistake needs to be looked for
+        explanations = sorted(
+            explained(variant=False) + explanations, key=lambda one: equation.hypotheses.index(one.hypothesis)
+        )
     if not explanations:
         for one in equation.hypotheses:
             result = None if one.fit is None else one.fit(inputs, claimed)
