@@ -21,6 +21,7 @@ from esper_telemetry.metrics.statistics import (
     as_quantiles,
     ascending,
     deviations,
+    discounted_sums,
     histogram,
     keep,
     levels_for,
@@ -450,20 +451,13 @@ def monte_carlo_fit(
     """
     same_shape(values=values, rewards=rewards, ended=ended, terminated=terminated, valid=valid)
     goes_on = (~ended.bool()).double()
-    returns = discounted_sums(rewards.detach().double(), gamma * goes_on)
-    complete = discounted_sums(terminated.double(), goes_on) > 0
+    columns = torch.stack([rewards.detach().double(), terminated.double()])
+    returns, ends = discounted_sums(
+        columns.transpose(0, 1), torch.stack([gamma * goes_on, goes_on]).transpose(0, 1)
+    ).unbind(1)
+    complete = ends > 0
     allowed = complete if valid is None else complete & valid.bool()
     v = values.detach().double()
     s = sample(v - returns, allowed)
     error, target = spread(s), spread(keep(rows_of(returns, None), s.mask))
     return MonteCarloFit(Explained(s.count, error.mean, error.m2, target.mean, target.m2))
-
-
-def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
-    """y_t = x_t + factors_t y_{t+1}, [T, ..], with nothing after the last step: log2 T passes over all steps at once."""
-    step, length = 1, len(x)
-    while step < length:
-        x = torch.cat([x[:-step] + factors[:-step] * x[step:], x[-step:]])
-        factors = torch.cat([factors[:-step] * factors[step:], factors[-step:]])
-        step *= 2
-    return x

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_telemetry.history.critic import CriticFit, CriticMoments, VarianceAverage, critic_fit
+from esper_telemetry.metrics.statistics import discounted_sums
 from esper_telemetry.metrics.values import (
-    discounted_sums,
     ending_bias,
     monte_carlo_fit,
     td_errors,

@@ -22,13 +22,12 @@ from esper_telemetry.metrics.integrity.targets.advantage_fits import (
 )
 from esper_telemetry.metrics.integrity.targets.gae import (
     GaeInputs,
-    accumulated,
     following_values,
     gae,
     is_standard,
     rows_that_count,
 )
-from esper_telemetry.metrics.statistics import same_shape
+from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 TINY_DEVIATION = 1e-12
 """Smallest standard deviation to divide by."""
@@ -522,7 +521,7 @@ def check_gae(
         ahead = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, ahead)
         cut = (ends & ~terminations).double()  # what follows is not known in all of an episode that ends in such a step
-        known = accumulated(cut, (~ends).double()) <= 0
+        known = discounted_sums(cut, (~ends).double()) <= 0
     inputs = GaeInputs(
         rewards=paid,
         values=estimates,

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.metrics.statistics import discounted_sums
 
 MAX_ENV_SHIFTS = 8
 """Other environments whose ends are compared with the claimed advantages, of many: the nearest on both sides."""
@@ -82,17 +83,6 @@ def following_values(inputs: GaeInputs, last_values: Tensor | None) -> GaeInputs
     return replace(inputs, following=torch.cat([inputs.values[1:], last[None]]), last_known=last_values is not None)
 
 
-def accumulated(delta: Tensor, decay: Tensor) -> Tensor:
-    """Return A_t = delta_t + decay_t A_{t+1}, [T, B], in log2(T) passes: a loop over 2048 steps takes forty times as long."""
-    sums, factors = delta.clone(), decay.clone()
-    distance = 1
-    while distance < len(sums):
-        sums[:-distance] += factors[:-distance] * sums[distance:]
-        factors[:-distance] = factors[:-distance] * factors[distance:]
-        distance *= 2
-    return sums
-
-
 def gae(
     inputs: GaeInputs,
     *,
@@ -117,7 +107,7 @@ def gae(
     goes_on = ~(inputs.ended if cut is None else cut)
     if inputs.valid is not None:
         delta, goes_on = torch.where(inputs.valid, delta, 0.0), goes_on & inputs.valid
-    return accumulated(delta, (inputs.gamma * inputs.gae_lambda if decay is None else decay) * goes_on)
+    return discounted_sums(delta, (inputs.gamma * inputs.gae_lambda if decay is None else decay) * goes_on)
 
 
 def closest(inputs: GaeInputs, *candidates: Tensor) -> Tensor:
@@ -372,7 +362,7 @@ def forward(inputs: GaeInputs) -> Tensor:
     delta = gae(inputs, decay=0.0).flip(0)
     decay = (inputs.gamma * inputs.gae_lambda * ~inputs.ended).flip(0)
     return closest_whole(
-        inputs, accumulated(delta, decay).flip(0), accumulated(delta, decay.roll(-1, 0)).flip(0)
+        inputs, discounted_sums(delta, decay).flip(0), discounted_sums(delta, decay.roll(-1, 0)).flip(0)
     )  # what stands in the last row of a decay does not matter
 
 
@@ -395,7 +385,7 @@ def along_environments(inputs: GaeInputs) -> Tensor | None:
     decay = inputs.gamma * inputs.gae_lambda * ~inputs.ended
     next_env = replace(inputs, next_values=_ahead(inputs, inputs.values.t()).t() * ~inputs.terminated)
     other = gae(next_env, decay=0.0)
-    return closest_whole(inputs, accumulated(delta.t(), decay.t()).t(), accumulated(other.t(), decay.t()).t())
+    return closest_whole(inputs, discounted_sums(delta.t(), decay.t()).t(), discounted_sums(other.t(), decay.t()).t())
 
 
 @in_each_rollout
@@ -413,7 +403,7 @@ def chained(inputs: GaeInputs) -> Tensor | None:
         chain = inputs.bootstrapped_rewards - inputs.values + inputs.gamma * goes_on * (flat.t() if turned else flat)
         for delta in (right, chain):
             parts = (delta.t(), decay.t()) if turned else (delta, decay)
-            flow = accumulated(*(part.reshape(-1) for part in parts)).view_as(values)
+            flow = discounted_sums(*(part.reshape(-1) for part in parts)).view_as(values)
             candidates.append(flow.t() if turned else flow)
     return closest_whole(inputs, *candidates)
 

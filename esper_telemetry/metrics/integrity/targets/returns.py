@@ -13,8 +13,8 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.equations.equation import TOLERANCES, Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, accumulated, standard
-from esper_telemetry.metrics.statistics import same_shape
+from esper_telemetry.metrics.integrity.targets.gae import STD_EPS, standard
+from esper_telemetry.metrics.statistics import discounted_sums, same_shape
 
 MIN_ROWS = 8
 """Rows from which on mean and standard deviation of a batch are no explanation by themselves."""
@@ -161,7 +161,7 @@ def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
             after[-1] = inputs.next_values[-1]
         rewards = inputs.rewards + inputs.gamma * after
         counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
-        return accumulated(counted, inputs.gamma * goes_on)
+        return discounted_sums(counted, inputs.gamma * goes_on)
 
     return compute
 
@@ -241,7 +241,7 @@ def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
     gae_lambda = float((ahead * step).sum()) / squares if squares > 0 else -1.0
     if int((ahead != 0).sum()) < MIN_ROWS or not -TINY_LAMBDA < gae_lambda < 1 + TINY_LAMBDA:
         return None
-    return inputs.values + accumulated(deltas, min(max(gae_lambda, 0.0), 1.0) * decay)
+    return inputs.values + discounted_sums(deltas, min(max(gae_lambda, 0.0), 1.0) * decay)
 
 
 def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
