@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
@@ -42,16 +43,16 @@ UNIFORM_NATS: Final = 0.03
 """Entropy by which a policy that has hardly learned may fall short of the uniform one."""
 
 FACTS: Final = {
-    "learning_rate": ("policy.optimizer.kwargs.lr", "learning_rate", "lr"),
+    "learning_rate": ("learning_rate", "lr"),
     "total_steps": ("total_timesteps", "total_steps", "train_for_env_steps"),
-    "clip": ("clip_coef", "clip_range", "clip_param", "e_clip", "ppo_clip_ratio", "ratio_clip_max"),
+    "clip": ("clip_coef", "clip_range", "clip_param", "e_clip", "ppo_clip_ratio"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "grad_norm"),
     "num_envs": ("num_envs", "n_envs", "num_actors"),
     "num_steps": ("num_steps", "n_steps", "horizon_length", "num_steps_per_env", "rollout"),
     "target_kl": ("target_kl",),
     "desired_kl": ("desired_kl",),
 }
-"""Settings that detectors read, with the names that trainers have for them."""
+"""Settings that detectors read, with the names that trainers have for them; those of `Trainer.settings` come in place of these."""
 
 SUBSTITUTES: Final = {
     "policy/kl_max": (KL, "the mean in place of the largest"),
@@ -249,7 +250,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     if not table.rows:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")
     sources = dict(table.sources)
-    facts = {**trainer.facts, **facts_of(logged.config)}
+    facts = {**trainer.facts, **facts_of(logged.config, trainer.settings)}
     rows = _with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources)
     history = RunHistory(facts)
     records = tuple(
@@ -264,8 +265,11 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     return ImportedRun(logged.name, trainer.name, trainer.x, facts, records, sources, unused)
 
 
-def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under this package's names; numbers that were logged as text become numbers."""
+def facts_of(config: Mapping[str, Any], names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the settings under this package's names; numbers that were logged as text become numbers.
+
+    `names` are the trainer's own for some facts: a name of the outermost group that has it, or a path with dots.
+    """
     settings: dict[str, Any] = {}
     depths: dict[str, int] = {}
     for path, value in _leaves(config):
@@ -274,8 +278,8 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if len(path) < depths.get(name, len(path) + 1):  # of settings with one name, that of the outermost group
             settings[name], depths[name] = value, len(path)
     facts = {}
-    for fact, names in FACTS.items():
-        values = [number for name in names if (number := parse_number(settings.get(name))) is not None]
+    for fact, candidates in {**FACTS, **names}.items():
+        values = [number for name in candidates if (number := parse_number(settings.get(name))) is not None]
         if values:
             facts[fact] = values[0]
     return facts

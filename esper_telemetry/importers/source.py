@@ -225,7 +225,13 @@ NOT_FINITE: Final = re.compile(r"(?<=[:,\[(] )(-?(?:nan|inf))(?=[,}\])])")
 
 
 def _flat_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    cells = {**row, **row["data"]} if isinstance(row.get("data"), dict) else row
+    """Return the numbers of a row. verl puts them under `data`, and writes those that are not finite as null."""
+    data = row.get("data")
+    cells = (
+        {**row, **{name: math.nan if cell is None else cell for name, cell in data.items()}}
+        if isinstance(data, dict)
+        else row
+    )
     return {str(name): number for name, cell in cells.items() if (number := parse_number(cell)) is not None}
 
 

@@ -7,7 +7,7 @@ Schulman's k3 unless a note says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KL, KL_K1, CLIPPED = "policy/kl", "policy/kl_k1", "policy/clip_frac"
@@ -53,6 +53,7 @@ class Trainer:
         x: unit of its x-axis.
         idle: tags that are all exactly 0 in updates in which no completion has an advantage.
         facts: of every run of the trainer.
+        settings: names of settings by fact, where those that all trainers share would give another part's.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Trainer:
     x: str = "environment steps"
     idle: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 ANALYTIC = "the exact divergence, not an estimate"
@@ -228,6 +230,7 @@ TRL = Trainer(
     (
         Alias(_TRL + r"reward", REWARD),
         Alias(_TRL + r"reward", RETURN, note=BATCH),
+        Alias(_TRL + r"reward", RETURN_100, note=BATCH),
         Alias(_TRL + r"reward_std", REWARD_STD),
         Alias(_TRL + r"frac_reward_zero_std", DEAD_GROUPS),
         Alias(_TRL + r"entropy", TOKEN_ENTROPY),
@@ -243,6 +246,7 @@ TRL = Trainer(
     ),
     x="optimizer steps",
     facts=LANGUAGE,
+    settings={"clip": ("epsilon",), "total_steps": ("max_steps",)},
 )
 
 VERL = Trainer(
@@ -251,7 +255,9 @@ VERL = Trainer(
     (
         Alias(r"critic/score/mean", REWARD),
         Alias(r"critic/score/mean", RETURN, note=BATCH),
+        Alias(r"critic/score/mean", RETURN_100, note=BATCH),
         Alias(r"actor/entropy|actor/entropy_loss", TOKEN_ENTROPY),
+        Alias(r"actor/reward_kl_penalty", REFERENCE_KL, note="by the estimator that kl_penalty names"),
         Alias(r"actor/kl_loss", REFERENCE_KL, note="by the estimator that kl_loss_type names"),
         Alias(r"actor/ppo_kl", KL_K1),
         Alias(r"actor/pg_clipfrac", ACTIVE),
@@ -261,8 +267,11 @@ VERL = Trainer(
         Alias(r"actor/lr\(1e-4\)", RATE, 1e-4),
         Alias(r"critic/vf_explained_var", FIT),
         Alias(r"critic/vf_loss", VALUE_LOSS),
+        Alias(r"critic/vf_clipfrac", "value/clip_frac"),
         Alias(r"rollout_corr/kl", ENGINE_KL, note="k1, which may be negative"),
+        Alias(r"rollout_corr/k3_kl", ENGINE_KL),
         Alias(r"rollout_corr/rollout_is_mean", ENGINE_RATIO, note="cut at rollout_is_threshold"),
+        Alias(r"val-core/.+/mean@\d+", "eval/return_mean", note="the main scores of validation"),
         Alias(r"response_length/mean", TOKENS),
         Alias(r"response_length/max", LONGEST),
         Alias(r"response_length/clip_ratio", TRUNCATED),
@@ -270,6 +279,13 @@ VERL = Trainer(
     x="training steps",
     idle=("critic/advantages/max", "critic/advantages/min"),
     facts=LANGUAGE,
+    settings={
+        "learning_rate": ("actor_rollout_ref.actor.optim.lr",),
+        "total_steps": ("trainer.total_training_steps",),
+        "clip": ("actor_rollout_ref.actor.clip_ratio",),
+        "max_grad_norm": ("actor_rollout_ref.actor.grad_clip",),
+        "target_kl": (),  # that of the reward's penalty
+    },
 )
 
 OPENRLHF = Trainer(
@@ -278,9 +294,11 @@ OPENRLHF = Trainer(
     (
         Alias(r"train/reward", REWARD),
         Alias(r"train/reward", RETURN, note=BATCH),
+        Alias(r"train/reward", RETURN_100, note=BATCH),
         Alias(r"train/entropy_loss", TOKEN_ENTROPY),
         Alias(r"train/rollout/reward_mean", REWARD, note="before filtering"),
         Alias(r"train/rollout/reward_mean", RETURN, note=BATCH + ", before filtering"),
+        Alias(r"train/rollout/reward_mean", RETURN_100, note=BATCH + ", before filtering"),
         Alias(r"train/rollout/reward_std", REWARD_STD),
         Alias(r"train/rollout/reward_std", "episode/return_std"),
         Alias(r"train/rollout/num_samples", "episode/count"),
@@ -312,6 +330,7 @@ NEMO_RL = Trainer(
     (
         Alias(r"train/reward", REWARD),
         Alias(r"train/reward", RETURN, note=BATCH),
+        Alias(r"train/reward", RETURN_100, note=BATCH),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
         Alias(r"train/kl_penalty", REFERENCE_KL, zero_if_off=True),
         Alias(
@@ -339,6 +358,12 @@ NEMO_RL = Trainer(
     x="training steps",
     idle=("train/advantages/max", "train/advantages/min"),
     facts=LANGUAGE,
+    settings={
+        "learning_rate": ("policy.optimizer.kwargs.lr", "policy.megatron_cfg.optimizer.lr"),
+        "total_steps": ("grpo.max_num_steps", "ppo.max_num_steps"),
+        "clip": ("loss_fn.ratio_clip_max",),
+        "max_grad_norm": ("policy.max_grad_norm",),
+    },
 )
 
 TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL, TRL, VERL, OPENRLHF, NEMO_RL)

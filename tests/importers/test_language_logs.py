@@ -1,4 +1,4 @@
-"""Logs of OpenRLHF and NeMo-RL: what their programs print and write beside the tags, and what is wrong in the runs that they show."""
+"""Logs of verl, OpenRLHF and NeMo-RL: what their programs print and write beside the tags, and what is wrong in the runs that they show."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, facts_of
 from esper_telemetry.importers.source import points_of
+from esper_telemetry.importers.trainers import NEMO_RL, VERL
 
 HEALTHY: Mapping[str, float] = {"policy_loss": 0.1, "ppo_kl": 0.001, "ppo_clip_ratio": 0.02, "actor_grad_norm": 0.5}
 
@@ -139,13 +140,14 @@ def test_settings_in_a_folder_below_a_run_are_no_second_run(tmp_path: Path) -> N
 
 
 def test_settings_in_groups_become_facts() -> None:
-    """Of several settings with one name, that of the optimizer that is used, else the outermost one."""
+    """Of several settings with one name, that of the policy's optimizer that is used."""
     groups = {
         "policy": {
             "max_grad_norm": 1.0,
             "optimizer": {"kwargs": {"lr": 0.002}},
             "megatron_cfg": {"optimizer": {"lr": 5e-6, "max_grad_norm": 9.0}},
         },
+        "value": {"max_grad_norm": 2.0, "optimizer": {"kwargs": {"lr": 0.003}}},
         "loss_fn": {"ratio_clip_max": 0.28},
     }
     flat = {
@@ -156,7 +158,40 @@ def test_settings_in_groups_become_facts() -> None:
     }
 
     for config in (groups, flat):
-        assert facts_of(config) == {"learning_rate": 0.002, "max_grad_norm": 1.0, "clip": 0.28}
+        assert facts_of(config, NEMO_RL.settings) == {"learning_rate": 0.002, "max_grad_norm": 1.0, "clip": 0.28}
+
+
+@pytest.mark.parametrize("separator", [".", "/"], ids=["W&B", "MLflow"])
+def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
+    """The critic's stand further out, and the KL target is that of the reward's penalty."""
+    config = {
+        "actor_rollout_ref.actor.optim.lr": 0.002,
+        "actor_rollout_ref.actor.clip_ratio": 0.2,
+        "actor_rollout_ref.actor.grad_clip": 0.5,
+        "critic.optim.lr": 1e-5,
+        "critic.grad_clip": 1.0,
+        "algorithm.kl_ctrl.target_kl": 0.1,
+        "trainer.total_training_steps": 40,
+    }
+    settings = {name.replace(".", separator): str(value) for name, value in config.items()}
+
+    assert facts_of(settings, VERL.settings) == {
+        "learning_rate": 0.002,
+        "clip": 0.2,
+        "max_grad_norm": 0.5,
+        "total_steps": 40,
+    }
+
+
+def test_null_in_the_file_logger_of_verl_is_not_finite(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "data": {"actor/pg_loss": 0.1 if step < 4 else None, "actor/ppo_kl": 0.0, "actor/lr": 1e-6}}
+        for step in range(1, 7)
+    ]
+
+    imported = read_foreign(read_source(log(tmp_path, "\n".join(map(json.dumps, rows)))))
+
+    assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0] * 3 + [1.0] * 3
 
 
 def test_rows_of_tables_do_not_count_as_steps() -> None:
@@ -215,6 +250,7 @@ def of_nemo_rl(reward: Sequence[float], **others: Sequence[float]) -> dict[str, 
         (of_nemo_rl([0.1, 0.0] * (UPDATES // 2), approx_entropy=FALLS), ["lm/entropy_collapse"]),
         (of_nemo_rl(LEARNS, approx_entropy=[2.4 * 0.85**step for step in range(UPDATES)]), []),
         (of_nemo_rl([0.1, 0.0] * (UPDATES // 2), approx_entropy=[0.03] * UPDATES), []),
+        (of_nemo_rl([0.1] * 4 + [0.9] * 12 + [0.2] * (UPDATES - 16)), ["task/return_drop"]),
     ],
     ids=[
         "OpenRLHF, healthy",
@@ -226,6 +262,7 @@ def of_nemo_rl(reward: Sequence[float], **others: Sequence[float]) -> dict[str, 
         "NeMo-RL, rate too high",
         "NeMo-RL, solved",
         "NeMo-RL, a model that has few doubts from the start",
+        "NeMo-RL, what was learned is lost",
     ],
 )
 def test_what_is_wrong_is_named_from_the_log(
@@ -254,7 +291,7 @@ def test_a_reward_that_is_always_the_same_is_named_from_the_console(
 
 
 def test_a_check_without_its_values_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the console shows can be not finite, or equal mean rewards; and the run may have failed."""
+    """What the console shows can be not finite, equal rewards, or a lower reward; and the run may have failed."""
     text = "\n".join(
         step_of_nemo_rl(step, 20, {"Loss": 0.1, "Generation KL Error": 0.001, "Avg Reward": step / 20})
         for step in range(1, 21)
@@ -262,4 +299,4 @@ def test_a_check_without_its_values_has_not_passed(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main(["diagnose", "--from", log(tmp_path, text)])
 
-    assert "; 3 checks passed" in " ".join(capsys.readouterr().out.split())
+    assert "; 4 checks passed" in " ".join(capsys.readouterr().out.split())
