@@ -214,7 +214,7 @@ def compare(
     precision: str | None = None,
     tolerance: float | None = None,
 ) -> EquationCheck:
-    """Compare numbers with the reference equation and, where they differ, with all hypotheses.
+    """Compare numbers with the reference equation; where they differ, with published variants, and then with mistakes.
 
     Args:
         equation: whose `compute`, and those of its hypotheses, take `inputs` and return values of the shape of `claimed`.

@@ -64,6 +64,22 @@ def test_numbers_that_equal_their_equation_match() -> None:
     assert result.text == "the products equal their reference equation, to 0e+00"
 
 
+def test_no_mistake_is_computed_where_a_variant_gives_the_numbers() -> None:
+    """A trainer with a published variant is compared in every sampled update."""
+    mistakes: list[Factors] = []
+    sums = replace(PRODUCT.hypotheses[0], compute=mistakes.append)
+    equation = replace(PRODUCT, hypotheses=(sums, *PRODUCT.hypotheses[1:]))
+    differences = FACTORS.left - FACTORS.right
+
+    variant = compare(equation, FACTORS, differences.float())
+    assert [one.hypothesis.name for one in variant.explanations] == ["difference"]
+    assert not mistakes
+
+    near = compare(equation, FACTORS, differences + 5e-5)  # a mistake could be nearer
+    assert [one.hypothesis.name for one in near.explanations] == ["difference"]
+    assert mistakes
+
+
 def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
     result = check(torch.tensor([3.0, 2.5, 7.0, 6.0]))
 
