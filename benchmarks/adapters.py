@@ -230,13 +230,13 @@ PACKAGES: Mapping[str, Sequence[str]] = {
 WARM_UP_TURNS = 5
 
 
-def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
-    """Figures of every turn, in this process."""
+def train(name: str, count: int, *, backends: bool) -> dict[str, list[turns.Figures]]:
+    """Return the figures of every turn, in this process."""
     torch.set_num_threads(1)
     from esper_telemetry import Telemetry
 
     figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
-    sinks = [sink for package, sink in SINKS.items() if importlib.util.find_spec(package)]
+    sinks = [sink for package, sink in SINKS.items() if backends and importlib.util.find_spec(package)]
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
         Telemetry(sinks, run_dir=f"{directory}/run") as telemetry,
@@ -254,9 +254,10 @@ def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
     return figures
 
 
-def compare(name: str, count: int) -> dict[str, Any]:
-    """Figures of one model, from a process of its own."""
+def compare(name: str, count: int, *, backends: bool) -> dict[str, Any]:
+    """Return the figures of one model, from a process of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", name, "--turns", str(count)]
+    command += [] if backends else ["--no-backends"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     return {
@@ -270,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
+    parser.add_argument("--no-backends", action="store_true", help="write the journal alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
     parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
@@ -277,7 +279,7 @@ def main() -> None:
     if unknown := set(options.models) - set(NAMES):
         parser.error(f"a model is one of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
     if options.alone:
-        print(json.dumps(train(options.alone, options.turns)))
+        print(json.dumps(train(options.alone, options.turns, backends=not options.no_backends)))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     rows = []
@@ -289,7 +291,7 @@ def main() -> None:
         if missing := [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]:
             print(f"{name:>16} left out: {missing[0]} is not installed", flush=True)
             continue
-        row = compare(name, options.turns)
+        row = compare(name, options.turns, backends=not options.no_backends)
         rows.append(row)
         print(
             f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
@@ -300,7 +302,8 @@ def main() -> None:
         ("adapters_gpu", "wall", [row for row in rows if "cuda" in row["model"]]),
     ):
         if options.save and chosen:
-            cells = [(f"`{row['model']}`, {options.turns} turns", str(row[figure])) for row in chosen]
+            with_what = ", no backends" if options.no_backends else ""
+            cells = [(f"`{row['model']}`, {options.turns} turns{with_what}", str(row[figure])) for row in chosen]
             save(table, [Row(what, ours, "no telemetry", str(MAX_RATIO)) for what, ours in cells])
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
