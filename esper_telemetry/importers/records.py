@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -157,6 +157,20 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     return UpdateTable(rows, sources, frozenset(read))
 
 
+def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], collected: str) -> Mapping[str, Sequence[LoggedPoint]]:
+    """Return the points with those of later passes over a batch of completions averaged into that of its first pass."""
+    starts = sorted({point.x for tag, own in points.items() if re.fullmatch(collected, tag) for point in own})
+    if not starts:
+        return points
+    batches: dict[str, Sequence[LoggedPoint]] = {}
+    for tag, own in points.items():
+        values: dict[float, list[float]] = {}
+        for x, value in own:
+            values.setdefault(starts[max(0, bisect_right(starts, x) - 1)], []).append(value)
+        batches[tag] = [LoggedPoint(x, sum(each) / len(each)) for x, each in values.items()]
+    return batches
+
+
 def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) -> list[float]:
     """Return the positions of updates: those at which losses, or other values of whole updates, were logged."""
     main_tags = {
@@ -246,6 +260,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     Raises ValueError where the tags are those of no known trainer, or hold no update.
     """
     trainer = trainer_of(logged.points)
+    logged = logged._replace(points=_of_batches(logged.points, trainer.collected))
     table = read_rows(logged, trainer)
     if not table.rows:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")

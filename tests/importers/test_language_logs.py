@@ -1,4 +1,4 @@
-"""Logs of verl, OpenRLHF and NeMo-RL: what their programs print and write beside the tags, and what is wrong in the runs that they show."""
+"""Logs of TRL, verl, OpenRLHF and NeMo-RL: what is printed and written beside the tags, and what is wrong in the runs that they show."""
 
 from __future__ import annotations
 
@@ -181,6 +181,27 @@ def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
         "max_grad_norm": 0.5,
         "total_steps": 40,
     }
+
+
+def test_passes_over_one_batch_of_trl_are_one_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `num_iterations=2`, TRL logs the reward with the first pass alone."""
+    rows = [
+        {
+            "step": step,
+            "entropy": 2.4 * 0.6**step,
+            "loss": float(step % 2),
+            "frac_reward_zero_std": 0.5,
+            **({"reward": 0.1} if step % 2 else {}),
+        }
+        for step in range(1, 41)
+    ]
+    address = log(tmp_path, "\n".join(map(json.dumps, rows)))
+
+    imported = read_foreign(read_source(address))
+
+    assert [record.axes.env_step for record in imported.records] == [*range(1, 41, 2)]
+    assert {record.values["loss/total"] for record in imported.records} == {0.5}
+    assert causes(capsys, address) == ["lm/entropy_collapse"]
 
 
 def test_null_in_the_file_logger_of_verl_is_not_finite(tmp_path: Path) -> None:
