@@ -4,10 +4,11 @@
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
-    python benchmarks/adapters.py trl --turns 5          # a language model of 106 million parameters; a quarter of an hour
+    python benchmarks/adapters.py trl --turns 5          # a language model of 105 million parameters; a quarter of an hour
 
 At NORMAL with TensorBoard, W&B (offline) and MLflow, as far as they are installed. One model trains a second or two with telemetry and as
-long without, in turns, in a process of its own with one torch thread: two processes with the same work differ by more than the effect.
+long without, `trl` for 16 updates, in turns, in a process of its own with one torch thread: two processes with the same work differ by more
+than the effect.
 Figures are medians of the turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows
 training; `process` that of all threads of the process. The worker and the sink process run on another core.
 """

@@ -128,7 +128,7 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
             tags_by_alias[alias] = tags
     positions = _positions(logged, tags_by_alias)
     table: dict[float, dict[str, float]] = {x: {} for x in positions}
-    nonfinite: dict[float, int] = dict.fromkeys(positions, 0)
+    nonfinite: dict[float, set[str]] = {x: set() for x in positions}
     for alias, tags in tags_by_alias.items():
         if alias.episodes:
             continue
@@ -137,7 +137,7 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
             if math.isfinite(scaled):
                 table[x][alias.key] = scaled
             elif alias.key not in MAY_BE_UNDEFINED:
-                nonfinite[x] += 1
+                nonfinite[x].add(tags[0])
     for alias, tags in tags_by_alias.items():
         if alias.episodes:
             _add_episodes(table, positions, alias, [point for tag in tags for point in logged.points[tag]])
@@ -153,7 +153,7 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
         spread = [[LoggedPoint(x, abs(value)) for x, value in logged.points[tag]] for tag in trainer.idle]
         for x, value in _values_at(spread, positions, late=False):
             table[x][DEAD_GROUPS] = 1.0 if value == 0 else table[x].get(DEAD_GROUPS, 0.0)
-    rows = [UpdateRow(x, table[x], nonfinite[x]) for x in positions if table[x] or nonfinite[x]]
+    rows = [UpdateRow(x, table[x], len(nonfinite[x])) for x in positions if table[x] or nonfinite[x]]
     return UpdateTable(rows, sources, frozenset(read))
 
 
@@ -165,7 +165,7 @@ def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], collected: str) -> 
     batches: dict[str, Sequence[LoggedPoint]] = {}
     for tag, own in points.items():
         values: dict[float, list[float]] = {}
-        for x, value in own:
+        for x, value in dict(own).items():  # a resumed run writes some steps again
             values.setdefault(starts[max(0, bisect_right(starts, x) - 1)], []).append(value)
         batches[tag] = [LoggedPoint(x, sum(each) / len(each)) for x, each in values.items()]
     return batches
@@ -294,7 +294,8 @@ def facts_of(config: Mapping[str, Any], names: Mapping[str, Sequence[str]] = Map
             settings[name], depths[name] = value, len(path)
     facts = {}
     for fact, candidates in {**FACTS, **names}.items():
-        values = [number for name in candidates if (number := parse_number(settings.get(name))) is not None]
+        numbers = [parse_number(settings.get(name)) for name in candidates]
+        values = [number for number in numbers if number is not None and number >= 0]  # -1 stands for none
         if values:
             facts[fact] = values[0]
     return facts

@@ -271,7 +271,6 @@ VERL = Trainer(
         Alias(r"critic/vf_explained_var", FIT),
         Alias(r"critic/vf_loss", VALUE_LOSS),
         Alias(r"critic/vf_clipfrac", "value/clip_frac"),
-        Alias(r"rollout_corr/kl", ENGINE_KL, note="k1, which may be negative"),
         Alias(r"rollout_corr/k3_kl", ENGINE_KL),
         Alias(r"rollout_corr/rollout_is_mean", ENGINE_RATIO, note="cut at rollout_is_threshold"),
         Alias(r"val-core/.+/mean@\d+", "eval/return_mean", note="the main scores of validation"),
@@ -285,8 +284,8 @@ VERL = Trainer(
     settings={
         "learning_rate": ("actor_rollout_ref.actor.optim.lr",),
         "total_steps": ("trainer.total_training_steps",),
-        "clip": ("actor_rollout_ref.actor.clip_ratio",),
-        "max_grad_norm": ("actor_rollout_ref.actor.grad_clip",),
+        "clip": ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio"),
+        "max_grad_norm": ("actor_rollout_ref.actor.optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
         "target_kl": (),  # that of the reward's penalty
     },
 )

@@ -123,7 +123,7 @@ def spread(s: Sample) -> Moments:
 
 
 def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
-    """Return y_t = x_t + factors_t y_{t+1}, [T, ...], with nothing after the last step.
+    """Return y_t = x_t + factors_t y_{t+1}, [T, ...] as `factors`, with nothing after the last step.
 
     It takes log2 T passes over all steps at once: a loop over 2048 steps takes forty times as long.
     """

@@ -15,7 +15,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, facts_of
 from esper_telemetry.importers.source import points_of
-from esper_telemetry.importers.trainers import NEMO_RL, VERL
+from esper_telemetry.importers.trainers import NEMO_RL, TRL, VERL
 
 HEALTHY: Mapping[str, float] = {"policy_loss": 0.1, "ppo_kl": 0.001, "ppo_clip_ratio": 0.02, "actor_grad_norm": 0.5}
 
@@ -166,8 +166,10 @@ def test_settings_of_verl_are_those_of_the_actor(separator: str) -> None:
     """The critic's stand further out, and the KL target is that of the reward's penalty."""
     config = {
         "actor_rollout_ref.actor.optim.lr": 0.002,
-        "actor_rollout_ref.actor.clip_ratio": 0.2,
-        "actor_rollout_ref.actor.grad_clip": 0.5,
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.2,
+        "actor_rollout_ref.actor.grad_clip": 1.0,
+        "actor_rollout_ref.actor.optim.clip_grad": 0.5,
         "critic.optim.lr": 1e-5,
         "critic.grad_clip": 1.0,
         "algorithm.kl_ctrl.target_kl": 0.1,
@@ -202,6 +204,30 @@ def test_passes_over_one_batch_of_trl_are_one_update(tmp_path: Path, capsys: pyt
     assert [record.axes.env_step for record in imported.records] == [*range(1, 41, 2)]
     assert {record.values["loss/total"] for record in imported.records} == {0.5}
     assert causes(capsys, address) == ["lm/entropy_collapse"]
+
+
+def test_steps_that_a_resumed_run_of_trl_repeats_count_once(tmp_path: Path) -> None:
+    lost = [{"step": step, "reward": 0.1, "frac_reward_zero_std": 0.5, "loss": math.nan} for step in range(1, 9)]
+    again = [{**row, "loss": 1.0} for row in lost]
+
+    imported = read_foreign(read_source(log(tmp_path, "\n".join(map(json.dumps, [*lost, *again])))))
+
+    assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0] * 8
+    assert {record.values["loss/total"] for record in imported.records} == {1.0}
+
+
+@pytest.mark.parametrize(("steps", "facts"), [(-1, {}), (500, {"total_steps": 500})])
+def test_a_limit_that_is_not_set_is_no_fact(steps: int, facts: Mapping[str, int]) -> None:
+    assert facts_of({"max_steps": steps}, TRL.settings) == facts
+
+
+def test_a_reward_that_is_not_finite_counts_once(tmp_path: Path) -> None:
+    """It stands for several keys."""
+    imported = read_foreign(
+        read_source(log(tmp_path, printed_by_openrlhf([{**HEALTHY, "reward": 0.5}, {**HEALTHY, "reward": math.nan}])))
+    )
+
+    assert [record.values["numerics/nonfinite"] for record in imported.records] == [0.0, 1.0]
 
 
 def test_null_in_the_file_logger_of_verl_is_not_finite(tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
         {"actor/ppo_kl": [0.002] * UPDATES, "actor/pg_clipfrac": [0.01] * UPDATES, "actor/pg_loss": [0.1] * UPDATES}
         | {"critic/score/mean": [0.3] * UPDATES, "response_length/clip_ratio": [0.2] * UPDATES}
         | {"actor/entropy": [0.4] * UPDATES, "actor/grad_norm": [0.3] * UPDATES}
-        | {"rollout_corr/kl": [-0.001] * UPDATES, "rollout_corr/rollout_is_mean": [0.98] * UPDATES},
+        | {"rollout_corr/k3_kl": [0.001] * UPDATES, "rollout_corr/rollout_is_mean": [0.98] * UPDATES},
         {"policy/kl_k1": 0.002, "policy/clip_frac_active": 0.01, "loss/policy": 0.1, "lm/reward/mean": 0.3}
         | {"lm/truncated_frac": 0.2, "lm/entropy": 0.4, "grad/global/norm_preclip": 0.3}
-        | {"lm/mismatch/kl": -0.001, "lm/mismatch/ratio_mean": 0.98},
+        | {"lm/mismatch/kl": 0.001, "lm/mismatch/ratio_mean": 0.98},
     ),
     "openrlhf": (
         "OpenRLHF",

@@ -55,7 +55,7 @@ class LayerConcentration(MetricGroup):
     )
 
 
-CHUNK = 1 << 16
+CHUNK_ENTRIES = 1 << 16
 """Entries whose powers are summed at once on a CPU: float64 copies of them fit its cache, which takes a third of the time."""
 
 
@@ -71,7 +71,7 @@ def concentration(gradients: Sequence[Tensor]) -> Concentration:
         return Concentration()
     sums = []  # [4] float64 of each tensor: Σ|g|, Σg², Σg⁴, Σg² ln g²
     for gradient in gradients:
-        for chunk in gradient.reshape(-1).split(CHUNK if gradient.device.type == "cpu" else count):
+        for chunk in gradient.reshape(-1).split(CHUNK_ENTRIES if gradient.device.type == "cpu" else count):
             size = chunk.double().abs()
             g2 = size.square()
             logs = size.log().clamp(min=-1e4)  # 0 ln 0 is 0

@@ -170,8 +170,7 @@ class EquationCheck(Postponed):
         """Return the errors of all checks of an equation, and of the hypotheses that explain each check that fails."""
         equation = measurements[0].equation
         failing = [check for check in measurements if not check.matches]
-        names = [{one.hypothesis.name for one in check.explanations} for check in failing]
-        common = reduce(set[str].intersection, names) if names else set[str]()
+        common = _common_names(failing) or _common_names([check for check in failing if not check.holds])
         hypotheses = [one for one in equation.hypotheses if one.name in common]
         by_name = [{one.hypothesis.name: one for one in check.explanations} for check in measurements]
         if all(check.error is None for check in measurements):
@@ -193,6 +192,12 @@ class EquationCheck(Postponed):
         if fitted:
             numbers = torch.tensor([[one.fitted for one in fitted]] * len(measurements), dtype=torch.float64)
             yield FittedParameters(tuple(equation.label(one.hypothesis) for one in fitted), Last(numbers))
+
+
+def _common_names(checks: Sequence[EquationCheck]) -> set[str]:
+    """Return the names of the hypotheses that explain all of these checks."""
+    names = [{one.hypothesis.name for one in check.explanations} for check in checks]
+    return reduce(set[str].intersection, names) if names else set()
 
 
 def _or_nan(value: float | None) -> float:
@@ -251,12 +256,11 @@ def compare(
         ]
 
     explanations = explained(variant=True)
-    if (
-        min([one.error for one in explanations], default=math.inf) > ROUNDING_ERROR
-    ):  # else no mistake needs to be looked for
-        explanations = sorted(
-            explained(variant=False) + explanations, key=lambda one: equation.hypotheses.index(one.hypothesis)
-        )
+    nearest = min([one.error for one in explanations], default=math.inf)
+    if nearest > ROUNDING_ERROR:
+        places = {one.name: place for place, one in enumerate(equation.hypotheses)}
+        explanations += explained(variant=False)
+        explanations.sort(key=lambda one: places[one.hypothesis.name])
     if not explanations:
         for one in equation.hypotheses:
             result = None if one.fit is None else one.fit(inputs, claimed)

@@ -80,6 +80,17 @@ def test_no_mistake_is_computed_where_a_variant_gives_the_numbers() -> None:
     assert mistakes
 
 
+def test_a_variant_in_one_batch_does_not_hide_the_mistake_of_another() -> None:
+    """Of an update's checks, those that a variant explains say nothing of the others."""
+    variant, mistake = check(FACTORS.left - FACTORS.right), check(FACTORS.left + FACTORS.right)
+
+    values = {
+        key: value for group in EquationCheck.together([variant, mistake]) for key, value in group.values().items()
+    }
+
+    assert set(values) == {"integrity/equation/product", "integrity/equation/product_sum"}
+
+
 def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
     result = check(torch.tensor([3.0, 2.5, 7.0, 6.0]))
 
