@@ -1,6 +1,6 @@
 """Processor time of other trainers with telemetry over that without: Stable-Baselines3, RSL-RL, TorchRL and TRL.
 
-    python benchmarks/adapters.py                        # all models, forty turns; half an hour
+    python benchmarks/adapters.py                        # all models but trl, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
@@ -217,6 +217,7 @@ MODELS: Mapping[str, Callable[[Any], Turns]] = {
 """Models by name: telemetry -> functions that train for a turn."""
 
 LANGUAGE_MODEL = "trl"
+"""Name of the model that `train_language_model` trains; a turn of it takes more than a minute."""
 
 NAMES = (*MODELS, LANGUAGE_MODEL)
 
@@ -270,7 +271,9 @@ def compare(name: str, count: int, *, backends: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all by default")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all but {LANGUAGE_MODEL} by default"
+    )
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--no-backends", action="store_true", help="write the journal alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
@@ -285,7 +288,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     rows = []
     print(f"{'model':>16} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
-    for name in options.models or NAMES:
+    for name in options.models or MODELS:
         if "cuda" in name and not torch.cuda.is_available():
             print(f"{name:>16} left out: it needs a GPU", flush=True)
             continue
@@ -303,8 +306,8 @@ def main() -> None:
         ("adapters_gpu", "wall", [row for row in rows if "cuda" in row["model"]]),
     ):
         if options.save and chosen:
-            with_what = ", no backends" if options.no_backends else ""
-            cells = [(f"`{row['model']}`, {options.turns} turns{with_what}", str(row[figure])) for row in chosen]
+            suffix = ", no backends" if options.no_backends else ""
+            cells = [(f"`{row['model']}`, {options.turns} turns{suffix}", str(row[figure])) for row in chosen]
             save(table, [Row(what, ours, "no telemetry", str(MAX_RATIO)) for what, ours in cells])
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

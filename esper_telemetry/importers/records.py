@@ -157,9 +157,9 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     return UpdateTable(rows, sources, frozenset(read))
 
 
-def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], collected: str) -> Mapping[str, Sequence[LoggedPoint]]:
+def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], batch_tag: str) -> Mapping[str, Sequence[LoggedPoint]]:
     """Return the points with those of later passes over a batch of completions averaged into that of its first pass."""
-    starts = sorted({point.x for tag, own in points.items() if re.fullmatch(collected, tag) for point in own})
+    starts = sorted({point.x for tag, own in points.items() if re.fullmatch(batch_tag, tag) for point in own})
     if not starts:
         return points
     batches: dict[str, Sequence[LoggedPoint]] = {}
@@ -260,7 +260,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     Raises ValueError where the tags are those of no known trainer, or hold no update.
     """
     trainer = trainer_of(logged.points)
-    logged = logged._replace(points=_of_batches(logged.points, trainer.collected))
+    logged = logged._replace(points=_of_batches(logged.points, trainer.batch_tag))
     table = read_rows(logged, trainer)
     if not table.rows:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")

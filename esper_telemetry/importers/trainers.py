@@ -53,7 +53,7 @@ class Trainer:
         x: unit of its x-axis.
         idle: tags that are all exactly 0 in updates in which no completion has an advantage.
         facts: of every run of the trainer.
-        collected: tag that is written once per batch of completions, where each pass over the batch writes the others again.
+        batch_tag: tag that is written once per batch of completions, where each pass over the batch writes the others again.
         settings: names of settings by fact, where those that all trainers share would give another part's.
     """
 
@@ -63,7 +63,7 @@ class Trainer:
     x: str = "environment steps"
     idle: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    collected: str = ""
+    batch_tag: str = ""
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -248,7 +248,7 @@ TRL = Trainer(
     ),
     x="optimizer steps",
     facts=LANGUAGE,
-    collected=_TRL + r"reward",
+    batch_tag=_TRL + r"reward",
     settings={"clip": ("epsilon",), "total_steps": ("max_steps",)},
 )
 
