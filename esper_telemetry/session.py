@@ -21,14 +21,13 @@ On CUDA the tensors of an update are measured where they are, and several ranks 
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,8 +35,10 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.core.serial_calls import SerialCalls
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
@@ -62,13 +63,13 @@ from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flatten
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
-from esper_telemetry.updates.containment import Containment, Measurement
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
 
 Event = TypeVar("Event")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,8 @@ class SessionOptions:
 class TelemetrySession:
     """One run: the update under way, the pipeline, the sinks.
 
-    Threads may share a session: one call at a time is served. In a forked copy of the process, at OFF and after `close` calls do nothing.
+    Threads may share a session: one call at a time is served, and one from a signal handler when the call that it interrupts is over. In a
+    forked copy of the process, at OFF and after `close` calls do nothing.
 
     Args:
         sinks: as for `Telemetry`.
@@ -121,7 +123,7 @@ class TelemetrySession:
         self.prints_end = True
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
-        self._lock = threading.RLock()
+        self._calls = SerialCalls()
         self._generation = fork_generation()
         self._containment = Containment()
         self._watched = WatchedModels(self.clock)
@@ -133,7 +135,7 @@ class TelemetrySession:
         self._candidates: list[Candidates] = []
         self._take_open_update: Callable[[], UpdateData] = UpdateData
         self._close_callbacks: list[Callable[[], None]] = []
-        self._attached = self._closed = self._reports_at_close = False
+        self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
         self._usage = UsageWarnings(options.budget)
         self._peers: Peers | None = None
         self._recorder: RunRecorder | None = None
@@ -229,6 +231,9 @@ class TelemetrySession:
 
         Time that passes before a trainer says that it starts is no update's.
         """
+        self._serve(partial(self._start, config=config, facts=facts))
+
+    def _start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
         if facts is not None:
             self._flushed_at = time.perf_counter()
         self._config.update(config or {})
@@ -248,19 +253,25 @@ class TelemetrySession:
         If the update never ends, its record stands at `env_step`.
         """
         if self._active:
-            self._collected = env_step
-            self._record_pending()
-            self._receive_reports()
-            self._response.begin_update()
+            self._serve(partial(self._begin_update, env_step))
+            self._response.call()
+
+    def _begin_update(self, env_step: int) -> None:
+        self._collected = env_step
+        self._record_pending()
+        self._receive_reports()
+        self._response.begin_update()
 
     def submit(self, update: UpdateData) -> None:
         """Add a whole update, to be measured when it is flushed, by the pipeline.
 
         Its tensors must stay as they are until `flush` returns. Tensors on a device, and those of several ranks, are measured at once.
         """
-        if not self._active:
-            return
-        with self._lock, self.clock:
+        if self._active:
+            self._serve(partial(self._submit, update))
+
+    def _submit(self, update: UpdateData) -> None:
+        with self.clock:
             if not update.on_device and not self._peers:
                 self._open.updates.append(update)
                 return
@@ -271,12 +282,15 @@ class TelemetrySession:
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
         """Observe the results of metric functions that are called on a trainer's behalf: one that raises costs its group and a warning."""
         if self._active:
-            with self._lock, self.clock:
-                self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
+            self._serve(partial(self._measure, measurements, epoch))
+
+    def _measure(self, measurements: Iterable[Measurement], epoch: int | Sequence[int] = 0) -> None:
+        with self.clock:
+            self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
 
     def _measure_update(self, update: UpdateData) -> None:
         for measurements, epochs in self._containment.steps(measure(update, self._facts, self.update_level)):
-            self.measure(measurements, epoch=epochs)
+            self._measure(measurements, epochs)
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
         """Call a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
@@ -289,7 +303,7 @@ class TelemetrySession:
     def abandon(self, error: BaseException) -> None:
         """End the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
         if self._active:
-            self.start()
+            self._start()
             self._closed = True
             if self._recorder is not None:
                 self._recorder.event(FAILURE, self._axes, failure_data(error))
@@ -301,9 +315,13 @@ class TelemetrySession:
         self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None
     ) -> None:
         """Add groups to the update's record; see `Telemetry.observe`."""
-        if not self._accepts("observe"):
-            return
-        with self._lock, self.clock:
+        if self._accepts("observe"):
+            self._serve(partial(self._observe, groups, epoch, step))
+
+    def _observe(
+        self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike], step: IntegerLike | None
+    ) -> None:
+        with self.clock:
             epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
             for group in list(flattened(groups)):
@@ -334,23 +352,29 @@ class TelemetrySession:
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Add plain numbers to the update's record; see `Telemetry.log`."""
         if self._accepts("log"):
-            with self._lock, self.clock:
-                self._open.logged.add(values)
+            self._serve(partial(self._log, values))
+
+    def _log(self, values: Mapping[str, SupportsFloat]) -> None:
+        with self.clock:
+            self._open.logged.add(values)
 
     def flush(
         self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
     ) -> None:
         """End an update; see `Telemetry.flush`."""
-        if not self._accepts("flush"):
-            return
-        with self._lock, self.clock:
+        if self._accepts("flush"):
+            self._serve(partial(self._flush, env_step, update, gradient_step))
+            self._response.call()
+
+    def _flush(self, env_step: IntegerLike, update: IntegerLike | None, gradient_step: IntegerLike | None) -> None:
+        with self.clock:
             env_step = as_integer(env_step, "env_step")
             update = None if update is None else as_integer(update, "update")
             gradient_step = None if gradient_step is None else as_integer(gradient_step, "gradient_step")
             if self._watched:
                 self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self._record_pending()
-            self.start()
+            self._start()
             self._response.begin_update()
             self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
             self._response.end_update(recorded=self._pending is not None)
@@ -368,16 +392,26 @@ class TelemetrySession:
 
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
         """Note that training was changed on purpose; see `Telemetry.notify_intervention`."""
-        if self._accepts("notify_intervention") and self._recorder is not None and self._recorder.run is not None:
-            with self._lock, self.clock:
+        if self._accepts("notify_intervention"):
+            self._serve(partial(self._intervene, {"reason": reason, **details}))
+
+    def _intervene(self, data: Mapping[str, Any]) -> None:
+        if self._recorder is not None and self._recorder.run is not None:
+            with self.clock:
                 self._record_pending()
-                self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
+                self._recorder.event(INTERVENTION, self._axes, data)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts of the run for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
+        return self._serve(self._synced_counts, deferred=self._counts())
+
+    def _synced_counts(self) -> dict[str, int]:
         self._record_pending()
         if self._active and self._recorder is not None and self._recorder.run is not None:
             self._recorder.sync()
+        return self._counts()
+
+    def _counts(self) -> dict[str, int]:
         return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -386,35 +420,40 @@ class TelemetrySession:
         self._flushes = 0
 
     def close(self, status: RunStatus, failure: Mapping[str, Any] | None = None) -> CloseReport | None:
-        """End the run; see `Telemetry.close`. The event of a failure comes behind the record of the open update."""
-        with self._lock:
-            if not self._active:
-                return None
-            self._record_pending()
-            self.start()
-            if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
-                self._usage.warn(NEVER_FLUSHED)
-            last_axes = self._axes
+        """End the run; see `Telemetry.close`. The event of a failure comes after the record of the open update."""
+        report = self._serve(partial(self._close, status, failure), deferred=None)
+        self._reports_at_close = True
+        self._response.call()
+        self._reports_at_close = False
+        return report
+
+    def _close(self, status: RunStatus, failure: Mapping[str, Any] | None) -> CloseReport | None:
+        if not self._active:
+            return None
+        self._record_pending()
+        self._start()
+        if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
+            self._usage.warn(NEVER_FLUSHED)
+        last_axes = self._axes
+        with self._calls.nested():
             for callback in self._close_callbacks:
                 self._containment.attempt(callback, lambda _: None)
             self._containment.attempt(self._take_open_update, self.submit)
-            self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
-            if self._open:
-                self._end_update(self._next_axes(max(self._collected, last_axes.env_step), None, None), partial=True)
-            self._record_pending()
-            if failure is not None and self._recorder is not None:
-                self._recorder.event(FAILURE, last_axes, failure)
-            self._closed = True
-            atexit.unregister(self._at_exit)
-            if self._peers:
-                self._peers.leave()
-            if self._recorder is None:
-                return None
-            report = self._end_journal(self._recorder, status)
-            self._reports_at_close = True
-            self._receive_reports()
-            self._reports_at_close = False
-            return report
+        self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
+        if self._open:
+            self._end_update(self._next_axes(max(self._collected, last_axes.env_step), None, None), partial=True)
+        self._record_pending()
+        if failure is not None and self._recorder is not None:
+            self._recorder.event(FAILURE, last_axes, failure)
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._peers:
+            self._peers.leave()
+        if self._recorder is None:
+            return None
+        report = self._end_journal(self._recorder, status)
+        self._receive_reports()
+        return report
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         status = status_of(error)
@@ -429,6 +468,12 @@ class TelemetrySession:
         """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
 
+    def _serve(self, call: Callable[[], Result], deferred: Result | None = None) -> Result:
+        """Make a call when it is its turn; a forked copy of the process has no other threads, and nothing to wait for."""
+        if fork_generation() != self._generation:
+            return call()
+        return self._calls.run(call, deferred=cast(Result, deferred))
+
     def _accepts(self, call: str) -> bool:
         """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""
         if self._active:
@@ -442,7 +487,7 @@ class TelemetrySession:
         update = self._watched.take(whole=whole)
         if update:
             self._measure_update(update)
-            self.measure(self._watched.rates())
+            self._measure(self._watched.rates())
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Return the axes of the update under way, as given or counted."""
@@ -469,8 +514,19 @@ class TelemetrySession:
         """Hand the last update to the pipeline, if its numbers were still on their way from the device."""
         if not self._active or self._pending is None:
             return
-        with self._lock, self.clock:
-            (flushed, transfer), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
+        try:
+            self._record(*pending)
+            self._was_interrupted = False
+        except Exception:
+            raise
+        except BaseException:  # of a signal handler: a call that follows, such as `close`, records the update, if it is not interrupted too
+            self._pending = None if self._was_interrupted else pending
+            self._was_interrupted = True
+            raise
+
+    def _record(self, flushed: FlushedUpdate, transfer: Transfer) -> None:
+        with self.clock:
             tables = transfer.tables()
             decision = RankZeroDecision(self.sampling.proposed, self._response.requested)
             if self._peers and not flushed.partial:
@@ -504,12 +560,11 @@ class TelemetrySession:
         return possible and isinstance(recorder.pipeline, InProcessPipeline) and can_use_worker(recorder.settings)
 
     def _receive_reports(self) -> None:
-        """Take in the alarms of records made by now, and call the user's callbacks; between records, so that nothing can interleave."""
+        """Take in the alarms of records made by now, for the user's callbacks, which are called when no call is under way."""
         if self._recorder is not None:
             self._response.receive(self._recorder.take_reports())
             if self._deliveries is not None:
                 self._deliveries.poll()  # the console shows an update when it ends, not when the next one does
-            self._response.call()
 
     def _end_journal(self, recorder: RunRecorder, status: RunStatus) -> CloseReport:
         """Append the end line and wait for the sinks, `close_timeout` seconds in all, half of them at most for the journal."""

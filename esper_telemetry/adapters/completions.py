@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean
@@ -27,7 +28,6 @@ from esper_telemetry.metrics.language import (
     sequence_ratio,
     token_stats,
 )
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.extensions import Capture
 
 

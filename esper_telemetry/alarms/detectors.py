@@ -7,9 +7,11 @@ the journal. The baselines of alarms exclude outliers, so they are not the avera
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_state import (
@@ -25,8 +27,8 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
-from esper_telemetry.alarms.registry import alarm_rules, with_alarms
-from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View
+from esper_telemetry.alarms.registry import alarm_rules, is_foreign, with_alarms
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View, checked
 from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -39,6 +41,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     with_logged_rate,
 )
 from esper_telemetry.alarms.verdict.remarks import Remarks
+from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,
@@ -59,6 +62,9 @@ COVERAGE_UPDATE: Final = 20
 MAX_EVIDENCE_VALUES: Final = 24
 """Values of a record that are attached to an alarm."""
 
+MAX_TEXT_CHARACTERS: Final = 4000
+"""Length of the sentences of an alarm."""
+
 MAX_EVIDENCE_INSTANCES: Final = 8
 """Heads, groups or layers that are named."""
 
@@ -70,6 +76,9 @@ GRADIENTS_ALONE: Final = (
     "Only gradients were seen, so the cause is not known: report ratios, losses, values and advantages too, by an adapter's callback or "
     "with the functions of docs/own_loop.md"
 )
+
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 class Verdict(NamedTuple):
@@ -129,6 +138,8 @@ class Detectors:
         self._coverage = RuleCoverage(self.rules, self.facts)
         self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
         self._limit_incident: Incident | None = None
+        self._containment = Containment()
+        self._user_types = {rule.type for rule in self.rules if is_foreign(rule)}
         self._recorded: dict[str, Incident | None] = {}
         self._quiet = 0
         self._update = 0
@@ -150,6 +161,14 @@ class Detectors:
         """Announce a change on purpose: histories restart, and for three updates only certain mistakes raise alarms."""
         self._intervened = True
         self._quiet = QUIET_UPDATES
+
+    def ban(self, name: str) -> None:
+        """Never call the alarm of that name again, which has ended a process, nor any other alarm of a user or a plugin."""
+        self._containment = Containment({name})
+        self.rules = tuple(rule for rule in self.rules if rule.type not in self._user_types)
+        if self._user_types:
+            types = ", ".join(sorted(self._user_types))
+            _logger.warning("esper-telemetry: alarms of your own are off for the rest of this run: %s", types)
 
     @property
     def checks(self) -> int:
@@ -251,14 +270,20 @@ class Detectors:
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            state, findings = self._states[rule.type], list(self._judges[rule.type](self._view))
-            if state.is_calm(findings):
-                continue
-            findings = [finding for finding in findings if not math.isnan(finding.severity)]
+            state, findings = self._states[rule.type], list[Finding]()
+            self._containment.attempt(partial(self._findings, rule, state), findings.extend, name=f"alarm {rule.type}")
             change = state.step(findings, self._update) if findings else None
             if change is not None:
                 changes.append((state, change))
         return changes
+
+    def _findings(self, rule: AlarmRule, state: AlarmState) -> Iterable[Finding]:
+        """Return the findings that may change an alarm. A user's judge gets a view that it cannot damage."""
+        view = self._view.protected() if rule.type in self._user_types else self._view
+        findings = list(self._judges[rule.type](view))
+        if state.is_calm(findings):
+            return ()
+        return [finding for finding in map(checked, findings) if not math.isnan(finding.severity)]
 
     def _begin_anew(self) -> list[tuple[AlarmState, AlarmChange]]:
         """Forget the histories, and end the alarms that were raised by them."""
@@ -324,12 +349,19 @@ class Detectors:
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=alarm_text(state, finding, event, self._view, explained=self._explained),
+            text=self._text(state, finding, event),
             evidence={} if over else record_evidence(state, finding, self._view),
         )
         if over:
             state.since, state.reported_severity = None, 0.0
         return alarm
+
+    def _text(self, state: AlarmState, finding: Finding, event: AlarmEvent) -> str:
+        """Return the sentence of an alarm; its bare meaning if the code that words it raises."""
+        sentences = [state.rule.meaning]
+        worded = partial(alarm_text, state, finding, event, self._view, explained=self._explained)
+        self._containment.attempt(worded, sentences.append, name=f"the text of alarm {state.rule.type}")
+        return sentences[-1][:MAX_TEXT_CHARACTERS]
 
     def _limit_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
         """The alarm that stands for those beyond the limit."""

@@ -84,6 +84,12 @@ def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple
     return tuple(by_type.values())
 
 
+def is_foreign(rule: AlarmRule) -> bool:
+    """Return whether the code that judges an alarm is not of this package."""
+    module = getattr(rule.judge, "__module__", None) or type(rule.judge).__module__
+    return rule.judge is not None and module.partition(".")[0] != __name__.partition(".")[0]
+
+
 def alarms_reading(key: str) -> tuple[AlarmRule, ...]:
     """Alarms that read a key or template; first those that it decides."""
     rules = alarm_rules()

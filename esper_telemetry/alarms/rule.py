@@ -7,10 +7,13 @@ state is a dataclass whose fields are that state: every run judges with a copy.
 
 from __future__ import annotations
 
+import copy
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log10
+from math import ceil, isfinite, log10
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.baselines import Baselines, History
@@ -166,6 +169,32 @@ class Finding(NamedTuple):
         return Finding(*self[:-1], text)  # a third of the time of `_replace`, some ninety times per update
 
 
+def checked(finding: Finding) -> Finding:
+    """Return the finding with plain numbers, severity from 0 to 1; NumPy numbers and tensors of one element are numbers too.
+
+    A `value`, `threshold` or `z` that is not finite becomes None. Raises TypeError or ValueError for anything else.
+    """
+    if not isinstance(finding, Finding):
+        raise TypeError(f"a judge yields instances of Finding, got {reprlib.repr(finding)}")
+    if not isinstance(finding.key, str) or not isinstance(finding.instance, str):
+        raise TypeError(f"key and instance of a Finding are texts, got {reprlib.repr((finding.key, finding.instance))}")
+    severity = float(finding.severity)
+    return finding._replace(
+        severity=severity if severity != severity else min(1.0, max(0.0, severity)),
+        value=_finite(finding.value),
+        threshold=_finite(finding.threshold),
+        z=_finite(finding.z),
+        adaptive=bool(finding.adaptive),
+        claim=bool(finding.claim),
+        held=int(finding.held),
+    )
+
+
+def _finite(value: Any) -> float | None:
+    number = None if value is None else float(value)
+    return number if number is not None and isfinite(number) else None
+
+
 class View:
     """One update as judges see it.
 
@@ -200,6 +229,16 @@ class View:
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
         self._labelled: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
+
+    def protected(self) -> View:
+        """Return a copy whose mappings cannot be changed, for code that is not ours."""
+        view, baselines = copy.copy(self), copy.copy(self.baselines)
+        for name in ("z", "shift", "beyond", "below"):
+            setattr(baselines, name, MappingProxyType(getattr(baselines, name)))
+        view.baselines = baselines
+        view.values, view.previous = MappingProxyType(self.values), MappingProxyType(self.previous)
+        view.facts = MappingProxyType(dict(self.facts))
+        return view
 
     def get(self, key: str) -> float | None:
         """A value of the record."""

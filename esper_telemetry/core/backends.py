@@ -17,6 +17,9 @@ from esper_telemetry.core.messages import did_you_mean, masked
 UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Error numbers of the system that mean that a server was not reached."""
 
+MAX_CAUSES: Final = 20
+"""Causes of an exception that are looked at: a chain of causes may be a circle."""
+
 SQLITE: Final = "sqlite:///"
 SERVERS: Final = ("http", "https")
 DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
@@ -38,7 +41,9 @@ WHOLE, FIRST, LAST = 1, 2, 4
 def unreachable(error: BaseException) -> str:
     """Return the sentence for a server that did not answer, from the causes of a client's exception; empty for any other error."""
     cause: BaseException | None = error
-    while cause is not None:
+    for _ in range(MAX_CAUSES):
+        if cause is None:
+            break
         if isinstance(cause, OSError) and (cause.errno in UNREACHABLE or isinstance(cause, socket.gaierror)):
             return f"the server does not answer ({cause.strerror})"
         if isinstance(cause, TimeoutError) and str(cause) == "timed out":  # raised by the socket itself

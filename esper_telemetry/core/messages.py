@@ -32,6 +32,20 @@ def masked(text: str) -> str:
     return KEY_SHAPES.sub(HIDDEN, PASSWORD.sub(rf"\1{MASKED}", text))
 
 
+MAX_ERROR_CHARACTERS = 300
+
+
+def error_line(error: BaseException) -> str:
+    """Return an exception as one line of at most `MAX_ERROR_CHARACTERS` that any file can hold, without secrets."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # an exception class of the user's
+        text = ""
+    text = " ".join(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode().split())
+    return masked(f"{name}: {text}" if text else name)[:MAX_ERROR_CHARACTERS]
+
+
 def redacted(settings: Any, *, show: Collection[str] = ()) -> Any:
     """Return settings without secrets: texts under a name like `api_key` or `token` become stars, others are `masked`.
 

@@ -29,6 +29,8 @@ RESTART_STEP_SECONDS: Final = 0.5
 MAX_RESTART_SECONDS: Final = 30.0
 """A helper that died n times in a row is started again after n times the first, and after the second at most."""
 READ_BYTES: Final = 1 << 16
+MAX_REAP_SECONDS: Final = 5.0
+"""Time that a helper may take to be gone once it is killed: one that waits for a disk cannot be."""
 GARBAGE_THRESHOLD_OBJECTS: Final = 20_000
 """New objects after which a helper looks for garbage, instead of 700: clients make dozens of objects for each number and let go of
 them at once. For MLflow's SQLite store that is 10 ms of processor time for a hundred numbers instead of 14."""
@@ -154,12 +156,22 @@ class ProcessSupervisor:
         """True once the helper has exited; what it wrote may still wait to be read."""
         return self._process is not None and self._process.poll() is not None
 
+    def await_end(self, seconds: float = MAX_REAP_SECONDS) -> bool:
+        """Wait for the end of a helper that was killed; False if it does not come, as while a network file system does not answer."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self.has_ended
+
     def reap(self) -> int:
-        """Return the exit code of a helper that has ended or is about to, and release what it had.
+        """Return the exit code of a helper that has ended or is about to, and release what it had; a helper that does not end is detached.
 
         Do not wait for the end of its replies: a forked process may hold open what a dead helper wrote into.
         """
         assert self._process is not None
+        if not self.await_end():
+            self.detach()
+            return -signal.SIGKILL
         code = self._process.wait()
         if code:  # processes that it started would outlive one that did not end by itself
             _kill_session(self._process.pid)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from esper_telemetry.core.containment import is_interrupt
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
@@ -160,7 +161,9 @@ class Delivery:
             return
         try:
             self.sink.import_client()
-        except (Exception, SystemExit) as error:  # whatever the modules of a package raise
+        except BaseException as error:  # whatever the modules of a package raise
+            if is_interrupt(error):
+                raise
             self._disable(self._import_error(error))
 
     def run(self, progress: Callable[[int], object] | None = None) -> None:
@@ -214,7 +217,9 @@ class Delivery:
             moved = self._advance()
         except PermanentSinkError as error:
             self._disable(error)
-        except (Exception, SystemExit) as error:  # a backend that calls sys.exit would end its thread without a message
+        except BaseException as error:  # a backend that calls sys.exit would end its thread without a message
+            if is_interrupt(error):
+                raise
             if isinstance(error, ImportError) and not self._opened:  # a sink without `import_client`
                 self._disable(self._import_error(error))
             else:
@@ -232,13 +237,17 @@ class Delivery:
     def _advance(self) -> bool:
         self._caught_up = False
         moved = bool(self._sender.batch) or self._read()
-        if self._info is not None and not self._opened and not self.cursor.closed:
+        if self._info is not None and not self._opened and not self.cursor.closed and self._is_described(self._info):
             self._open(self._info)
         if self._sender.batch:
             self._write()
         elif not moved and self.cursor.end is not None and not (self._until_finish and self._fallback_end is None):
             self._close(self.cursor.end)
         return moved
+
+    def _is_described(self, info: RunInfo) -> bool:
+        """Return whether the descriptions of keys were read that follow a new run line, or will not come."""
+        return bool(info.metrics or self._sender.batch) or self.cursor.end is not None
 
     def _read(self) -> bool:
         """Read the next lines into the batch; at the end of a journal that goes no further, set the end of the run."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import unreachable
-from esper_telemetry.core.messages import masked
+from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import SinkLag
 from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
@@ -23,7 +23,6 @@ from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
 from esper_telemetry.sinks.registry import BUNDLED, known_sinks
 
 STATUS_NAME: Final = "status.json"
-MAX_ERROR_CHARACTERS: Final = 300
 NOT_IN_KEYS: Final = re.compile("[^a-z0-9]+")
 
 
@@ -178,11 +177,8 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line of at most `MAX_ERROR_CHARACTERS`, with passwords in addresses masked."""
-    if dead := unreachable(error):
-        return dead
-    text = masked(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARACTERS] if text else type(error).__name__
+    """Return an exception as `error_line`, or in plain words if it says that a server does not answer."""
+    return unreachable(error) or error_line(error)
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:

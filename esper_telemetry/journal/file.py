@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Final, Self
@@ -29,6 +30,7 @@ from esper_telemetry.journal.lines import (
     Entry,
     JournalEvent,
     Line,
+    LineEncoder,
     decode,
     encode_end,
     encode_event,
@@ -63,23 +65,28 @@ class Journal:
     """The journal of a run, open for appending; made by `create` or `open`.
 
     Once it exists, no error of the disk raises: what cannot be written waits in memory, and goes out first when there is space again.
+    A call that an exception interrupts, such as a signal handler's, leaves it whole: the size of the file says what was written.
 
     Attributes:
         run_dir: directory of the run.
         path: of the file.
         records: number of records that were given to `write` and not lost.
-        lost: number of lines dropped because the disk was full and the backlog too.
+        lost: number of lines that are not in the journal: dropped because the disk was full and the backlog too, or that cannot be JSON.
+        lost_records: number of records among them.
     """
 
     def __init__(self, run_dir: Path, fd: int) -> None:
         self.run_dir = run_dir
         self.path = run_dir / JOURNAL_NAME
         self.records = 0
-        self.lost = 0
+        self.lost = self.lost_records = 0
         self._fd = fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._size = os.fstat(fd).st_size
         self._backlog = b""
+        self._is_writing = False
+        self._encoder = LineEncoder()
         self._warned = self._stuck = False
         self._lost_here = 0
 
@@ -87,7 +94,7 @@ class Journal:
     def create(cls, run_dir: str | os.PathLike[str]) -> Self:
         """Create the journal of a new run, and its directory.
 
-        Raises FileExistsError where a journal stands already, another OSError where nothing can be written.
+        Raises FileExistsError if there is a journal already, another OSError if nothing can be written.
         """
         path = Path(run_dir) / JOURNAL_NAME
         if path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists():
@@ -105,7 +112,7 @@ class Journal:
     def open(cls, run_dir: str | os.PathLike[str]) -> Self:
         """Open the journal of a run that exists, decompressed, and end a line that is torn.
 
-        Raises FileNotFoundError where there is none.
+        Raises FileNotFoundError if there is none.
         """
         path = journal_path(run_dir)
         if path.suffix == PACKED_SUFFIX:
@@ -118,38 +125,63 @@ class Journal:
         journal.go_on()
         return journal
 
+    @classmethod
+    def begin_again(cls, run_dir: str | os.PathLike[str]) -> Self:
+        """Open the journal of a run that was killed before its first line was whole, and empty it; the caller holds the run's lock.
+
+        Raises FileExistsError if the journal holds a line.
+        """
+        if not is_abandoned(run_dir):
+            raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
+        path = Path(run_dir) / JOURNAL_NAME
+        os.truncate(path, 0)
+        return cls(path.parent.absolute(), os.open(path, os.O_RDWR | os.O_APPEND))
+
     @property
     def settled(self) -> bool:
         """True when all lines so far have reached the file."""
         return not self._backlog
 
+    @property
+    def is_deleted(self) -> bool:
+        """True if someone has deleted the file: what is written to it is gone with this process."""
+        with suppress(OSError):
+            return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+        return False
+
+    @property
+    def missing_records(self) -> int:
+        """Number of records that were given to `write` and are not in the file by now."""
+        waiting = self._backlog.count(RECORD_HEAD)
+        return self.lost_records + (self.records if self.is_deleted else waiting)
+
     def write(self, *lines: Line) -> bool:
         """Append lines in one system call; return whether they, and all before them, have reached the file.
 
-        False means that they wait in memory for space on the disk, or are lost (`lost` counts): one warning is logged.
-        In a forked process, and after `close`, nothing is written. Threads may share a journal.
-
-        Raises ValueError for a line that is not strict JSON, and writes nothing of the call then.
+        False means that they wait in memory for space on the disk, or are lost (`lost` counts): one warning is logged. A line that is not
+        strict JSON is left out, with a warning that names it. In a forked process, and after `close`, nothing is written. Threads may
+        share a journal.
         """
-        data = b"".join(map(to_json, lines))
         if os.getpid() != self._pid:
             return False
         with self._lock:
-            return self._append(data, lines)
+            encoded, refused = self._encoder.encode(lines)
+            self._lose(refused)
+            return self._append(encoded) and not refused
 
     def go_on(self) -> None:
-        """Append behind what another process wrote: end a line that it left torn."""
+        """Append after what another process wrote: end a line that it left torn."""
         with self._lock:
             size = os.fstat(self._fd).st_size
-            if size > 0 and os.pread(self._fd, 1, size - 1) != b"\n":
-                self._backlog = TORN + b"\n" + self._backlog
+            is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+            self._size, self._backlog = size, (TORN + b"\n" if is_torn else b"") + self._backlog
 
     def reader(self) -> JournalReader:
         """Return a reader from the first line on."""
         return JournalReader(self.path)
 
     def sync(self) -> None:
-        """Make what was written survive a crash of the machine, where the disk allows."""
+        """Make what was written survive a crash of the machine, if the disk allows."""
         with self._lock, suppress(OSError):
             os.fsync(self._fd)
 
@@ -162,6 +194,7 @@ class Journal:
                 return
             self._write_out()
             self.lost += self._backlog.count(b"\n")
+            self.lost_records = self.missing_records
             self._backlog = b""
             with suppress(OSError):
                 os.fsync(self._fd)
@@ -169,28 +202,38 @@ class Journal:
                 os.close(self._fd)
             self._fd = -1
 
-    def _append(self, data: bytes, lines: tuple[Line, ...]) -> bool:
-        if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > MAX_BACKLOG_BYTES):
-            self.lost += len(lines)
-            self._lost_here += len(lines)
+    def _append(self, encoded: Sequence[tuple[Line, bytes]]) -> bool:
+        written = self._fd >= 0 and self._write_out()
+        size = sum(len(content) for _, content in encoded)
+        if self._fd < 0 or (not written and len(self._backlog) + size > MAX_BACKLOG_BYTES):
+            self._lose([line for line, _ in encoded])
             return False
+        gap = b""
         if self._lost_here:
-            self._backlog += to_json(encode_event(JournalEvent(LOST, {"lines": self._lost_here})))
+            gap = to_json(encode_event(JournalEvent(LOST, {"lines": self._lost_here})))
             self._lost_here = 0
-        self.records += sum(line["kind"] == "record" for line in lines)
-        self._backlog += data
+        self.records += sum(line["kind"] == "record" for line, _ in encoded)
+        self._backlog = b"".join([self._backlog, gap, *(content for _, content in encoded)])
         return self._write_out()
 
+    def _lose(self, lines: Sequence[Line]) -> None:
+        self.lost += len(lines)
+        self._lost_here += len(lines)
+        self.lost_records += sum(line["kind"] == "record" for line in lines)
+
     def _write_out(self) -> bool:
-        """Go on exactly where the last write stopped: a line cut by a full disk is completed, not repeated."""
+        """Continue exactly where the last write stopped: a line cut by a full disk is completed, not repeated."""
         try:
+            if self._is_writing:  # an exception, as of a signal handler, came between a write and its result
+                self._advance(os.fstat(self._fd).st_size - self._size)
             while self._backlog:
-                self._backlog = self._backlog[os.write(self._fd, self._backlog) :]
+                self._is_writing = True
+                self._advance(os.write(self._fd, self._backlog))
         except OSError as error:
             self._stuck = True
             if not self._warned:
                 self._warned = True
-                message = "esper-telemetry: cannot write to %s (%s); training goes on and new lines wait in memory"
+                message = "esper-telemetry: cannot write to %s (%s); training continues and new lines wait in memory"
                 _logger.warning(message, self.path, error.strerror)
             return False
         if self._stuck:
@@ -198,6 +241,11 @@ class Journal:
             lost = f"{self.lost} lines were lost" if self.lost else "nothing was lost"
             _logger.info("esper-telemetry: can write to %s again; %s", self.path, lost)
         return True
+
+    def _advance(self, count: int) -> None:
+        """Note that so many bytes of the backlog are in the file."""
+        self._size, self._backlog = self._size + count, self._backlog[count:]
+        self._is_writing = False
 
 
 class JournalReader:
@@ -384,9 +432,19 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
     raise FileNotFoundError(f"{run_dir} is not a run directory: it holds no {JOURNAL_NAME}")
 
 
+def is_abandoned(run_dir: str | os.PathLike[str]) -> bool:
+    """Return whether a journal holds no whole line: its trainer was killed before it had written the first one."""
+    path = Path(run_dir) / JOURNAL_NAME
+    try:
+        with path.open("rb") as file:
+            return not any(b"\n" in chunk for chunk in iter(partial(file.read, CHUNK_BYTES), b""))
+    except OSError:
+        return False
+
+
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
     """Append an end line for a writer that is gone, unless the last line is one; return whether it did."""
-    entries = _last_entries(run_dir)
+    entries = last_entries(run_dir)
     if end_status(entries) is not None:
         return False
     seq = max((entry.seq for entry in entries if not isinstance(entry, RunInfo)), default=0)
@@ -405,14 +463,15 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
     before = path.stat().st_size
     if path.suffix == PACKED_SUFFIX:
         return before, before
-    if end_status(_last_entries(run_dir)) is None:
+    if end_status(last_entries(run_dir)) is None:
         raise ValueError(
             f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed"
         )
     return before, _pack(path).stat().st_size
 
 
-def _last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
+def last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
+    """Return the entries in the last `MAX_TAIL_BYTES` of a journal; raises FileNotFoundError if there is none."""
     reader = JournalReader(journal_path(run_dir))
     reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
     entries = reader.read()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -23,44 +26,90 @@ from esper_telemetry.core.record import (
     RunStatus,
 )
 
+MAX_ITEMS: Final = 100_000
+"""Items of one value that a line holds, at all depths; the rest is counted."""
+MAX_LIST_ITEMS: Final = 10_000
+"""Items of one list or mapping in it."""
+MAX_TEXT_CHARACTERS: Final = 1 << 20
+"""Length of a text in a line; the rest is counted."""
+MAX_INTEGER_BITS: Final = 1024
+"""Size of an integer that readers take; a larger one is text."""
+
 
 def plain(value: Any, *, depth: int = 16) -> Any:
     """Return the value as JSON that a person can read: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
 
     Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
-    is text too, so a structure that contains itself ends.
+    is text too, so a structure that contains itself ends. Any value can be given: one whose own code raises becomes the name of its class,
+    and `MAX_ITEMS` and `MAX_TEXT_CHARACTERS` bound the result.
     """
-    if isinstance(value, Enum):
-        return value.value if isinstance(value, str) else value.name
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return float(value) if value - value == 0 else repr(float(value))
-    if depth == 0:
-        return repr(value)
-    return _plain_structure(value, depth - 1)
+    return _PlainConverter().convert(value, depth)
 
 
-def _plain_structure(value: Any, depth: int) -> Any:
-    if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item, depth=depth) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name), depth=depth) for field in fields(value)}
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(item, depth=depth) for item in value), key=repr)
-    if isinstance(value, (list, tuple, deque)):
-        return [plain(item, depth=depth) for item in value]
-    return _plain_leaf(value, depth)
+class _PlainConverter:
+    """Converts one value; counts its items."""
+
+    def __init__(self) -> None:
+        self._items_left = MAX_ITEMS
+
+    def convert(self, value: Any, depth: int) -> Any:
+        try:
+            return self._convert(value, depth)
+        except (Exception, SystemExit):  # whatever a class of the user's raises
+            return f"<{type(value).__name__}>"
+
+    def _convert(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Enum):
+            return value.value if isinstance(value, str) else value.name
+        if isinstance(value, str):
+            return _shortened(value)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return int(value) if value.bit_length() <= MAX_INTEGER_BITS else hex(value)
+        if isinstance(value, float):
+            return float(value) if value - value == 0 else repr(float(value))
+        if depth == 0:
+            return _shortened(repr(value))
+        return self._structure(value, depth - 1)
+
+    def _structure(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            rows = {str(self.convert(key, depth)): self.convert(value[key], depth) for key in self._some(value)}
+            return rows if len(rows) >= len(value) else {**rows, "...": f"{len(value) - len(rows):,} more"}
+        if is_dataclass(value) and not isinstance(value, type):
+            return {field.name: self.convert(getattr(value, field.name), depth) for field in fields(value)}
+        if isinstance(value, (list, tuple, deque, set, frozenset)):
+            items = [self.convert(item, depth) for item in self._some(value)]
+            ordered = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
+            return ordered if len(items) == len(value) else [*ordered, f"... {len(value) - len(items):,} more"]
+        return self._leaf(value, depth)
+
+    def _leaf(self, value: Any, depth: int) -> Any:
+        if isinstance(value, os.PathLike):
+            return str(os.fspath(value))
+        if not isinstance(value, type) and callable(getattr(value, "tolist", None)):
+            size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+            is_large = isinstance(size, int) and size > min(MAX_LIST_ITEMS, self._items_left)
+            return f"<{type(value).__name__} of {size:,} items>" if is_large else self.convert(value.tolist(), depth)
+        name = getattr(value, "__qualname__", None)
+        return _shortened(repr(value)) if name is None else f"{value.__module__}.{name}"
+
+    def _some(self, items: Collection[Any]) -> Iterator[Any]:
+        """Yield the items for which there is room; a result of `plain` has one more, and stays as it is."""
+        for item in islice(items, MAX_LIST_ITEMS if len(items) > MAX_LIST_ITEMS + 1 else None):
+            if self._items_left <= 0:
+                return
+            self._items_left -= 1
+            yield item
 
 
-def _plain_leaf(value: Any, depth: int) -> Any:
-    if isinstance(value, os.PathLike):
-        return str(os.fspath(value))
-    if not isinstance(value, type) and callable(getattr(value, "tolist", None)):
-        return plain(value.tolist(), depth=depth)
-    name = getattr(value, "__qualname__", None)
-    return repr(value) if name is None else f"{value.__module__}.{name}"
+def _shortened(text: str) -> str:
+    more = len(text) - MAX_TEXT_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... {more:,} characters more"
 
+
+_logger = logging.getLogger("esper_telemetry")
 
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
@@ -93,7 +142,10 @@ Entry = RunInfo | Record | Alarm | JournalEvent | End
 
 
 def encode_run(info: RunInfo) -> dict[str, Any]:
-    """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved."""
+    """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved.
+
+    Descriptions of keys may follow in lines of their own.
+    """
     resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
     return {
         "kind": "run",
@@ -127,9 +179,11 @@ def encode_record(record: Record) -> dict[str, Any]:
 
 
 def encode_alarm(alarm: Alarm) -> dict[str, Any]:
-    """Encode an alarm, with its evidence as `plain` JSON."""
-    rest = {item.name: getattr(alarm, item.name) for item in fields(Alarm) if item.name not in ("axes", "evidence")}
-    return {"kind": "alarm", **rest, "axes": encode_axes(alarm.axes), "evidence": plain(alarm.evidence)}
+    """Encode an alarm, all but its axes as `plain` JSON; a number that is not finite is left out."""
+    content = {item.name: plain(getattr(alarm, item.name)) for item in fields(Alarm) if item.name != "axes"}
+    numbers = {name: x if isinstance(x := content[name], int | float) else None for name in ("value", "threshold", "z")}
+    severity = 1.0 if isinstance(content["severity"], str) else content["severity"]
+    return {"kind": "alarm", **content, **numbers, "severity": severity, "axes": encode_axes(alarm.axes)}
 
 
 def encode_event(event: JournalEvent) -> dict[str, Any]:
@@ -165,8 +219,32 @@ def to_json(line: Line) -> bytes:
     """Return the bytes of a line, newline included; raises ValueError where it is not strict JSON."""
     try:
         return _encode_json(line).encode("utf-8", "backslashreplace") + b"\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a journal holds strict JSON, and this {line.get('kind')} line is not: {error}") from error
+
+
+class LineEncoder:
+    """Encodes lines; one that is not strict JSON is left out, with one warning for each kind of line."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def encode(self, lines: Iterable[Line]) -> tuple[list[tuple[Line, bytes]], list[Line]]:
+        """Return the lines with their bytes, and the lines that cannot be written."""
+        encoded: list[tuple[Line, bytes]] = []
+        refused: list[Line] = []
+        for line in lines:
+            try:
+                encoded.append((line, to_json(line)))
+            except ValueError as error:
+                refused.append(line)
+                name = f"{line.get('kind')} {line.get('type', '')}".strip()
+                if name not in self._warned:
+                    self._warned.add(name)
+                    _logger.warning(
+                        "esper-telemetry: the line of %s is left out of the journal: %s", name, error_line(error)
+                    )
+        return encoded, refused
 
 
 def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
@@ -250,9 +328,11 @@ def _decode_descriptions(line: Line) -> dict[str, MetricInfo]:
 
 
 def merge_head(info: RunInfo | None, entries: Iterable[Entry]) -> RunInfo | None:
-    """Return the run as entries describe it, on top of `info`: the last `run` line and the descriptions after it."""
+    """Return the run as entries describe it, on top of `info`: the last `run` line and all descriptions so far."""
     for entry in entries:
         if isinstance(entry, RunInfo):
+            if info is not None:
+                entry.metrics.update({**info.metrics, **entry.metrics})
             info = entry
         elif isinstance(entry, JournalEvent) and entry.type == "metrics" and info is not None:
             info.metrics.update(entry.data)

@@ -41,14 +41,18 @@ class TrainerLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._descriptor = _opened(run_dir, Role.TRAINER)
-        try:
-            lock_file(self._descriptor, wait=False)
-        except BlockingIOError:
-            os.close(self._descriptor)
-            raise
-        except OSError:
-            pass  # a file system without locks: no process can see who trains
+        self._descriptor = -1
+        while self._descriptor < 0:
+            self._descriptor = _opened(run_dir, Role.TRAINER)
+            try:
+                lock_file(self._descriptor, wait=False)
+            except BlockingIOError:
+                self.close()
+                raise
+            except OSError:
+                break  # a file system without locks: no process can see who trains
+            if not os.fstat(self._descriptor).st_nlink:  # whoever held the lock has removed its file meanwhile
+                self.close()
         reference = weakref.ref(self)
 
         def close_copy() -> None:

@@ -27,8 +27,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import NOTE_BYTES
+
 ALIGNMENT: Final = 64
 """Bytes at whose multiples buffers begin: a cache line, more than any number needs."""
+
+TAIL_BYTES: Final = 256
+"""Bytes after a ring: its counters, and a `CallNote` from `NOTE_OFFSET` on."""
+NOTE_OFFSET: Final = 64
 
 WARM_BYTES: Final = 4 << 20
 """Bytes of a ring whose pages are mapped from the beginning, or the first messages would pay for them."""
@@ -37,8 +43,8 @@ WARM_BYTES: Final = 4 << 20
 class Ring:
     """A block of shared memory in which one process writes and another reads.
 
-    The writer alone knows what is in use: it tells the reader where to read, and the reader says when it has. Behind the block stand two
-    counters that the reader raises, so that the writer need not ask the system: of answered messages, and of replies in the pipe.
+    The writer alone knows what is in use: it tells the reader where to read, and the reader says when it has. After the block are counters
+    that the reader sets, so that the writer need not ask the system, and that outlive the reader.
 
     Args:
         descriptor: of the shared file, from `shared_file`.
@@ -46,13 +52,15 @@ class Ring:
 
     Attributes:
         used_bytes: bytes in use now.
+        note: memory for the reader's `CallNote`.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT))
+        shared = memoryview(mmap.mmap(descriptor, size + TAIL_BYTES))
         self._memory = shared[:size]
         bytes(self._memory[: WARM_BYTES : mmap.PAGESIZE])  # reading a page maps it
-        self._counters = shared[size : size + 16].cast("Q")
+        self._counters = shared[size : size + 32].cast("Q")
+        self.note = shared[size + NOTE_OFFSET : size + NOTE_OFFSET + NOTE_BYTES]
         self._used: deque[tuple[int, int]] = deque()
         self.used_bytes = 0
 
@@ -66,8 +74,23 @@ class Ring:
         """Replies that come through a pipe, of those and of the next."""
         return self._counters[1]
 
-    def answer(self, *, replied: bool = False) -> None:
-        """Count one more answer; the reader calls it behind its reply if it has `replied`."""
+    @property
+    def begun(self) -> int:
+        """Messages that the reader has begun to work on."""
+        return self._counters[2]
+
+    @property
+    def missing_records(self) -> int:
+        """Records that the reader has made and could not write so far."""
+        return self._counters[3]
+
+    def begin(self) -> None:
+        """Count one more message that is being worked on; the reader calls it."""
+        self._counters[2] += 1
+
+    def answer(self, *, replied: bool = False, missing_records: int = 0) -> None:
+        """Count one more answer; the reader calls it after its reply if it has `replied`."""
+        self._counters[3] = missing_records
         self._counters[1] += replied
         self._counters[0] += 1
 
@@ -118,7 +141,7 @@ def shared_file(size: int) -> int:
     """
     descriptor = os.memfd_create("esper-telemetry")
     try:
-        os.truncate(descriptor, size + ALIGNMENT)
+        os.truncate(descriptor, size + TAIL_BYTES)
     except OSError:
         os.close(descriptor)
         raise

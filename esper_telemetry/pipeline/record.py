@@ -10,12 +10,15 @@ are one append, so no reader sees a record without its alarms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
@@ -24,6 +27,7 @@ from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
     JournalEvent,
     Line,
+    decode,
     encode_alarm,
     encode_end,
     encode_event,
@@ -35,7 +39,6 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import entries
 from esper_telemetry.pipeline.window import LoggedValues, Window
-from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
@@ -52,6 +55,8 @@ from esper_telemetry.updates.groups import measure, without_many_layers
 
 DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
 """Beginnings of the keys that the detector adds to a record."""
+DETECTOR = "detector"
+"""Name of the detector in warnings."""
 FAILURE = "failure"
 """The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
@@ -100,6 +105,14 @@ class SupportsEnd(Protocol):
 
     def end(self, status: RunStatus) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """Return the events, by type, of a run that ends so."""
+
+
+@runtime_checkable
+class SupportsBan(Protocol):
+    """A detector that calls code of users."""
+
+    def ban(self, name: str) -> None:
+        """Never call again what has ended a process, nor any code of users."""
 
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
@@ -189,10 +202,17 @@ class InProcessPipeline:
         journal: where records are appended.
         settings: as for `WorkerPipeline`.
         trainer: number of the training process, whose memory is sampled; this process by default.
+        banned: names of contained functions that are not called, as they may have ended another process; with any of them, user alarms are
+            off.
     """
 
     def __init__(
-        self, journal: Journal | MemoryJournal, settings: PipelineSettings, trainer: int | None = None
+        self,
+        journal: Journal | MemoryJournal,
+        settings: PipelineSettings,
+        trainer: int | None = None,
+        *,
+        banned: Collection[str] = (),
     ) -> None:
         self._journal = journal
         self._settings = settings
@@ -202,13 +222,17 @@ class InProcessPipeline:
         self._remaining = 0
         self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
         self._causes: dict[str, str] = {}
-        self._containment = Containment()
+        self._containment, self._banned = Containment(banned), banned
         self._begin({})
 
     def start(self, info: RunInfo) -> None:
-        """Append the head of the journal."""
+        """Append the head of the journal: the run, and after it what its keys mean.
+
+        A run that is killed at its start is then known by a line of a few hundred bytes, and not by one of 200 kB that is torn.
+        """
         self._begin(info.facts)
-        self._journal.write(encode_run(info))
+        self._journal.write(encode_run(replace(info, metrics={})))
+        self._journal.write(encode_metrics(info.metrics))
 
     def resume(self, info: RunInfo) -> None:
         """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
@@ -254,11 +278,12 @@ class InProcessPipeline:
 
     def event(self, event: JournalEvent) -> None:
         """Append something that happened besides records, and the alarms that it raises."""
+        lines: list[Line] = [encode_event(event)]
         verdict = self._heed(event)
-        alarms = verdict.alarms if verdict else ()
-        self._report(alarms, self._remaining)
-        more = [JournalEvent(kind, data, event.seq, event.axes) for kind, data in (verdict.events if verdict else ())]
-        self._journal.write(encode_event(event), *map(encode_alarm, alarms), *map(encode_event, more))
+        if verdict is not None:
+            judged = partial(self._verdict_lines, verdict, verdict.alarms, self._remaining, event.seq, event.axes)
+            self._containment.attempt(judged, lines.extend, name=DETECTOR)
+        self._journal.write(*lines)
 
     def take_reports(self) -> Sequence[AlarmReport]:
         """Return what the detector has reported since the last call."""
@@ -271,17 +296,24 @@ class InProcessPipeline:
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """Append the outcome of the run and the last line."""
-        ended: list[tuple[tuple[str, Mapping[str, Any]], ...]] = []
-        if isinstance(self._detector, SupportsEnd) and self._axes is not None:
-            self._containment.attempt(partial(self._detector.end, status), ended.append)
-        events = [JournalEvent(kind, data, seq, self._axes) for events in ended for kind, data in events]
-        self._journal.write(*map(encode_event, events), encode_end(status, seq=seq))
+        lines: list[Line] = []
+        detector = self._detector
+        if isinstance(detector, SupportsEnd) and self._axes is not None:
+            ended = partial(self._end_lines, detector, status, seq)
+            self._containment.attempt(ended, lines.extend, name=DETECTOR)
+        self._journal.write(*lines, encode_end(status, seq=seq))
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
         self._series = RunHistory(facts)
-        factory = self._settings.detector_factory
-        self._detector: Detector | None = None if factory is None else factory(facts)
+        self._detector: Detector | None = None
+        if self._settings.detector_factory is not None:
+            made: list[Detector] = []
+            self._containment.attempt(partial(self._settings.detector_factory, facts), made.append, name=DETECTOR)
+            self._detector = next(iter(made), None)
+            if isinstance(self._detector, SupportsBan):
+                for name in self._banned:
+                    self._detector.ban(name)
 
     def _read_back(self, info: RunInfo) -> None:
         assert info.run_dir is not None
@@ -307,37 +339,54 @@ class InProcessPipeline:
         return results[0] if results else NO_VALUES
 
     def _judge(self, record: Record) -> Sequence[Judgement]:
-        """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
+        """Return the detector's verdict on a record, which it cannot change; nothing without a detector, or if it raises."""
         verdicts: list[Judgement] = []
         if self._detector is not None:
-            self._containment.attempt(partial(self._detector.step, record), verdicts.append)
+            shown = replace(record, values=MappingProxyType(record.values))
+            self._containment.attempt(partial(self._detector.step, shown), verdicts.append, name=DETECTOR)
         return verdicts
 
-    def _judged(self, record: Record, update: FlushedUpdate) -> Iterator[Line]:
-        """Yield the record with the detector's values, and behind it its alarms and events."""
-        verdict = next(iter(self._judge(record)), None)
-        if verdict is None:
-            yield encode_record(record)
-            return
+    def _judged(self, record: Record, update: FlushedUpdate) -> Sequence[Line]:
+        """Return the line of the record, with the detector's values, and after it the lines of its alarms and events."""
+        lines: list[Sequence[Line]] = [[encode_record(record)]]
+        for verdict in self._judge(record):
+            judged = partial(self._judged_lines, verdict, record, update)
+            self._containment.attempt(judged, lines.append, name=DETECTOR)
+        return lines[-1]
+
+    def _judged_lines(self, verdict: Judgement, record: Record, update: FlushedUpdate) -> Sequence[Line]:
         alarms = verdict.alarms
         if alarms:
             sources = update.updates + update.evidence_updates
             alarmed = AlarmedUpdate(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
             alarms = tuple(self._with_evidence(alarm, alarmed) for alarm in alarms)
-        self._report(alarms, verdict.remaining)
-        yield encode_record(replace(record, values={**record.values, **verdict.values}))
-        yield from map(encode_alarm, alarms)
-        for kind, data in verdict.events:
-            yield encode_event(JournalEvent(kind, data, seq=record.seq, axes=record.axes))
+        values = {key: float(value) for key, value in verdict.values.items() if math.isfinite(value)}
+        whole = replace(record, values={**record.values, **values})
+        lines = self._verdict_lines(verdict, alarms, int(verdict.remaining), record.seq, record.axes)
+        return [encode_record(whole), *lines]
+
+    def _verdict_lines(
+        self, verdict: Judgement, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None
+    ) -> list[Line]:
+        """Return the lines of a verdict's alarms and events, and keep for the training thread what the journal holds of them."""
+        alarm_lines = [encode_alarm(alarm) for alarm in alarms]
+        events = [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in verdict.events]
+        self._report(tuple(alarm for line in alarm_lines if isinstance(alarm := decode(line), Alarm)), remaining)
+        return [*alarm_lines, *events]
+
+    def _end_lines(self, detector: SupportsEnd, status: RunStatus, seq: int) -> list[Line]:
+        return [encode_event(JournalEvent(kind, data, seq, self._axes)) for kind, data in detector.end(status)]
 
     def _with_evidence(self, alarm: Alarm, alarmed: AlarmedUpdate) -> Alarm:
-        """Return an alarm with the evidence of the update that raised it; without where that raises, or it is not raised now."""
+        """Return an alarm with the evidence of the update that raised it; without it if that raises, or if it is not raised now."""
         if alarm.event is not AlarmEvent.RAISE:
             return alarm
         choice = self._detector.rule(alarm.type) if self._detector else None
         evidence = [alarm.evidence]
         self._containment.attempt(
-            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}), evidence.append
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, alarmed, choice)}),
+            evidence.append,
+            name=f"the evidence of {alarm.type}",
         )
         return replace(alarm, evidence=evidence[-1])
 
@@ -351,10 +400,10 @@ class InProcessPipeline:
         """Pass an event to the detector; return its judgement of a failure."""
         verdicts: list[Judgement] = []
         if self._detector is not None and event.type == INTERVENTION:
-            self._detector.intervention()
+            self._containment.attempt(self._detector.intervention, lambda _: None, name=DETECTOR)
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
             failure = partial(self._detector.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(failure, verdicts.append)
+            self._containment.attempt(failure, verdicts.append, name=DETECTOR)
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:
@@ -372,7 +421,7 @@ class InProcessPipeline:
         snapshots = update.updates + update.evidence_updates
         for snapshot in snapshots if update.level >= Level.NORMAL else ():
             for event in self._containment.steps(update_events(snapshot, self._facts)):
-                self._append_event(event.type, event.data, update)
+                self._containment.attempt(partial(self._append_capture, event, update), lambda _: None)
             self._containment.attempt(
                 partial(self._environments.add, snapshot),
                 lambda table: self._append_event(ENVIRONMENTS, table, update) if table else None,
@@ -380,12 +429,15 @@ class InProcessPipeline:
         if update.level >= Level.DEBUG:
             for snapshot in snapshots:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
-                    self._append_evidence(capture, update)
+                    self._containment.attempt(partial(self._append_evidence, capture, update), lambda _: None)
 
     def _append_evidence(self, capture: Capture, update: FlushedUpdate) -> None:
         """Append evidence; of several ranks it shows rank 0's rows."""
         rank = {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
         self._append_event(f"evidence/{capture.type}", {**capture.data, **rank}, update)
+
+    def _append_capture(self, capture: Capture, update: FlushedUpdate) -> None:
+        self._append_event(capture.type, capture.data, update)
 
     def _append_event(self, kind: str, data: Mapping[str, Any], update: FlushedUpdate) -> None:
         self._journal.write(encode_event(JournalEvent(kind, data, seq=update.seq, axes=update.axes)))

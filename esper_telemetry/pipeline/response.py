@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.record import Alarm, Level
@@ -100,14 +101,19 @@ class AlarmResponse:
         What a callback raises is logged once and goes no further, like a sink's errors: people first run a callback when training is
         in trouble. KeyboardInterrupt and SystemExit end training, as they do anywhere else.
         """
-        while self._alarms:
-            alarm = self._alarms.popleft()
+        while (alarm := self._next_alarm()) is not None:
             with self._clock.paused():
                 for callback in tuple(self._callbacks):
                     try:
                         callback(alarm)
                     except Exception as error:  # whatever a callback raises
                         self._warn(callback, error)
+
+    def _next_alarm(self) -> Alarm | None:
+        """Return the next alarm to report; threads may call this side by side."""
+        with suppress(IndexError):
+            return self._alarms.popleft()
+        return None
 
     def _warn(self, callback: AlarmCallback, error: Exception) -> None:
         if id(callback) in self._failed:

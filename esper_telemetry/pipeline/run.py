@@ -22,8 +22,8 @@ from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
-from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain
+from esper_telemetry.journal.file import Journal, is_abandoned
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, read_contents, run_info
@@ -112,13 +112,13 @@ class RunRecorder:
     """
 
     def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
-        if options.resume and options.run_dir in ("auto", None):
+        run_dir = options.run_dir
+        if options.resume and (run_dir is None or run_dir == "auto"):
             raise ValueError("resume needs the run directory to go on in: pass run_dir")
-        if options.resume:
-            assert options.run_dir is not None
-            self._lease = lease_existing_run(options.run_dir)
+        if options.resume and run_dir is not None and not is_abandoned(_directory(run_dir)):
+            self._lease = lease_existing_run(run_dir)
         else:
-            self._lease = lease_new_run(options.run_dir, options.name)
+            self._lease = lease_new_run(run_dir, options.name)
         self.journal: Journal | MemoryJournal = self._lease.journal
         self.run: RunInfo | None = None
         self.earlier: JournalContents | None = self._lease.earlier
@@ -162,7 +162,7 @@ class RunRecorder:
             tags=options.tags,
             notes=options.notes,
             versions=_versions(),
-            facts={"level": self.settings.level.name.lower(), **facts},
+            facts=plain({"level": self.settings.level.name.lower(), **facts}),
             metrics=metrics,
         )
         if self.earlier is None:
@@ -171,7 +171,9 @@ class RunRecorder:
         else:
             self.run = _resumed(run, self.earlier, axes)
             end = [] if self.earlier.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
-            self.journal.write(*end, encode_run(self.run))
+            known = self.earlier.info.metrics
+            new = {key: info for key, info in metrics.items() if known.get(key) != info}
+            self.journal.write(*end, encode_run(replace(self.run, metrics={})), *([encode_metrics(new)] if new else []))
             self.pipeline.resume(self.run)
         if self.run_dir:
             _write_config(self.run_dir, self.run)
@@ -204,7 +206,7 @@ class RunRecorder:
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Append something that happened besides records."""
-        self.pipeline.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
+        self.pipeline.event(JournalEvent(kind, plain(data), seq=self._next_seq(), axes=axes))
 
     def take_reports(self) -> Sequence[AlarmReport]:
         """Return what the detector has reported since the last call, as far as this process knows by now; never waits."""
@@ -315,7 +317,10 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
     if run_dir is None:
         return RunLease(MemoryJournal())
     try:
-        journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
+        if run_dir == "auto":
+            journal, lock = _new_journal(name), None
+        else:
+            journal, lock = _named_journal(_directory(run_dir))
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in INVALID_PATH_ERRORS:
             raise
@@ -325,7 +330,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
         )
         _logger.warning(message, error)
         return RunLease(MemoryJournal())
-    return RunLease(journal, None, _locked(journal.run_dir, str(run_dir)))
+    return RunLease(journal, None, lock or _locked(journal.run_dir, str(run_dir)))
 
 
 def lease_existing_run(run_dir: str | Path) -> RunLease:
@@ -380,6 +385,21 @@ def _locked(directory: Path, name: str) -> TrainerLock | None:
         )
         _logger.warning(message, directory, error.strerror)
         return None
+
+
+def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
+    """Create a journal; one that a killed trainer has left without a line is taken, with the lock that allows it."""
+    if not is_abandoned(run_dir):
+        return Journal.create(run_dir), None
+    try:
+        lock = TrainerLock(run_dir)
+    except BlockingIOError:
+        raise FileExistsError(f"{run_dir} already holds a run: pass another run directory") from None
+    try:
+        return Journal.begin_again(run_dir), lock
+    except BaseException:
+        lock.release()
+        raise
 
 
 def _new_journal(name: str | None) -> Journal:

@@ -4,34 +4,43 @@ A record takes some five hundred small operations, a seventh of a fast CPU train
 a millisecond. The price is a second interpreter with torch, some 200 MB. Tensors lie in shared memory because the system finds fresh pages
 for every write to a pipe, half a millisecond per update, and because a pipe takes a megabyte at a time.
 
-Two cases of a dying process lose nothing. Where the trainer is killed, the worker still finds the finished updates in the pipe, and ends
-the run as killed. Where the worker dies or hangs, the training process reads in the journal how far it came, and does the rest itself.
+Two cases of a dying process lose nothing. If the trainer is killed, the worker still finds the finished updates in the pipe, and ends
+the run as killed. If the worker dies or hangs, the training process reads in the journal how far it came, and does the rest itself.
+
+What has killed the worker must not kill the trainer. The call that the worker was working on is not repeated as it was: a function that the
+worker was in, as its `CallNote` says, is never called again, and if there is none, the record of that update is written without what was
+still to be measured. Alarms of users are off from then on, whatever the reason: they were promised a process of their own.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import pickle
 import select
+import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
-from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
-from esper_telemetry.core.supervisor import ProcessSupervisor, become_helper_process
-from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.core.messages import error_line
+from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.supervisor import MIN_PAUSE_SECONDS, PauseDetector, ProcessSupervisor, become_helper_process
+from esper_telemetry.journal.file import Journal, is_abandoned, last_entries
+from esper_telemetry.journal.lines import Entry, JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
-from esper_telemetry.journal.read import alarms, end_after_parent, read_contents
+from esper_telemetry.journal.memory import MemoryJournal
+from esper_telemetry.journal.read import end_after_parent
 from esper_telemetry.pipeline.channel import (
     Message,
     MessagePacker,
@@ -73,8 +82,12 @@ MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""
 POLL_SECONDS: Final = 0.01
 """Time between two looks of `sync` and `end` at the worker's counter: not every answer comes through the pipe."""
-KILL_POLL_SECONDS: Final = 0.001
-"""Time between two checks of the trainer that a worker it has killed is gone."""
+MAX_MESSAGE_SECONDS: Final = 60.0
+"""Time that the worker may take for one message; a user's alarm that hangs takes longer."""
+AWAITED_SHARE: Final = 0.75
+"""Share of the time at the end of a run that the worker gets; the rest is for doing in this process what it did not do."""
+USER_ALARM: Final = "alarm "
+"""Beginning of the notes of alarms."""
 EXIT_SECONDS: Final = 5.0
 """Time that the worker may take to exit when everything is done."""
 NICENESS: Final = 10
@@ -122,7 +135,10 @@ class WorkerPipeline:
         self._replies = Replies()
         self._answers = self._replies_read = 0
         self._reports: list[AlarmReport] = []
-        self._warned = self._closed = False
+        self._warned: set[str] = set()
+        self._closed = self._is_changing = False
+        self._given_up_records = 0
+        self._begun, self._begun_at, self._pauses = 0, time.monotonic(), PauseDetector()
         with ExitStack() as lent:
             shared = shared_file(RING_BYTES)
             lent.callback(os.close, shared)
@@ -186,15 +202,22 @@ class WorkerPipeline:
     def take_reports(self) -> Sequence[AlarmReport]:
         """Return what the detector has reported since the last call, as far as this process knows by now."""
         if self._fallback is None and not self._closed:
-            if self._outbox:
+            with self._changing():
                 self._write()
-            if self._fallback is None:
-                self._release_answered()
-                if self._ring.replies > self._replies_read:
-                    self._poll()
+                if self._fallback is None:
+                    self._release_answered()
+                    if self._ring.replies > self._replies_read:
+                        self._poll()
+                if self._fallback is None and self._hangs(MAX_MESSAGE_SECONDS):
+                    self._take_over("hangs")
         late = self._fallback.take_reports() if self._fallback else ()
         reports, self._reports = [*self._reports, *late], []
         return reports
+
+    @property
+    def missing_records(self) -> int:
+        """Records that were made and are not in the journal by now."""
+        return self._given_up_records + (self._ring.missing_records if self._fallback is None else 0)
 
     def sync(self, timeout: float) -> None:
         """Make all lines so far durable, if `timeout` seconds allow."""
@@ -202,11 +225,12 @@ class WorkerPipeline:
         self._await_answers(timeout)
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
-        """Append the last line; all lines are in the journal when this returns."""
+        """Append the last line; all lines are in the journal when this returns, updates without summary if time is short."""
         self._send("end", status, seq, timeout)
-        self._await_answers(timeout)
+        wait = timeout * AWAITED_SHARE
+        self._await_answers(wait)
         if self._unanswered and self._fallback is None:
-            self._take_over("is too slow")
+            self._take_over("is too slow", blame=self._hangs(wait / 2), seconds=timeout - wait)
         self._closed = True
         if self._fallback is None:
             self._supervisor.stop(EXIT_SECONDS)  # it has written everything, and only exits slowly
@@ -218,14 +242,42 @@ class WorkerPipeline:
             self._poll()
         return not self._unanswered
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the state of the pipe and the ring: what an exception has left half done, of a signal handler say, ends their use."""
+        if self._is_changing and self._fallback is None:
+            self._take_over("was interrupted", blame=False)
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _hangs(self, seconds: float) -> bool:
+        """Return whether the worker has been at one message for so long; a pause of both processes does not count."""
+        now, begun = time.monotonic(), self._ring.begun
+        pause = max(0.0, self._pauses.seconds() - MIN_PAUSE_SECONDS)
+        if begun != self._begun or begun == self._ring.answers:
+            self._begun, self._begun_at = begun, now
+        self._begun_at += pause
+        return now - self._begun_at >= seconds
+
     def _send(self, method: str, *arguments: Any) -> None:
+        with self._changing():
+            if self._fallback is None and (message := self._packed(method, arguments)) is not None:
+                self._unanswered.append(message)
+                self._outbox += message.parts()
+                self._write()
+                return
         if self._fallback is not None:
             getattr(self._fallback, method)(*arguments)
-            return
-        message = self._packer.pack((method, arguments))
-        self._unanswered.append(message)
-        self._outbox += message.parts()
-        self._write()
+
+    def _packed(self, method: str, arguments: tuple[Any, ...]) -> Message | None:
+        """Return the message of a call, of a record without summary if that cannot be pickled; nothing if the rest cannot."""
+        try:
+            return self._packer.pack((method, arguments))
+        except Exception as error:  # pickling runs code of plugins
+            self._warn(f"{method} cannot be sent to the process that summarises updates ({error_line(error)})")
+            is_summary = method == "record" and arguments[0].updates
+            return self._packed(method, (arguments[0]._replace(updates=()),)) if is_summary else None
 
     def _write(self) -> None:
         """Write what the pipe takes, which never waits; `take_reports` does so again."""
@@ -280,57 +332,98 @@ class WorkerPipeline:
             if self._outbox:
                 poll.register(self._supervisor.input, select.POLLOUT)
             poll.poll(1000 * max(0.0, min(deadline - time.monotonic(), POLL_SECONDS)))
-            self._write()
-            if self._fallback is None:
-                self._poll()
+            self._hangs(timeout)
+            with self._changing():
+                self._write()
+                if self._fallback is None:
+                    self._poll()
 
-    def _take_over(self, reason: str) -> None:
-        """Do in this process what the worker did not do, and everything from now on."""
-        self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
+    def _take_over(self, reason: str, *, blame: bool = True, seconds: float = math.inf) -> None:
+        """Do in this process what the worker did not do, and everything from now on.
+
+        Args:
+            reason: what has become of the worker.
+            blame: whether the message that it was working on may be the reason.
+            seconds: time after which records are written without what is still to be measured.
+        """
+        deadline = time.monotonic() + seconds
+        was_alive = not self._supervisor.has_ended
         self._supervisor.kill()
-        while not self._supervisor.has_ended:  # two processes must not append to one journal
-            time.sleep(KILL_POLL_SECONDS)
+        is_gone = self._supervisor.await_end()
         self._read()
-        self._supervisor.reap()
+        under_way = blame and self._ring.begun > self._ring.answers
+        code = self._supervisor.reap()
         remove_lock(self._run_dir, Role.WRITER)
-        calls = [message.load() for message in self._unanswered]
-        self._unanswered.clear()
+        unanswered, self._unanswered = [*self._unanswered], deque()
         self._outbox.clear()
+        self._is_changing = False
+        if not is_gone:  # two processes must not append to one journal
+            self._give_up(reason, len(unanswered))
+            return
+        culprit = CallNote.read(self._ring.note) if under_way else ""
+        if code == -signal.SIGKILL and not was_alive and not culprit.startswith(USER_ALARM):
+            culprit = ""  # killed from outside, as by a system that is out of memory
+        self._warn(_takeover_sentence(reason, culprit))
+        calls = [message.load() for message in unanswered]
+        if under_way and calls and not culprit:
+            calls[0] = _without_summary(*calls[0])
+        self._continue_here(calls, culprit, deadline)
+
+    def _continue_here(self, calls: Sequence[tuple[str, tuple[Any, ...]]], culprit: str, deadline: float) -> None:
+        """Make the calls that the journal shows no trace of, and report the alarms of the others."""
         numbers = [_seq(*call) for call in calls]
-        last = self._last_seq(numbers)
+        last, entries = self._last_seq(numbers)
         self._journal.go_on()
-        self._fallback = InProcessPipeline(self._journal, self._settings)
+        self._fallback = InProcessPipeline(self._journal, self._settings, banned=(culprit,))
         if self._info is not None and last >= 0:
             self._fallback.resume(self._info)
         first = min((number for number in numbers if 0 < number <= last), default=None)
-        if (
-            first is not None
-        ):  # the worker could not send the alarms of these; for how long they raise the level is lost
-            with suppress(OSError):  # a journal that cannot be read has no alarms
-                lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
-                self._reports.append(AlarmReport(lost, 0))
+        if first is not None:  # the worker could not send these alarms; for how long they raise the level is lost
+            lost = tuple(entry for entry in entries if isinstance(entry, Alarm) and entry.seq >= first)
+            self._reports.append(AlarmReport(lost, 0))
         for number, (method, arguments) in zip(numbers, calls, strict=True):
             if number > last:
                 self._journal.records -= method == "record"  # it was counted when it was sent
+                if time.monotonic() > deadline:
+                    method, arguments = _without_summary(method, arguments)
                 getattr(self._fallback, method)(*arguments)
 
-    def _last_seq(self, numbers: Sequence[int]) -> int:
-        """Return the number of the last line in the journal, which may not be answered yet; -1 where the run line is not there.
+    def _give_up(self, reason: str, waiting: int) -> None:
+        """Go on without a journal: the worker cannot be ended, and may still write to it."""
+        self._warn(
+            f"the process that summarises updates {reason} and cannot be ended: nothing is recorded from here on"
+        )
+        self._given_up_records = self._ring.missing_records + waiting
+        self._fallback = InProcessPipeline(MemoryJournal(), self._settings)
 
-        Where the journal cannot be read it is that of the last answered line: some updates may have two records, of which readers take
+    def _last_seq(self, numbers: Sequence[int]) -> tuple[int, Sequence[Entry]]:
+        """Return the number of the last line in the journal, -1 without a run line, and the last entries.
+
+        If the journal cannot be read, it is the number of the last answered line: some updates may have two records, of which readers take
         the first.
         """
         try:
-            return read_contents(self._run_dir).seq
-        except ValueError:
-            return -1
+            if is_abandoned(self._run_dir):
+                return -1, ()
+            entries = last_entries(self._run_dir)
         except OSError:
-            return min(numbers, default=0) - 1
+            return min(numbers, default=0) - 1, ()
+        return max((entry.seq for entry in entries if not isinstance(entry, RunInfo)), default=0), entries
 
     def _warn(self, text: str) -> None:
-        if not self._warned:
-            _logger.warning("%s (%s)", text, self._run_dir / LOG_NAME)
-            self._warned = True
+        if text not in self._warned:
+            _logger.warning("esper-telemetry: %s (%s)", text, self._run_dir / LOG_NAME)
+            self._warned.add(text)
+
+
+def _takeover_sentence(reason: str, culprit: str) -> str:
+    blamed = f" in {culprit}, which is not called again in this run" if culprit else ""
+    return f"the process that summarises updates {reason}{blamed}: training continues and does the rest itself"
+
+
+def _without_summary(method: str, arguments: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the call of a record without what is still to be measured; any other call as it is."""
+    return (method, (arguments[0]._replace(updates=()),)) if method == "record" else (method, arguments)
 
 
 def _seq(method: str, arguments: tuple[Any, ...]) -> int:
@@ -376,9 +469,12 @@ def main() -> None:
     settings = next(incoming, None)
     if settings is None:
         return
-    pipeline = InProcessPipeline(Journal.open(run_dir), settings.load(), parent)
+    journal = Journal.open(run_dir)
+    pipeline = InProcessPipeline(journal, settings.load(), parent)
+    call_note.memory = ring.note
     method = ""
     for message in incoming:
+        ring.begin()
         method, arguments = message.load()
         getattr(pipeline, method)(*arguments)
         items = [*warnings.take(), *pipeline.take_reports()]
@@ -386,6 +482,7 @@ def main() -> None:
         if replied:
             with suppress(BrokenPipeError):
                 reply(replies, items, parent)
-        ring.answer(replied=replied)
+        ring.answer(replied=replied, missing_records=journal.missing_records)
+    journal.close()
     if method not in ("", "end"):
         end_after_parent(parent, run_dir)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd
@@ -47,7 +48,6 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     compare_transitions,
     informative,
 )
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.target_equations import BY_NAME, certain, target_checks
 

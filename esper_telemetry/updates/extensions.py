@@ -18,8 +18,8 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
-from esper_telemetry.updates.containment import Measurement
 
 GROUP = "esper_telemetry.updates"
 

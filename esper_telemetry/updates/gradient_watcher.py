@@ -22,9 +22,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.tensors import gradient_norms, total_norm
 from esper_telemetry.metrics.optimizer import LearningRate
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.failure import Candidate
 

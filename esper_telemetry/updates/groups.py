@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import declared, label_field, segment
 from esper_telemetry.core.record import Level
@@ -98,7 +99,6 @@ from esper_telemetry.metrics.values import (
     value_fit,
     value_movement,
 )
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import (
     BackwardGradients,
     CollectedRows,

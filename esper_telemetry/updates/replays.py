@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.equation import Equation
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
@@ -49,7 +50,6 @@ from esper_telemetry.metrics.representation import (
     layer_responses,
     unit_activity,
 )
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
 
 MAX_COMPARED_TRANSITIONS = 512

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
@@ -30,7 +31,6 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     StepSettings,
     compare_step,
 )
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
 
 _PARTS_MISSING, _OTHER_ERRORS = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
@@ -20,7 +21,6 @@ from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, com
 from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import TARGET_COLUMNS, CollectedRows, UpdateData, columns_in_grid, in_grid
 
 BY_NAME = "columns_by_name"

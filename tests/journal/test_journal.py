@@ -196,14 +196,21 @@ def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
         Journal.create(tmp_path / "run")
 
 
-def test_values_are_strict_json(tmp_path: Path) -> None:
+def test_a_line_that_is_not_strict_json_costs_that_line_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = Journal.create(tmp_path)
 
-    with pytest.raises(ValueError, match="this record line is not"):
-        journal.write(encode_record(record(1)), encode_record(record(2, float("nan"))))
-
-    assert journal.path.read_bytes() == b""
+    assert not journal.write(encode_record(record(1)), encode_record(record(2, float("nan"))), encode_record(record(3)))
+    assert not journal.write(encode_record(record(4, float("inf"))))
     journal.close()
+
+    reader = JournalReader(journal.path)
+    assert seqs(reader.read()) == [1, 3]
+    reader.close()
+    assert (journal.lost, journal.lost_records) == (2, 2)
+    (warned,) = [each.getMessage() for each in caplog.records]
+    assert "the line of record is left out" in warned
 
 
 def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:

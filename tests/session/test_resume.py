@@ -108,7 +108,7 @@ def test_a_killed_run_without_an_end_gets_one_before_it_goes_on(tmp_path: Path) 
     Telemetry(run_dir=tmp_path, resume=True).close()
 
     kinds = [line.split('"')[3] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    assert kinds == ["run", "record", "end", "run", "end"]
+    assert kinds == ["run", "event", "record", "end", "run", "end"]
 
 
 def test_a_run_that_is_still_trained_is_left_alone(tmp_path: Path) -> None:
@@ -176,11 +176,31 @@ def test_a_checkpoint_waits_until_the_journal_has_all_before_it(tmp_path: Path) 
 def test_what_holds_no_run_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it holds no journal\.jsonl"):
         Telemetry(run_dir=tmp_path, resume=True)
-    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "journal.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="has no line that describes the run"):
         Telemetry(run_dir=tmp_path, resume=True)
 
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", ["", '{"kind":"run","schema":1,"run_id":"a'])
+def test_a_trainer_that_was_killed_before_its_first_line_was_whole_has_left_no_run(
+    tmp_path: Path, left: str, resume: bool
+) -> None:
+    (tmp_path / "journal.jsonl").write_text(left)
+    with Telemetry(run_dir=tmp_path, resume=resume) as telemetry:
+        telemetry.log({"my/number": 1.0})
+        telemetry.flush(env_step=1)
+
+    run = read_run(tmp_path)
+    assert [record.values["my/number"] for record in run.records] == [1.0]
+    assert not run.damaged
+
+
+def test_a_journal_that_another_process_has_just_begun_is_not_taken(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path), pytest.raises(FileExistsError, match="already holds a run"):
+        Telemetry(run_dir=tmp_path)
 
 
 def trainer(**settings: Any) -> PPO:

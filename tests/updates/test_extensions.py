@@ -18,7 +18,7 @@ from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import Hooks, UpdateEnd
 from esper_telemetry.updates import extensions
-from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.updates.extensions import Capture, update_extensions
 
 

@@ -18,7 +18,7 @@ from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
 from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
-from esper_telemetry.updates.containment import Containment
+from esper_telemetry.core.containment import Containment
 from esper_telemetry.updates.data import UpdateData, in_grid
 from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.joining import COLUMNS, MinibatchBuffer, RolloutHistory, joined_minibatches

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
 from esper_telemetry.lab.morphogenesis.metrics.environments import environment_stats
 from esper_telemetry.lab.morphogenesis.metrics.hosts import each_stats, host_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
-from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.extensions import Capture
 
 MAX_ENVIRONMENTS: Final = 64

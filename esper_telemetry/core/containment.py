@@ -1,0 +1,148 @@
+"""Calls code that may raise anything, so that it costs its own result and a warning, never the record and never training.
+
+This is for metric functions that telemetry calls on a trainer's behalf, and for alarms, detectors and plugins of users. Functions that
+users call themselves raise at once.
+
+`SystemExit` and everything else that is not an `Exception` is contained too: user code that calls `sys.exit` in an alarm must not end
+training. Only a real Ctrl-C gets through, a `KeyboardInterrupt` in the main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.messages import error_line
+
+Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
+"""A metric function with its arguments, as `functools.partial` makes it: not called yet."""
+
+Result = TypeVar("Result")
+
+METRIC_MODULES: Final = f"{MetricGroup.__module__.partition('.')[0]}.metrics."
+"""Beginning of the names of modules that hold metric functions."""
+NOTE_BYTES: Final = 128
+"""Bytes of the name of a function in a `CallNote`."""
+
+_END: Final = object()
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether this is a Ctrl-C, which ends training; user code that raises the same in a thread or a worker is contained."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main_thread and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
+class CallNote:
+    """The name of the contained function under way, in memory that outlives this process; a `memory` of None notes nothing."""
+
+    def __init__(self, memory: memoryview | None = None) -> None:
+        self.memory = memory
+        self._name = ""
+
+    def replace(self, name: str) -> str:
+        """Note the function that is called now, empty for none; return the one before."""
+        before, self._name = self._name, name
+        if self.memory is not None:
+            content = name.encode("utf-8", "backslashreplace")[: NOTE_BYTES - 1] + b"\0"
+            self.memory[: len(content)] = content
+        return before
+
+    @staticmethod
+    def read(memory: memoryview) -> str:
+        """Return the name in another process's note."""
+        return bytes(memory[:NOTE_BYTES]).partition(b"\0")[0].decode("utf-8", "replace")
+
+
+call_note: Final = CallNote()
+"""The note of this process; a worker gives it memory that its trainer reads."""
+
+
+class Containment:
+    """Calls functions, counts those that raise and warns of each of them once.
+
+    Args:
+        banned: names of functions that are not called, because they have ended a process.
+    """
+
+    def __init__(self, banned: Collection[str] = ()) -> None:
+        self._banned = frozenset(banned)
+        self._errors = 0
+        self._warned: set[str] = set()
+
+    def take(self) -> int:
+        """Return the number of calls that have raised since the last time."""
+        errors, self._errors = self._errors, 0
+        return errors
+
+    def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup | Postponed], object]) -> None:
+        """Hand to `use` the groups of all measurements that do not raise; one that `use` refuses counts as raised."""
+
+        def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup]) -> None:
+            for group in (
+                [groups] if isinstance(groups, MetricGroup | Postponed) else list(groups)
+            ):  # all of them or none
+                use(group)
+
+        for measurement in self.steps(measurements):
+            self.attempt(measurement, use_all)
+
+    def steps(self, items: Iterable[Result]) -> Iterator[Result]:
+        """Yield the items, up to where making the next one raises."""
+        iterator = iter(items)
+        while True:
+            made: list[Any] = [_END]
+            self.attempt(partial(next, iterator, _END), made.append, name=_name_of(items))
+            if made[-1] is _END:
+                return
+            yield made[-1]
+
+    def attempt(self, function: Callable[[], Result], use: Callable[[Result], object], *, name: str = "") -> None:
+        """Hand to `use` what the function returns; nothing if one of them raises.
+
+        Args:
+            function: is called.
+            use: takes its result.
+            name: of the function, in the warning; its own by default.
+        """
+        before = ""
+        if call_note.memory is not None or self._banned:
+            noted = name or _name_of(function)
+            if noted in self._banned:
+                return
+            before = call_note.replace(noted)
+        try:
+            use(function())
+        except BaseException as error:
+            self.note(function, error, name=name)
+        finally:
+            if call_note.memory is not None:
+                call_note.replace(before)
+
+    def note(self, culprit: Any, error: BaseException, *, name: str = "") -> None:
+        """Count that `culprit` has raised, and warn the first time; raises a Ctrl-C again."""
+        if is_interrupt(error):
+            raise error
+        self._errors += 1
+        if not name:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            metrics = [f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith(METRIC_MODULES)]
+            name = next((metric for metric in metrics if not metric.startswith("<")), _name_of(culprit))
+        if name not in self._warned:
+            self._warned.add(name)
+            message = "%s failed (%s): what it measures is missing from the records, training goes on"
+            _logger.warning(message, name, error_line(error), exc_info=_logger.isEnabledFor(logging.DEBUG))
+
+
+def _name_of(culprit: Any) -> str:
+    culprit = getattr(culprit, "__wrapped__", culprit)  # of a cache
+    function = getattr(culprit, "func", culprit)  # of a partial
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,121 @@
+"""Alarms of users whose code does what it should not; importable, so that a worker judges them too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper_telemetry.alarms import AlarmRule, Finding, View
+
+KEY = "my/number"
+FROM_UPDATE = 4
+
+
+def yields(**changes: Any) -> Callable[[View], Iterator[Any]]:
+    return lambda view: iter([replace_finding(view, changes)])
+
+
+def replace_finding(view: View, changes: dict[str, Any]) -> Finding:
+    return Finding(1.0, KEY, view.get(KEY))._replace(**changes)
+
+
+def clears_the_view(view: View) -> Iterator[Finding]:
+    for name in ("values", "previous", "facts"):
+        try:
+            getattr(view, name).clear()  # type: ignore[attr-defined]
+        except AttributeError:
+            setattr(view, name, {})
+    view.baselines.z.clear()
+    yield from ()
+
+
+def raises(error: BaseException) -> Callable[[View], Iterator[Finding]]:
+    def judge(view: View) -> Iterator[Finding]:
+        yield Finding(1.0, KEY, 1.0)
+        raise error
+
+    return judge
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+RESULTS: dict[str, Callable[[View], Any]] = {
+    "infinite severity": yields(severity=float("inf")),
+    "NaN severity": yields(severity=float("nan")),
+    "NumPy severity": yields(severity=np.float32(0.9)),
+    "tensor severity": yields(severity=torch.tensor(0.9)),
+    "text severity": yields(severity="high"),
+    "infinite value": yields(value=float("inf"), threshold=float("-inf"), z=float("nan")),
+    "NumPy value": yields(value=np.float32(2.5), threshold=np.int64(1), adaptive=np.bool_(True)),
+    "tensor value": yields(value=torch.tensor(2.5), z=torch.tensor([1.0]), adaptive=torch.tensor(False)),
+    "two numbers": yields(value=torch.ones(2)),
+    "no text": yields(text=lambda: 1 / 0),
+    "advice that exits": yields(advice=lambda: exit(3)),
+    "a text of five megabytes": yields(text=lambda: "a" * 5_000_000),
+    "a lone surrogate": yields(text=lambda: "\ud800"),
+    "no finding": lambda view: [None, 3, "text"],
+    "nothing": lambda view: None,
+    "a cleared view": clears_the_view,
+    "ValueError": raises(ValueError("x")),
+    "RecursionError": raises(RecursionError()),
+    "SystemExit": raises(SystemExit(3)),
+    "GeneratorExit": raises(GeneratorExit()),
+    "StopIteration": raises(StopIteration()),
+    "text of an exception": raises(ValueError("\ud800" + "a" * 5_000_000)),
+}
+"""What judges return and raise, and what they do to what they are given."""
+
+ENDS: dict[str, Callable[[], object]] = {
+    "exit": lambda: os._exit(7),
+    "crash": crash,
+    "SIGKILL": lambda: os.kill(os.getpid(), 9),
+    "hang": lambda: time.sleep(1e6),
+}
+"""What a process does not survive."""
+
+
+@dataclass
+class Ending:
+    """Ends its process in update 4."""
+
+    how: str
+    count: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        self.count += 1
+        if self.count == FROM_UPDATE:
+            ENDS[self.how]()
+        yield Finding(0.0, KEY, view.get(KEY))
+
+
+@dataclass
+class Returning:
+    """Judges as one of `RESULTS`."""
+
+    what: str
+
+    def __call__(self, view: View) -> Any:
+        return RESULTS[self.what](view)
+
+
+RULE = AlarmRule(
+    type="my/alarm",
+    inputs=(KEY,),
+    meaning="My number is wrong.",
+    action="Change it.",
+    source="my own",
+    judge=Returning("nothing"),
+)
+
+
+def rule(judge: Any, **changes: Any) -> AlarmRule:
+    return replace(RULE, judge=judge, **changes)

@@ -1,0 +1,171 @@
+"""Whatever a user's alarm returns, raises or does, every update is recorded, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from hostile_alarms import ENDS, KEY, RESULTS, Ending, Returning, rule
+
+from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry.alarms import Finding, View
+
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
+UPDATES = 8
+
+
+def train(telemetry: Telemetry, updates: int = UPDATES) -> None:
+    with telemetry:
+        for update in range(1, updates + 1):
+            telemetry.log({KEY: float(update), "my/other": 1.0})
+            telemetry.flush(env_step=update)
+
+
+def numbers(run_dir: Path) -> list[float]:
+    return [record.values[KEY] for record in read_run(run_dir).records]
+
+
+def about_alarms(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "alarm my/alarm" in record.getMessage()]
+
+
+@pytest.mark.parametrize("what", RESULTS)
+def test_whatever_a_judge_returns_or_raises_every_record_is_whole(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(Telemetry(run_dir=tmp_path, alarms=rule(Returning(what))))
+
+    run = read_run(tmp_path)
+    assert numbers(tmp_path) == [float(update) for update in range(1, UPDATES + 1)]
+    assert all("my/other" in record.values and "alarm/active" in record.values for record in run.records)
+    assert run.status is RunStatus.FINISHED and not run.damaged
+    assert len(about_alarms(caplog)) <= 1 and all(len(message) < 1000 for message in about_alarms(caplog))
+
+
+@pytest.mark.parametrize(
+    ("what", "severity", "value", "threshold"),
+    [
+        ("infinite severity", 1.0, 1.0, None),
+        ("NumPy severity", 0.9, 1.0, None),
+        ("infinite value", 1.0, None, None),
+        ("NumPy value", 1.0, 2.5, 1.0),
+        ("tensor value", 1.0, 2.5, None),
+    ],
+)
+def test_numbers_of_a_judge_are_plain_in_the_journal(
+    tmp_path: Path, what: str, severity: float, value: float | None, threshold: float | None
+) -> None:
+    train(Telemetry(run_dir=tmp_path, alarms=rule(Returning(what))))
+
+    (alarm,) = read_run(tmp_path).alarms
+    assert alarm.severity == pytest.approx(severity)
+    assert (alarm.value, alarm.threshold) == (value, threshold)
+    assert type(alarm.adaptive) is bool
+
+
+@two_cores
+@pytest.mark.parametrize("what", ["infinite value", "SystemExit", "a cleared view"])
+def test_the_same_in_a_worker(tmp_path: Path, what: str) -> None:
+    train(Telemetry(run_dir=tmp_path, alarms=rule(Returning(what)), offload=True))
+
+    assert numbers(tmp_path) == [float(update) for update in range(1, UPDATES + 1)]
+
+
+@two_cores
+@pytest.mark.parametrize("how", ENDS)
+def test_a_judge_that_ends_the_worker_is_not_called_again(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = Telemetry(run_dir=tmp_path, alarms=rule(Ending(how)), offload=True, close_timeout=40.0)
+    train(telemetry)
+
+    run = read_run(tmp_path)
+    assert [record.axes.update for record in run.records] == [*range(1, UPDATES + 1)]
+    assert all(record.values["my/other"] == 1.0 for record in run.records)
+    assert run.status is RunStatus.FINISHED
+    (warned,) = [message for message in about_alarms(caplog) if "summarises" in message]
+    assert "in alarm my/alarm, which is not called again in this run" in warned
+
+
+def test_other_alarms_are_judged_as_without_the_one_that_raises(tmp_path: Path) -> None:
+    def always(view: View) -> list[Finding]:
+        return [Finding(1.0, KEY, view.get(KEY))]
+
+    broken, sound = rule(Returning("ValueError")), rule(always, type="my/sound")
+    train(Telemetry(run_dir=tmp_path, alarms=[broken, sound]))
+
+    assert [alarm.type for alarm in read_run(tmp_path).alarms] == ["my/sound"]
+
+
+def test_a_ctrl_c_while_a_judge_runs_ends_training_and_no_record_is_lost(tmp_path: Path) -> None:
+    presses = [KeyboardInterrupt()]
+
+    def interrupted(view: View) -> list[Finding]:
+        if view.update == 3 and presses:
+            raise presses.pop()
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Telemetry(run_dir=tmp_path, alarms=rule(interrupted)))
+
+    assert numbers(tmp_path) == [1.0, 2.0, 3.0]
+    assert read_run(tmp_path).status is RunStatus.INTERRUPTED
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_whatever_is_noted_with_an_intervention_becomes_text(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        telemetry.log({KEY: 1.0})
+        telemetry.flush(env_step=1)
+        telemetry.notify_intervention(
+            "\ud800", odd=Unprintable(), large=[0] * 1_000_000, deep=nested(500), nan=float("nan")
+        )
+
+    (event,) = (event for event in read_run(tmp_path).events if event.type == "intervention")
+    assert event.data["odd"] == "<Unprintable>"
+    assert event.data["large"][-1] == "... 990,000 more" and event.data["nan"] == "nan"
+    assert all(len(line) < 4_000_000 for line in (tmp_path / "journal.jsonl").read_text().splitlines())
+
+
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_facts_and_settings_may_be_any_objects(tmp_path: Path) -> None:
+    train(Telemetry(run_dir=tmp_path, facts={"odd": Unprintable(), "call": lambda: 0}, config={"odd": Unprintable()}))
+
+    info = read_run(tmp_path).info
+    assert info.facts["odd"] == info.config["odd"] == "<Unprintable>"
+    assert json.loads((tmp_path / "config.json").read_text())["facts"]["odd"] == "<Unprintable>"
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), ValueError("\ud800" + "a" * 5_000_000)]
+)
+def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[float] = []
+
+    def sink(record: object) -> None:
+        if len(calls := [*taken, 0]) == 1 and not raised:
+            raised.append(len(calls))
+            raise error
+        taken.append(record.values[KEY])  # type: ignore[attr-defined]
+
+    raised: list[int] = []
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        train(Telemetry(sink, run_dir=tmp_path), updates=3)
+
+    assert taken == [1.0, 2.0, 3.0]
+    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
