@@ -21,6 +21,7 @@ On CUDA the tensors of an update are measured where they are, and several ranks 
 from __future__ import annotations
 
 import atexit
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
+
+_logger = logging.getLogger("esper_telemetry")
 
 Event = TypeVar("Event")
 Result = TypeVar("Result")
@@ -582,10 +585,17 @@ class TelemetrySession:
             report = self._deliveries.close(0.0, status=status)
             recorder.release()
             log_undelivered(report, recorder.run_dir)
+            if self._loss(report):
+                _logger.warning("esper-telemetry: %s", self._loss(report))
             if self.prints_end:
                 self.attempt(print_end, self.run_end(status))
         return report
 
+    def _loss(self, report: CloseReport) -> str:
+        """Return the sentence on the records that the journal lacks."""
+        return self._recorder.totals.loss({sink.name: sink.sent for sink in report.sinks}) if self._recorder else ""
+
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
         """Return what the block at the end of the run says; `resume` is its line on how an interrupted run goes on."""
-        return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume)
+        loss = self._loss(self._deliveries.close()) if self._closed and self._deliveries else ""
+        return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume, loss)

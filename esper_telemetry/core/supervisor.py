@@ -12,6 +12,7 @@ without a main guard again. It leads a session of its own, so that the processes
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import select
 import signal
@@ -156,11 +157,11 @@ class ProcessSupervisor:
         """True once the helper has exited; what it wrote may still wait to be read."""
         return self._process is not None and self._process.poll() is not None
 
-    def await_end(self, seconds: float = MAX_REAP_SECONDS) -> bool:
+    def await_end(self) -> bool:
         """Wait for the end of a helper that was killed; False if it does not come, as while a network file system does not answer."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+            self._process.wait(MAX_REAP_SECONDS)
         return self.has_ended
 
     def reap(self) -> int:
@@ -245,6 +246,28 @@ class PauseDetector:
         now = time.monotonic()
         since, self._looked_at = now - self._looked_at, now
         return since if since > MIN_PAUSE_SECONDS else 0.0
+
+
+REPORTED: Final = {"reported": True}
+"""`extra=` of a warning that the trainer logs itself, from the state of a helper."""
+
+
+class WarningCollector(logging.Handler):
+    """Keeps the warnings of a helper, whose log nobody reads, for the trainer to log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one warning."""
+        if not getattr(record, "reported", False):
+            self._warnings.append(" ".join(record.getMessage().split()))
+
+    def take(self) -> Sequence[str]:
+        """Return the warnings since the last call, a line each."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
 
 def become_helper_process(niceness: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
-from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, become_helper_process
+from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, WarningCollector, become_helper_process
 from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.status import (
@@ -51,6 +51,7 @@ NICENESS: Final = 19
 FRESH_PROCESS_EXIT_CODE: Final = 75
 """Asks the trainer for a fresh process; EX_TEMPFAIL of sysexits.h."""
 HEARTBEAT_SECONDS: Final = 5.0
+MAX_WARNING_CHARACTERS: Final = 1000
 STATUS_FILE_SECONDS: Final = 5.0
 """Shortest time between two writes of `status.json`."""
 
@@ -61,12 +62,14 @@ def main() -> None:
     log = logging.StreamHandler()
     log.setFormatter(_MaskingFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(handlers=[log])
-    logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
+    logger, warnings = logging.getLogger("esper_telemetry"), WarningCollector()
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(warnings)
     messages = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a client that prompts must read nothing
     os.close(nothing)
-    trainer = TrainerLink(messages, int(sys.argv[1]))
+    trainer = TrainerLink(messages, int(sys.argv[1]), warnings)
     settings = trainer.settings()
     sys.argv = settings["command"]  # backends note which program made the run
     run_dir = Path(settings["run_dir"])
@@ -208,13 +211,15 @@ class TrainerLink:
     Args:
         messages: descriptor that the trainer's lines come from.
         reports: descriptor that takes ours.
+        warnings: those that the trainer is to log.
 
     Attributes:
         gone: whether the trainer has died, or leaves this process to itself.
     """
 
-    def __init__(self, messages: int, reports: int) -> None:
+    def __init__(self, messages: int, reports: int, warnings: WarningCollector) -> None:
         self.gone = False
+        self._warnings = warnings
         self._parent_pid = os.getppid()
         self._messages = messages
         self._received = b""
@@ -252,6 +257,8 @@ class TrainerLink:
         for status in statuses:
             if self._reported.get(status.name) != status and self._send(asdict(status)):
                 self._reported[status.name] = status
+        for warning in self._warnings.take():
+            self._send({"warning": warning[:MAX_WARNING_CHARACTERS]})
         if time.monotonic() - self._reported_at >= HEARTBEAT_SECONDS:
             self._send({"alive": True})
 

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 
 from esper_telemetry.core.containment import is_interrupt
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
 from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus, one_line
@@ -135,7 +136,8 @@ class Delivery:
         """The state of the delivery at this moment; from any thread."""
         cursor = self.cursor
         return SinkStatus(
-            *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors, self._calls.last_error),
+            *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors),
+            last_error=self._calls.slowness or self._calls.last_error,
             quarantined=cursor.quarantined,
             wall_time=self._sender.wall_time,
         )
@@ -357,7 +359,8 @@ class Delivery:
         self._calls.record_error(error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
         if self._state is SinkState.DISABLED or not self._in_child:
-            _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._calls.last_error)
+            message = "esper-telemetry: sink %s is DISABLED for this run: %s"
+            _logger.error(message, self.name, self._calls.last_error, extra=REPORTED)
 
     def _move(self, **changes: Any) -> None:
         """Change fields of the cursor."""

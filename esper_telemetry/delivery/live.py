@@ -309,7 +309,7 @@ class Deliveries:
     def _refuse(self, name: str, error: BaseException) -> None:
         cause = one_line(error)
         self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
-        remedy = "" if self._journal.run_dir is None else "; the journal keeps everything, and replay sends it later"
+        remedy = "" if self._journal.run_dir is None else "; the journal keeps the records, and replay sends them later"
         _logger.warning(
             "esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, remedy
         )
@@ -322,5 +322,13 @@ def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
         if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):
             _logger.warning("esper-telemetry: %s", sink)
     if unfinished:
-        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in unfinished]
+        names = [
+            sink.name + _in_brackets(f"{sink.pending:,} records" if sink.pending else "", sink.last_error)
+            for sink in unfinished
+        ]
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
+
+
+def _in_brackets(*parts: str) -> str:
+    content = "; ".join(part for part in parts if part)
+    return f" ({content})" if content else ""

@@ -22,6 +22,7 @@ from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.supervisor import ProcessSupervisor
 from esper_telemetry.delivery.status import FRESH_PROCESS_STATES, SETTLED, SinkState, SinkStatus
+from esper_telemetry.journal.file import JOURNAL_NAME
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
 from esper_telemetry.sinks.protocol import Sink
 
@@ -152,6 +153,8 @@ class SinkProcess:
         # A sign of life has no status; a process may be killed in the middle of a line.
         with suppress(ValueError, TypeError, KeyError):
             message = json.loads(line)
+            if "warning" in message:
+                _logger.warning("esper-telemetry: %s", str(message["warning"]).removeprefix("esper-telemetry: "))
             errors = message["errors"] + self._earlier_errors[message["name"]]
             status = SinkStatus(**{**message, "state": SinkState(message["state"]), "errors": errors})
             self.statuses[status.name] = status
@@ -187,8 +190,14 @@ class SinkProcess:
             _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", status.name, status.last_error)
         elif status.errors and status.name not in self._warned:
             self._warned.add(status.name)
-            message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps everything (%s)"
-            _logger.warning(message, status.name, status.last_error, self._supervisor.log)
+            has_journal = (self.run_dir / JOURNAL_NAME).exists()
+            kept = "the journal keeps the records" if has_journal else "the run directory was deleted"
+            message = "esper-telemetry: sink %s failed (%s); it is tried again, and %s (%s)"
+            _logger.warning(message, status.name, status.last_error, kept, self._supervisor.log)
+        elif status.last_error and not status.errors and f"{status.name} slow" not in self._warned:
+            self._warned.add(f"{status.name} slow")
+            message = "esper-telemetry: sink %s is slow (%s); training does not wait, and the journal keeps the records"
+            _logger.warning(message, status.name, status.last_error)
 
     def _warn_of_refusal(self, error: OSError | MemoryError) -> None:
         """Log one warning, which stands for the deaths that follow from it too."""
@@ -197,7 +206,7 @@ class SinkProcess:
             cause = error if isinstance(error, OSError) else "no memory"
             message = (
                 "esper-telemetry: cannot start the process that feeds the sinks (%s): it is tried again %d times; the journal keeps"
-                " everything, and replay sends it later"
+                " the records, and replay sends them later"
             )
             _logger.warning(message, cause, MAX_RESTARTS)
 

@@ -9,6 +9,7 @@ more than speed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from esper_telemetry.core.record import Alarm, Record
+from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.status import one_line
 from esper_telemetry.journal.lines import JournalEvent, encode_record, to_json
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, Sink, SupportsAlarms, SupportsOutcome
@@ -30,6 +32,8 @@ MAX_RETRY_SECONDS_AT_END: Final = 2.0
 RETRY_JITTER: Final = 0.25
 """Share by which a pause is shortened at random: a hundred runs whose server comes back must not all call at once."""
 
+SLOW_CALL_SECONDS: Final = 10
+"""Duration of a call of a sink from which on its delivery is called slow."""
 MAX_TRIAL_RECORDS: Final = 8
 """How many of the next records are tried before a refusal is taken for the sink's own fault."""
 MIN_SUSPECT_FAILURES: Final = 4
@@ -133,6 +137,14 @@ class SinkCalls:
         begun_at, pause_seconds = call
         return max(0.0, time.monotonic() - begun_at - (self._pause_seconds - pause_seconds))
 
+    @property
+    def slowness(self) -> str:
+        """The time that the call under way has taken, in words, once that is long; it changes each time it has doubled."""
+        seconds = self.seconds
+        if seconds < SLOW_CALL_SECONDS:
+            return ""
+        return f"no answer for more than {SLOW_CALL_SECONDS << int(math.log2(seconds / SLOW_CALL_SECONDS))} s"
+
     def exclude_pause(self, seconds: float) -> None:
         """Leave out of the duration a time in which the whole process was stopped, so that no call could come back."""
         self._pause_seconds += seconds
@@ -150,8 +162,8 @@ class SinkCalls:
         """Count an error, and log a warning of the first."""
         self.record_error(error)
         if self.errors == 1:
-            message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps everything"
-            _logger.warning(message, self._name, self.last_error)
+            message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps the records"
+            _logger.warning(message, self._name, self.last_error, extra=REPORTED)
 
     def record_error(self, error: BaseException) -> None:
         """Count an error that the caller warns of."""

@@ -25,12 +25,14 @@ class MemoryJournal:
 
     Attributes:
         run_dir: None.
+        is_deleted: False: there is no file.
         records: number of records that were given to `write`.
         lost: number of records that a reader lost because too many waited for it.
     """
 
     def __init__(self) -> None:
         self.run_dir: Path | None = None
+        self.is_deleted = False
         self.records = 0
         self.lost = 0
         self._pid = os.getpid()

@@ -285,6 +285,11 @@ class InProcessPipeline:
             self._containment.attempt(judged, lines.extend, name=DETECTOR)
         self._journal.write(*lines)
 
+    @property
+    def missing_records(self) -> int:
+        """Records that were made and are not in the journal by now."""
+        return self._journal.missing_records
+
     def take_reports(self) -> Sequence[AlarmReport]:
         """Return what the detector has reported since the last call."""
         reports, self._reports = self._reports, []

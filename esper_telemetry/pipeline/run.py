@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
@@ -92,6 +93,24 @@ class RunPosition(NamedTuple):
         return self.axes is not None and axes.within(self.axes)
 
 
+class RecordTotals(NamedTuple):
+    """Records of a run: those that were made, those of them that its journal lacks, and whether someone has deleted the journal."""
+
+    made: int = 0
+    missing: int = 0
+    is_deleted: bool = False
+
+    def loss(self, taken: Mapping[str, int] = MappingProxyType({})) -> str:
+        """Return the sentence on what is missing, empty if nothing is; `taken` says how many records each sink has."""
+        if not self.missing:
+            return ""
+        why = "the journal was deleted" if self.is_deleted else "the disk did not take them"
+        nowhere = self.made - max([self.made - self.missing, *taken.values()])
+        held = ", ".join(f"{name} has {count:,}" for name, count in taken.items() if count)
+        kept = f"; {nowhere:,} exist nowhere" + (f" ({held})" if held else "") if nowhere else f", but {held}"
+        return f"{self.missing:,} of {self.made:,} records are not in the journal, because {why}{kept}"
+
+
 class RunRecorder:
     """Writes the journal of a run.
 
@@ -107,6 +126,7 @@ class RunRecorder:
         earlier: what the journal held when the run was resumed; None for a new run.
         settings: of its pipeline.
         pipeline: appends to the journal.
+        totals: number of records, known at the end.
 
     Raises as `lease_new_run` and `lease_existing_run`.
     """
@@ -121,11 +141,13 @@ class RunRecorder:
             self._lease = lease_new_run(run_dir, options.name)
         self.journal: Journal | MemoryJournal = self._lease.journal
         self.run: RunInfo | None = None
+        self.totals = RecordTotals()
         self.earlier: JournalContents | None = self._lease.earlier
         self.settings = settings
         self.pipeline: InProcessPipeline | WorkerPipeline = InProcessPipeline(self.journal, settings)
         self._options = options
         self._seq = 0 if self.earlier is None else self.earlier.seq
+        self._records = self.journal.records
         self._described: set[str] = set()
         self._described_layouts: set[SlotLayout] = set()
 
@@ -202,6 +224,7 @@ class RunRecorder:
 
     def record(self, update: FlushedUpdate) -> None:
         """Append the record of an update; the sinks find it in the journal."""
+        self._records += 1
         self.pipeline.record(update._replace(seq=self._next_seq()))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
@@ -217,8 +240,12 @@ class RunRecorder:
         self.pipeline.sync(SYNC_SECONDS)
 
     def end(self, status: RunStatus, timeout: float) -> None:
-        """Append the end line; the journal holds everything when this returns, if `timeout` seconds allow."""
+        """Append the end line; the journal holds everything when this returns, if `timeout` seconds and the disk allow."""
         self.pipeline.end(status, self._next_seq(), timeout)
+        made = self._records
+        missing = made if self.journal.is_deleted else min(made, self.pipeline.missing_records)
+        self.totals = RecordTotals(made, missing, self.journal.is_deleted)
+        self.journal.records = made - missing
 
     def release(self) -> None:
         """Close the journal and let others resume the run."""

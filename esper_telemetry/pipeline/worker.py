@@ -35,7 +35,13 @@ from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
 from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
-from esper_telemetry.core.supervisor import MIN_PAUSE_SECONDS, PauseDetector, ProcessSupervisor, become_helper_process
+from esper_telemetry.core.supervisor import (
+    MIN_PAUSE_SECONDS,
+    PauseDetector,
+    ProcessSupervisor,
+    WarningCollector,
+    become_helper_process,
+)
 from esper_telemetry.journal.file import Journal, is_abandoned, last_entries
 from esper_telemetry.journal.lines import Entry, JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
@@ -137,7 +143,8 @@ class WorkerPipeline:
         self._reports: list[AlarmReport] = []
         self._warned: set[str] = set()
         self._closed = self._is_changing = False
-        self._given_up_records = 0
+        self._lost_records = 0
+        self._orphan: MemoryJournal | None = None
         self._begun, self._begun_at, self._pauses = 0, time.monotonic(), PauseDetector()
         with ExitStack() as lent:
             shared = shared_file(RING_BYTES)
@@ -217,7 +224,10 @@ class WorkerPipeline:
     @property
     def missing_records(self) -> int:
         """Records that were made and are not in the journal by now."""
-        return self._given_up_records + (self._ring.missing_records if self._fallback is None else 0)
+        if self._fallback is None:
+            return self._ring.missing_records
+        here = self._fallback.missing_records if self._orphan is None else self._orphan.records
+        return self._lost_records + here
 
     def sync(self, timeout: float) -> None:
         """Make all lines so far durable, if `timeout` seconds allow."""
@@ -357,8 +367,9 @@ class WorkerPipeline:
         unanswered, self._unanswered = [*self._unanswered], deque()
         self._outbox.clear()
         self._is_changing = False
+        self._lost_records = self._ring.missing_records
         if not is_gone:  # two processes must not append to one journal
-            self._give_up(reason, len(unanswered))
+            self._give_up(reason, sum(message.load()[0] == "record" for message in unanswered))
             return
         culprit = CallNote.read(self._ring.note) if under_way else ""
         if code == -signal.SIGKILL and not was_alive and not culprit.startswith(USER_ALARM):
@@ -393,8 +404,9 @@ class WorkerPipeline:
         self._warn(
             f"the process that summarises updates {reason} and cannot be ended: nothing is recorded from here on"
         )
-        self._given_up_records = self._ring.missing_records + waiting
-        self._fallback = InProcessPipeline(MemoryJournal(), self._settings)
+        self._lost_records += waiting
+        self._orphan = MemoryJournal()
+        self._fallback = InProcessPipeline(self._orphan, self._settings)
 
     def _last_seq(self, numbers: Sequence[int]) -> tuple[int, Sequence[Entry]]:
         """Return the number of the last line in the journal, -1 without a run line, and the last entries.
@@ -434,23 +446,6 @@ def _seq(method: str, arguments: tuple[Any, ...]) -> int:
         case "describe" | "end":
             return int(arguments[1])
     return 0
-
-
-class WarningCollector(logging.Handler):
-    """Keeps the warnings of the worker, for the training process to log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one warning."""
-        self._warnings.append(" ".join(record.getMessage().split()))
-
-    def take(self) -> Sequence[str]:
-        """Return the warnings since the last call, a line each."""
-        warnings, self._warnings = self._warnings, []
-        return warnings
 
 
 def main() -> None:

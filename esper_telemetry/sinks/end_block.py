@@ -53,6 +53,7 @@ class RunEnd:
         sinks: of the run; the console has no place worth naming.
         status: how it ended.
         resume: the line about going on, for a run that was interrupted; None for a loop of the user's own, empty for no line.
+        loss: the sentence on records that the journal lacks; empty if it has all.
     """
 
     run: RunInfo | None
@@ -60,11 +61,14 @@ class RunEnd:
     sinks: Sequence[Sink] = ()
     status: RunStatus = RunStatus.FINISHED
     resume: str | None = None
+    loss: str = ""
 
     def verdict(self) -> Iterator[EndBlockLine]:
         """Yield the exception that ended the run or what it did, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
+        if self.loss:
+            yield EndBlockLine(f"{_capitalized(self.loss)}: what follows is said of the others", "bold red")
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         except OSError as error:
@@ -79,7 +83,7 @@ class RunEnd:
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
-            yield EndBlockLine("no alarm was raised")
+            yield EndBlockLine("the journal holds no alarm" if self.loss else "no alarm was raised")
         elif causes:
             yield EndBlockLine("what went wrong", "bold")
             for cause in causes[:MAX_INCIDENTS]:
@@ -94,7 +98,8 @@ class RunEnd:
             return
         yield EndBlockLine("where it is", "bold")
         if self.run_dir is not None:
-            yield _labelled("run", f"{self.run_dir} (journal.jsonl in it has every number)")
+            has = "lacks records" if self.loss else "has every number"
+            yield _labelled("run", f"{self.run_dir} (journal.jsonl in it {has})")
             if (self.run_dir / REPORT_NAME).is_file():
                 yield _labelled("report", str(self.run_dir / REPORT_NAME))
         for name, place in places:

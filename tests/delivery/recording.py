@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -165,10 +166,11 @@ class ExitingSink(RecordingSink):
 
 
 class NoisySink(RecordingSink):
-    """Prints where nobody wants to see it, and asks for input."""
+    """Prints where nobody wants to see it, asks for input, and warns of what it leaves out."""
 
     def open(self, run: RunInfo) -> None:
         print("noise of a backend")
+        logging.getLogger("esper_telemetry").warning("2 keys are left out")
         try:
             input("your key? ")
         except EOFError:

@@ -129,8 +129,8 @@ def test_what_the_child_is_told_is_shown_here_once(
     assert deliveries.stats().errors == 1
 
 
-def test_backends_print_into_the_log_and_cannot_ask(
-    tmp_path: Path, journal: Journal, capfd: pytest.CaptureFixture[str]
+def test_backends_print_into_the_log_and_cannot_ask_and_a_warning_reaches_the_trainer(
+    tmp_path: Path, journal: Journal, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     deliveries = Deliveries(journal, [NoisySink(tmp_path / "a")])
     end(journal)
@@ -139,6 +139,7 @@ def test_backends_print_into_the_log_and_cannot_ask(
 
     assert capfd.readouterr() == ("", "")
     assert "noise of a backend" in (tmp_path / "run" / "sinks.log").read_text()
+    assert [record.getMessage() for record in caplog.records] == ["esper-telemetry: 2 keys are left out"]
 
 
 def test_a_sink_that_cannot_be_pickled_is_named(tmp_path: Path, journal: Journal) -> None:

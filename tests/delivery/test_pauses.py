@@ -55,6 +55,22 @@ def test_a_call_does_not_last_while_its_process_is_stopped(clock: Clock) -> None
         assert calls.seconds == 7.0
 
 
+def test_a_call_that_does_not_come_back_is_called_slow_in_steps_that_double(clock: Clock) -> None:
+    calls, told = SinkCalls("slow"), []
+    with calls.timed():
+        for seconds in (9.0, 1.0, 9.0, 1.0, 30.0):
+            clock.now += seconds
+            told.append(calls.slowness)
+
+    assert told == [
+        "",
+        *["no answer for more than 10 s"] * 2,
+        "no answer for more than 20 s",
+        "no answer for more than 40 s",
+    ]
+    assert calls.slowness == ""
+
+
 def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

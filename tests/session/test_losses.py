@@ -1,0 +1,114 @@
+"""Records that the journal could not take are counted at the end, and no sentence says that it has everything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from forked import run_python
+
+from esper_telemetry import ConsoleSink, Telemetry
+from esper_telemetry.core.supervisor import ProcessSupervisor
+from esper_telemetry.pipeline.run import RecordTotals
+from esper_telemetry.pipeline.worker import WorkerPipeline
+from esper_telemetry.telemetry import session_of
+
+LIMITED = """
+import resource, sys
+from esper_telemetry import Telemetry
+from esper_telemetry.telemetry import session_of
+
+telemetry = Telemetry(["console"], run_dir=sys.argv[1], offload=sys.argv[2] == "worker", report=False)
+with telemetry:
+    for update in range(1, 22):
+        if update == 9:
+            telemetry.state_dict()  # the journal holds eight
+            pid = getattr(session_of(telemetry)._recorder.pipeline, "pid", 0)
+            size = __import__("os").path.getsize(sys.argv[1] + "/journal.jsonl")
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+        telemetry.log({"my/number": float(update)})
+        telemetry.flush(env_step=update)
+"""
+
+
+@pytest.mark.parametrize("place", ["worker", "training process"])
+def test_a_full_disk_is_told_of_with_the_number_of_records_that_are_lost(tmp_path: Path, place: str) -> None:
+    ended = run_python("-c", LIMITED, tmp_path, place, one_core=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "13 of 21 records are not in the journal, because the disk did not take them" in ended.stderr
+    assert "13 of 21 records are not in the journal" in ended.stdout
+    assert "has every number" not in ended.stdout and "no alarm was raised" not in ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a directory in use can be removed")
+def test_a_run_directory_that_is_deleted_meanwhile_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[object] = []
+    with Telemetry([taken.append, ConsoleSink()], run_dir=tmp_path / "run") as telemetry:
+        for update in range(1, 4):
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=update)
+        shutil.rmtree(tmp_path / "run")
+
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("3 of 3 records are not in the journal, because the journal was deleted" in text for text in messages)
+    assert "has every number" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
+def test_a_worker_that_cannot_be_ended_costs_the_journal_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that waits for a network file system survives SIGKILL; here it is asked to and spared."""
+    telemetry = Telemetry(run_dir=tmp_path, offload=True, close_timeout=0.4)
+    telemetry.log({"my/number": 1.0})
+    telemetry.flush(env_step=1)
+    telemetry.state_dict()
+    pipeline = session_of(telemetry)._recorder.pipeline  # type: ignore[union-attr]
+    assert isinstance(pipeline, WorkerPipeline)
+    supervisor, pid = pipeline._supervisor, pipeline.pid
+    os.kill(pid, 19)
+    monkeypatch.setattr(ProcessSupervisor, "kill", lambda self: None)
+    monkeypatch.setattr("esper_telemetry.core.supervisor.MAX_REAP_SECONDS", 0.1)
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        telemetry.log({"my/number": 2.0})
+        telemetry.flush(env_step=2)
+        telemetry.close()
+
+    assert supervisor.pid is None
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("cannot be ended: nothing is recorded from here on" in text for text in messages)
+    assert any("1 of 2 records are not in the journal" in text for text in messages)
+    os.kill(pid, 9)
+
+
+@pytest.mark.parametrize(
+    ("totals", "taken", "sentence"),
+    [
+        (RecordTotals(21, 0), {}, ""),
+        (
+            RecordTotals(21, 21),
+            {},
+            "21 of 21 records are not in the journal, because the disk did not take them; 21 exist nowhere",
+        ),
+        (
+            RecordTotals(21, 13),
+            {"console": 8, "tensorboard": 10},
+            "13 of 21 records are not in the journal, because the disk did not take them; 11 exist nowhere"
+            " (console has 8, tensorboard has 10)",
+        ),
+        (
+            RecordTotals(3, 3, is_deleted=True),
+            {"wandb": 3},
+            "3 of 3 records are not in the journal, because the journal was deleted, but wandb has 3",
+        ),
+    ],
+)
+def test_the_sentence_counts_what_exists_nowhere(totals: RecordTotals, taken: dict[str, int], sentence: str) -> None:
+    assert totals.loss(taken) == sentence
