@@ -78,6 +78,33 @@ GRADIENTS_ALONE: Final = (
 )
 
 
+STATE: Final = (
+    *(
+        "_judges",
+        "_baselines",
+        "_view",
+        "_states",
+        "_incidents",
+        "_escalation",
+        "_task",
+        "_remarks",
+        "_outcome",
+        "_coverage",
+    ),
+    *(
+        "_limit",
+        "_limit_incident",
+        "_recorded",
+        "_quiet",
+        "_update",
+        "_before",
+        "_intervened",
+        "_families",
+        "_explained",
+    ),
+)
+"""Attributes of a detector that follow from the records."""
+
 _logger = logging.getLogger("esper_telemetry")
 
 
@@ -169,6 +196,22 @@ class Detectors:
         if self._user_types:
             types = ", ".join(sorted(self._user_types))
             _logger.warning("esper-telemetry: alarms of your own are off for the rest of this run: %s", types)
+
+    @property
+    def references(self) -> Mapping[str, Any]:
+        """What `state` refers to and a detector of the same run has itself, by name."""
+        return {"facts": self.facts, "thresholds": self.thresholds}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return all that follows from the records so far, for `restore`; the values change with the next record."""
+        return {name: getattr(self, name) for name in STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; alarms that are banned are over."""
+        for name in STATE:
+            setattr(self, name, state[name])
+        for kind in self._states.keys() - {rule.type for rule in self.rules}:
+            self._states[kind].stop()
 
     @property
     def checks(self) -> int:

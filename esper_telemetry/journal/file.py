@@ -36,6 +36,7 @@ from esper_telemetry.journal.lines import (
     encode_event,
     end_status,
     merge_head,
+    record_without_values,
     to_json,
 )
 
@@ -278,15 +279,38 @@ class JournalReader:
         """Directory of the run."""
         return self.path.parent
 
-    def read(self, limit: int | None = None) -> list[Entry]:
-        """Return up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete."""
+    def read(self, limit: int | None = None, *, values: bool = True) -> list[Entry]:
+        """Return up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete.
+
+        Args:
+            limit: None for all.
+            values: False for records without values and histograms, which are not parsed then.
+        """
         entries: list[Entry] = []
         while limit is None or len(entries) < limit:
             lines = self._lines(None if limit is None else limit - len(entries))
             if not lines:
                 break
-            entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines)))
+            entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines), values=values))
         return entries
+
+    def skip_to_tail(self, size: int, samples: int) -> list[Record]:
+        """Move to the last `size` bytes, to the beginning of a line; return records at even distances before, about `samples` of them."""
+        tail = max(0, self.size - size)
+        entries: list[Entry] = []
+        for position in range(0, tail, max(1, tail // samples)):
+            self._move_to_line(position)
+            begin = self.offset
+            if begin < tail:
+                entries += self._decoded(self._lines(1), begin)
+        self._move_to_line(tail)
+        return [entry for entry in entries if isinstance(entry, Record)]
+
+    def _move_to_line(self, position: int) -> None:
+        """Move to the first line that begins at a position or after it."""
+        self.offset = max(0, position - 1)
+        if position > 0:
+            self._lines(1)
 
     def read_sample(self, records: int, *, is_rare: Callable[[str], bool]) -> tuple[list[Entry], bool]:
         """Return what is needed of a long journal to show a run at once, in order; and whether all its records are among it.
@@ -390,10 +414,14 @@ class JournalReader:
         self.offset += sum(map(len, lines)) + len(lines)
         return lines
 
-    def _decoded(self, lines: Iterable[bytes], begin: int = 0) -> list[Entry]:
+    def _decoded(self, lines: Iterable[bytes], begin: int = 0, *, values: bool = True) -> list[Entry]:
         """Decode lines, the first of which begins at that position."""
-        entries = []
+        entries: list[Entry] = []
         for line in lines:
+            if not values and (record := record_without_values(line)) is not None:
+                entries.append(record)
+                begin += len(line) + 1
+                continue
             try:
                 entry = decode(json.loads(line), self.run_dir)
             except ValueError:

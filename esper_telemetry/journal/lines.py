@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -257,6 +258,20 @@ def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
         return None if decoder is None else decoder(line, run_dir)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a line of a journal ({error!r}): {str(line)[:80]}") from error
+
+
+RECORD_AXES: Final = re.compile(
+    rb'\{"kind":"record","seq":(\d+),"axes":\{"update":(\d+),"env_step":(\d+),"gradient_step":(\d+),"wall_time":([\d.e+-]+)\}'
+)
+
+
+def record_without_values(line: bytes) -> Record | None:
+    """Return the record of a line without its values, from its beginning; None for any other line, and one that is not complete."""
+    match = RECORD_AXES.match(line)
+    if match is None or not line.endswith(b"}"):
+        return None
+    seq, update, env_step, gradient_step = map(int, match.groups()[:4])
+    return Record(seq, Axes(update, env_step, gradient_step, float(match[5])), {})
 
 
 def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:

@@ -15,15 +15,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.history.derive import RunHistory
-from esper_telemetry.journal.file import Journal
+from esper_telemetry.journal.file import Journal, JournalReader, journal_path
 from esper_telemetry.journal.lines import (
     JournalEvent,
     Line,
@@ -37,7 +38,8 @@ from esper_telemetry.journal.lines import (
     plain,
 )
 from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.journal.read import entries
+from esper_telemetry.journal.read import JournalContents, entries, read_contents
+from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.data import UpdateData, copied
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
@@ -53,6 +55,10 @@ from esper_telemetry.updates.evidence import (
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
+MAX_READ_BACK_BYTES: Final = 1 << 20
+"""End of the journal that is judged again when a run resumes without a snapshot: some 200 records, a second."""
+EARLIER_SAMPLES: Final = 200
+"""Records before that, from all of the run, which show the course of its return."""
 DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
 """Beginnings of the keys that the detector adds to a record."""
 DETECTOR = "detector"
@@ -105,6 +111,24 @@ class SupportsEnd(Protocol):
 
     def end(self, status: RunStatus) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """Return the events, by type, of a run that ends so."""
+
+
+@runtime_checkable
+class SupportsSnapshot(Protocol):
+    """A detector that can continue from a saved state."""
+
+    @property
+    def references(self) -> Mapping[str, Any]:
+        """What the state refers to, by name, and a detector of the same run has itself."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return all that follows from the records so far."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+
+    def note(self, record: Record) -> None:
+        """Take a record that was judged when it was written."""
 
 
 @runtime_checkable
@@ -222,6 +246,9 @@ class InProcessPipeline:
         self._remaining = 0
         self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
         self._causes: dict[str, str] = {}
+        self._snapshots: SnapshotFile | None = None
+        self._contents: JournalContents | None = None
+        self._unsaved_records = 0
         self._containment, self._banned = Containment(banned), banned
         self._begin({})
 
@@ -231,16 +258,18 @@ class InProcessPipeline:
         A run that is killed at its start is then known by a line of a few hundred bytes, and not by one of 200 kB that is torn.
         """
         self._begin(info.facts)
+        self._keep_snapshots(info.run_dir)
         self._journal.write(encode_run(replace(info, metrics={})))
         self._journal.write(encode_metrics(info.metrics))
 
     def resume(self, info: RunInfo) -> None:
         """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
         self._begin(info.facts)
+        self._keep_snapshots(info.run_dir)
         self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
             with suppress(OSError):  # a journal that cannot be read costs the history, never the run
-                self._read_back(info)
+                self._read_back(info.run_dir)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """Append descriptions of keys that the head did not have."""
@@ -275,6 +304,9 @@ class InProcessPipeline:
         if groups:  # what was out of range has become the rule: the thresholds of gradients restart
             self._append_event("rebaseline", {"keys": [f"grad/{group}/norm_preclip" for group in groups]}, update)
         self._capture(update)
+        self._unsaved_records += 1
+        if self._unsaved_records >= SNAPSHOT_RECORDS:
+            self._save_snapshot()
 
     def event(self, event: JournalEvent) -> None:
         """Append something that happened besides records, and the alarms that it raises."""
@@ -301,6 +333,7 @@ class InProcessPipeline:
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """Append the outcome of the run and the last line."""
+        self._save_snapshot()  # before the end changes the state: a resumed run has not ended
         lines: list[Line] = []
         detector = self._detector
         if isinstance(detector, SupportsEnd) and self._axes is not None:
@@ -320,18 +353,55 @@ class InProcessPipeline:
                 for name in self._banned:
                     self._detector.ban(name)
 
-    def _read_back(self, info: RunInfo) -> None:
-        assert info.run_dir is not None
-        for entry in entries(info.run_dir):
+    def _keep_snapshots(self, run_dir: Path | None) -> None:
+        if run_dir is not None and isinstance(self._detector, SupportsSnapshot):
+            self._snapshots = SnapshotFile(run_dir, self._new_state)
+
+    def _new_state(self) -> RunState:
+        factory = self._settings.detector_factory
+        detector = None if factory is None else factory(self._facts)
+        assert isinstance(detector, SupportsSnapshot)
+        return RunState({"series": RunHistory(self._facts), **detector.state()}, detector.references)
+
+    def _save_snapshot(self) -> None:
+        """Save histories and alarms for the next part of the run, once the journal holds what they follow from."""
+        detector = self._detector
+        if self._snapshots is None or self._journal.run_dir is None or not isinstance(detector, SupportsSnapshot):
+            return
+        self._unsaved_records = 0
+        if self._journal.settled:
+            with suppress(OSError, ValueError):  # a journal that cannot be read
+                self._contents = read_contents(self._journal.run_dir, known=self._contents, values=False)
+                state = {"series": self._series, "remaining": self._remaining, **detector.state()}
+                self._snapshots.write(self._contents, RunState(state, detector.references))
+
+    def _read_back(self, run_dir: Path) -> None:
+        """Continue from the snapshot and the records after it; without one, from the last records."""
+        saved, detector = None, self._detector
+        if self._snapshots is not None and isinstance(detector, SupportsSnapshot):
+            saved = self._snapshots.read(detector.references)
+        if saved is not None and isinstance(detector, SupportsSnapshot):
+            self._contents, state = saved
+            self._series, self._remaining = state["series"], state["remaining"]
+            detector.restore(state)
+            offset = self._contents.offset
+        else:
+            reader = JournalReader(journal_path(run_dir))
+            for record in reader.skip_to_tail(MAX_READ_BACK_BYTES, EARLIER_SAMPLES):
+                if isinstance(detector, SupportsSnapshot):
+                    self._containment.attempt(partial(detector.note, record), lambda _: None, name=DETECTOR)
+            offset = reader.offset
+            reader.close()
+        for entry in entries(run_dir, offset):
             if isinstance(entry, Record):
                 derive = partial(self._series.derive, entry.values, self._settings.level)
                 self._containment.attempt(derive, lambda _: None)
                 own = {key: value for key, value in entry.values.items() if not key.startswith(DETECTOR_PREFIXES)}
                 for verdict in self._judge(replace(entry, values=own)):  # as the detector saw it when it was new
                     self._remaining = verdict.remaining
-                    self._reports = [AlarmReport((), verdict.remaining)]
             elif isinstance(entry, JournalEvent):
                 self._heed(entry)
+        self._reports = [AlarmReport((), self._remaining)]
 
     def _measure(self, update: FlushedUpdate) -> Values:
         """Return the values of the updates that are still to be measured; of what raises nothing."""

@@ -27,7 +27,7 @@ from esper_telemetry.journal.file import Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.journal.read import JournalContents, read_contents, run_info
+from esper_telemetry.journal.read import JournalContents, read_contents
 from esper_telemetry.pipeline.record import (
     INTERVENTION,
     AlarmReport,
@@ -35,6 +35,7 @@ from esper_telemetry.pipeline.record import (
     InProcessPipeline,
     PipelineSettings,
 )
+from esper_telemetry.pipeline.snapshot import known_contents
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 MAX_HELPER_SECONDS: Final = 60.0
@@ -369,7 +370,7 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
         BlockingIOError: the run is still being trained, or delivered.
     """
     run_dir = _directory(run_dir)
-    run_info(run_dir)
+    contents = read_contents(run_dir, known=known_contents(run_dir), values=False)
     directory = run_dir.absolute()
     lock = _locked(directory, str(run_dir))
     try:
@@ -378,7 +379,7 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
                 raise BlockingIOError(
                     f"a process of {run_dir} still delivers what was measured before the run stopped: try again later"
                 )
-        contents = read_contents(run_dir)
+        contents = read_contents(run_dir, known=contents, values=False)
         journal = Journal.open(run_dir)
     except BaseException:
         if lock is not None:
