@@ -38,8 +38,8 @@ from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
+from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
-from esper_telemetry.core.serial_calls import SerialCalls
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
@@ -521,11 +521,10 @@ class TelemetrySession:
         try:
             self._record(*pending)
             self._was_interrupted = False
-        except Exception:
-            raise
-        except BaseException:  # of a signal handler: a call that follows, such as `close`, records the update, if it is not interrupted too
-            self._pending = None if self._was_interrupted else pending
-            self._was_interrupted = True
+        except BaseException as error:
+            if is_interrupt(error):  # a call that follows, such as `close`, records the update, if it is not interrupted too
+                self._pending = None if self._was_interrupted else pending
+                self._was_interrupted = True
             raise
 
     def _record(self, flushed: FlushedUpdate, transfer: Transfer) -> None:

@@ -4,20 +4,19 @@ This is for metric functions that telemetry calls on a trainer's behalf, and for
 users call themselves raise at once.
 
 `SystemExit` and everything else that is not an `Exception` is contained too: user code that calls `sys.exit` in an alarm must not end
-training. Only a real Ctrl-C gets through, a `KeyboardInterrupt` in the main thread.
+training. Only an interrupt gets through, see `is_interrupt`.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.messages import error_line
 
 Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
@@ -33,12 +32,6 @@ NOTE_BYTES: Final = 128
 _END: Final = object()
 
 _logger = logging.getLogger("esper_telemetry")
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is a Ctrl-C, which ends training; user code that raises the same in a thread or a worker is contained."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and in_main_thread and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 class CallNote:
@@ -128,7 +121,7 @@ class Containment:
                 call_note.replace(before)
 
     def note(self, culprit: Any, error: BaseException, *, name: str = "") -> None:
-        """Count that `culprit` has raised, and warn the first time; raises a Ctrl-C again."""
+        """Count that `culprit` has raised, and warn the first time; raises an interrupt again."""
         if is_interrupt(error):
             raise error
         self._errors += 1

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from esper_telemetry.core.containment import is_interrupt
+from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.cursors import Cursor, Cursors

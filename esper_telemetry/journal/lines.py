@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import (
     Alarm,
@@ -56,7 +57,9 @@ class _PlainConverter:
     def convert(self, value: Any, depth: int) -> Any:
         try:
             return self._convert(value, depth)
-        except (Exception, SystemExit):  # whatever a class of the user's raises
+        except BaseException as error:  # whatever a class of the user's raises
+            if is_interrupt(error):
+                raise
             return f"<{type(value).__name__}>"
 
     def _convert(self, value: Any, depth: int) -> Any:

@@ -7,11 +7,14 @@ may therefore differ between two runs of one seed; weights do not.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.interrupts import is_interrupt
+from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.pipeline.record import AlarmReport
 
@@ -107,6 +110,8 @@ class AlarmResponse:
                     try:
                         callback(alarm)
                     except Exception as error:  # whatever a callback raises
+                        if is_interrupt(error):
+                            raise
                         self._warn(callback, error)
 
     def _next_alarm(self) -> Alarm | None:
@@ -119,8 +124,14 @@ class AlarmResponse:
         if id(callback) in self._failed:
             return
         self._failed.add(id(callback))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         _logger.warning(
-            "esper-telemetry: on_alarm callback %s raised %s: %s; training goes on",
-            *(getattr(callback, "__qualname__", type(callback).__name__), type(error).__name__, error),
-            exc_info=error,
+            "esper-telemetry: on_alarm callback %s raised %s (%s:%s); training continues",
+            *(
+                getattr(callback, "__qualname__", type(callback).__name__),
+                error_line(error),
+                frame.filename,
+                frame.lineno,
+            ),
+            exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None,
         )

@@ -1,20 +1,43 @@
-"""One call at a time, whatever thread or signal handler it comes from."""
+"""Calls and exceptions of signal handlers: the first wait for the call that they interrupt, the second are never contained."""
 
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar
 
-from esper_telemetry.core.containment import is_interrupt
 from esper_telemetry.core.messages import error_line
 
 Result = TypeVar("Result")
 
 _logger = logging.getLogger("esper_telemetry")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is a Ctrl-C or comes from a signal handler, and so ends whatever the program was doing.
+
+    `sys.exit` in a handler of SIGTERM is one, and `sys.exit` in a user's alarm is not. A `KeyboardInterrupt` is one in the main thread,
+    unless the process ignores Ctrl-C as a worker does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    handlers = {_code_of(handler) for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Return the code of a function, a method, a partial or an object that can be called; None for one that is not written in Python."""
+    handler = getattr(handler, "func", handler)
+    code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 class SerialCalls:
