@@ -197,7 +197,7 @@ class TelemetrySession:
     @property
     def samples_next(self) -> bool:
         """True where the update that begins next is sampled, as far as is known by now: a source may record more of its rollout then."""
-        return self.sampling.due or self._response.remaining > 0
+        return self.sampling.due or (self._response.remaining > 0 and not self.sampling.is_late)
 
     @property
     def escalated(self) -> bool:
@@ -263,7 +263,7 @@ class TelemetrySession:
         self._collected = env_step
         self._record_pending()
         self._receive_reports()
-        self._response.begin_update()
+        self._response.begin_update(late=self.sampling.is_late)
 
     def submit(self, update: UpdateData) -> None:
         """Add a whole update, to be measured when it is flushed, by the pipeline.
@@ -378,7 +378,7 @@ class TelemetrySession:
                 self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self._record_pending()
             self._start()
-            self._response.begin_update()
+            self._response.begin_update(late=self.sampling.is_late)
             self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
             self._response.end_update(recorded=self._pending is not None)
             if self._pending and (self._peers or not self._pending[1].pending):
@@ -522,7 +522,9 @@ class TelemetrySession:
             self._record(*pending)
             self._was_interrupted = False
         except BaseException as error:
-            if is_interrupt(error):  # a call that follows, such as `close`, records the update, if it is not interrupted too
+            if is_interrupt(
+                error
+            ):  # a call that follows, such as `close`, records the update, if it is not interrupted too
                 self._pending = None if self._was_interrupted else pending
                 self._was_interrupted = True
             raise
@@ -534,7 +536,9 @@ class TelemetrySession:
             if self._peers and not flushed.partial:
                 tables, decision = self._peers.join(tables, decision)
                 self._response.agree(decision.debug_updates)
-            self.sampling.adopt(decision.sample_every)
+            self.sampling.adopt(
+                decision.sample_every, late=self._recorder is not None and self._recorder.pipeline.is_late
+            )
             if self._recorder is None or self._deliveries is None:
                 return
             self._recorder.describe(tables)

@@ -189,6 +189,17 @@ class TelemetryHealth(Derived):
         .absent("none")
         .advises("A bug of this package: please report the warning in the console, which names the metric function.")
     )
+    unmeasured: float | None = reports(
+        Metric.count(
+            "telemetry/unmeasured", 986, "updates that were not measured", level=Level.MINIMAL, when_positive=True
+        )
+        .asks(
+            "Was this update recorded without its metrics, because the process that computes them was too far behind?"
+        )
+        .bounds(healthy="absent", warn="> 0: other programs take the processor")
+        .absent("the update was measured")
+        .advises("Leave a second core free, or lower the level.")
+    )
 
 
 MEMORY_SOURCE = "a process is killed, or an allocation fails, where nothing is left"
@@ -327,6 +338,7 @@ def telemetry_health(
     stats: SinkStats,
     dropped: int = 0,
     metric_errors: int = 0,
+    unmeasured: bool = False,
     cpu_seconds: float | None = None,
     memory: MemoryUsage | None = None,
 ) -> dict[str, float]:
@@ -341,6 +353,7 @@ def telemetry_health(
         stats: how far the sinks are behind, and their errors.
         dropped: records that no sink will get any more.
         metric_errors: metric functions that raised.
+        unmeasured: the update was not measured, because the worker was too far behind.
         cpu_seconds: processor time of telemetry on the training thread since the last record.
         memory: of the training process.
     """
@@ -355,6 +368,7 @@ def telemetry_health(
         dropped=float(dropped),
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
+        unmeasured=float(unmeasured),
     )
     return {
         **health.values(level),

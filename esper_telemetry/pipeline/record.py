@@ -186,6 +186,7 @@ class FlushedUpdate(NamedTuple):
         measured: values of the groups that were observed.
         cost: of telemetry on the training thread.
         backlog: of the sinks.
+        unmeasured: what was to be measured was left out, because the worker was too far behind.
     """
 
     axes: Axes
@@ -198,6 +199,11 @@ class FlushedUpdate(NamedTuple):
     measured: Values = NO_VALUES
     cost: FlushCost = FlushCost()
     backlog: SinkBacklog = SinkBacklog()
+    unmeasured: bool = False
+
+    def without_summary(self) -> FlushedUpdate:
+        """Return the same without what is still to be measured."""
+        return self._replace(updates=(), unmeasured=bool(self.updates))
 
     def with_copies(self) -> FlushedUpdate:
         """Return the same with copies of the tensors that the trainer writes to when it goes on."""
@@ -293,6 +299,7 @@ class InProcessPipeline:
                 level=update.level,
                 stats=update.backlog,
                 metric_errors=cost.metric_errors + self._containment.take(),
+                unmeasured=update.unmeasured,
                 cpu_seconds=cost.cpu_seconds,
                 memory=self._memory.sample(),
             )
@@ -316,6 +323,11 @@ class InProcessPipeline:
             judged = partial(self._verdict_lines, verdict, verdict.alarms, self._remaining, event.seq, event.axes)
             self._containment.attempt(judged, lines.extend, name=DETECTOR)
         self._journal.write(*lines)
+
+    @property
+    def is_late(self) -> bool:
+        """False: the training thread waits for its records."""
+        return False
 
     @property
     def missing_records(self) -> int:

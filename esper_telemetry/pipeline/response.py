@@ -84,12 +84,17 @@ class AlarmResponse:
         """Set what rank 0 has asked for, now that all ranks know."""
         self.remaining = remaining
 
-    def begin_update(self) -> Level:
-        """Return the level of the update that begins now; asked again before `end_update`, the same."""
+    def begin_update(self, *, late: bool = False) -> Level:
+        """Return the level of the update that begins now; asked again before `end_update`, the same.
+
+        Args:
+            late: whether the worker is behind, so that it gets no more than NORMAL.
+        """
         if not self._begun:
             self._begun = True
             raised = self.remaining > 0 and self._configured >= Level.NORMAL
             self.level = Level.DEBUG if raised else self._configured
+            self.level = min(self.level, Level.NORMAL) if late else self.level
         return self.level
 
     def end_update(self, *, recorded: bool = True) -> None:

@@ -4,6 +4,8 @@ Metrics of the cost class "free" are measured in every update. Those that cost a
 measured in every k-th, their hooks unregistered in between. k is the smallest power of two that the budget allows, by the cost of sampled
 and other updates so far. A part of the budget is for samples alone: telemetry of a trainer that must be asked in every minibatch
 uses all of it, and still samples.
+
+A worker that falls behind makes samples rarer too, at DEBUG as well: k doubles with every update until the worker keeps up.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ class Sampling:
     """Decides update by update whether it is sampled.
 
     Attributes:
-        level: DEBUG samples every update, NORMAL every k-th, MINIMAL none.
+        level: DEBUG samples every update that its worker can follow, NORMAL every k-th, MINIMAL none.
         budget: share of the wall time, over 0 and at most 1.
         every: k.
         proposed: the k that the costs so far allow; `adopt` sets it, at the same update on all ranks.
+        late_factor: times that k is larger because the worker is behind.
 
     Raises:
         ValueError: for a budget outside of that range.
@@ -76,6 +79,7 @@ class Sampling:
     budget: float = BUDGET
     every: int = INITIAL_PERIOD
     proposed: int = INITIAL_PERIOD
+    late_factor: int = 1
     _updates: int = 0
     _last_sample: int = 0
     _sampled: bool = False
@@ -94,13 +98,19 @@ class Sampling:
         """Return whether the update that begins now is sampled; call it once per update.
 
         Args:
-            raised: whether an alarm has raised its level, so that it is, whatever it costs.
+            raised: whether an alarm has raised its level, so that it is, whatever it costs; unless the worker is behind.
         """
+        raised = raised and not self.is_late
         self._sampled, self._escalated = self.due, raised
         self._updates += 1
         if self._sampled:
             self._last_sample = self._updates
         return self._sampled or raised
+
+    @property
+    def is_late(self) -> bool:
+        """True while the worker is behind."""
+        return self.late_factor > 1
 
     @property
     def due(self) -> bool:
@@ -123,9 +133,15 @@ class Sampling:
         self._updates, self._last_sample, self.every = state
         self.proposed = self.every
 
-    def adopt(self, every: int) -> None:
-        """Set k, counted from the last sampled update."""
-        self.every = every
+    def adopt(self, every: int, *, late: bool = False) -> None:
+        """Set k, counted from the last sampled update.
+
+        Args:
+            every: k by the costs so far.
+            late: whether the worker is behind.
+        """
+        self.late_factor = min(MAX_PERIOD, 2 * self.late_factor) if late else max(1, self.late_factor // 2)
+        self.every = min(MAX_PERIOD, every * self.late_factor)
 
     def learn(self, seconds: float, elapsed: float) -> None:
         """Add the cost of telemetry since the last call; the first update, which warms up, does not count.

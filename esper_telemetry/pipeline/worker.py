@@ -84,6 +84,9 @@ PIPE_BYTES: Final = 1 << 20
 """Size of the pipe: the descriptions of all metrics, and several updates besides their tensors."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Bytes that may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
+MAX_LATE_MESSAGES: Final = 8
+LATE_SECONDS: Final = 1.0
+"""A worker that has had more messages to answer for so long is late: a fast run may send several between two of its looks."""
 MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""
 POLL_SECONDS: Final = 0.01
@@ -143,6 +146,7 @@ class WorkerPipeline:
         self._reports: list[AlarmReport] = []
         self._warned: set[str] = set()
         self._closed = self._is_changing = False
+        self._in_time_at = time.monotonic()
         self._lost_records = 0
         self._orphan: MemoryJournal | None = None
         self._begun, self._begun_at, self._pauses = 0, time.monotonic(), PauseDetector()
@@ -193,14 +197,26 @@ class WorkerPipeline:
 
     def record(self, update: FlushedUpdate) -> None:
         """Append the record of an update."""
-        if update.updates and self._ring.used_bytes + sum(map(len, self._outbox)) > MAX_WAITING_BYTES:
+        if len(self._unanswered) <= MAX_LATE_MESSAGES:
+            self._in_time_at = time.monotonic()
+        if update.updates and self._waiting_bytes > MAX_WAITING_BYTES:
             self._warn(
                 "the process that summarises updates does not keep up: some updates are recorded without summary"
             )
-            update = update._replace(updates=())
+            update = update.without_summary()
         if self._fallback is None:  # the worker appends it, and the sinks' backlog is computed from this number
             self._journal.records += 1
         self._send("record", update)
+
+    @property
+    def is_late(self) -> bool:
+        """True while updates wait for the worker: it should get less to do."""
+        behind = time.monotonic() - self._in_time_at > LATE_SECONDS
+        return self._fallback is None and (behind or self._waiting_bytes > MAX_WAITING_BYTES // 4)
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return self._ring.used_bytes + sum(map(len, self._outbox))
 
     def event(self, event: JournalEvent) -> None:
         """Append something that happened besides records."""
@@ -287,7 +303,7 @@ class WorkerPipeline:
         except Exception as error:  # pickling runs code of plugins
             self._warn(f"{method} cannot be sent to the process that summarises updates ({error_line(error)})")
             is_summary = method == "record" and arguments[0].updates
-            return self._packed(method, (arguments[0]._replace(updates=()),)) if is_summary else None
+            return self._packed(*_without_summary(method, arguments)) if is_summary else None
 
     def _write(self) -> None:
         """Write what the pipe takes, which never waits; `take_reports` does so again."""
@@ -435,7 +451,7 @@ def _takeover_sentence(reason: str, culprit: str) -> str:
 
 def _without_summary(method: str, arguments: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     """Return the call of a record without what is still to be measured; any other call as it is."""
-    return (method, (arguments[0]._replace(updates=()),)) if method == "record" else (method, arguments)
+    return (method, (arguments[0].without_summary(),)) if method == "record" else (method, arguments)
 
 
 def _seq(method: str, arguments: tuple[Any, ...]) -> int:

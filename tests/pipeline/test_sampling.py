@@ -77,3 +77,24 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
 def test_a_budget_is_a_share(budget: float) -> None:
     with pytest.raises(ValueError, match="budget must be a share of the wall time over 0 and at most 1, got"):
         Sampling(Level.NORMAL, budget)
+
+
+def test_a_worker_that_is_behind_makes_samples_rarer_at_debug_too_until_it_keeps_up() -> None:
+    """The period is 1, 2, 4 and 8 while the worker is late in updates 1 to 3, then halves again."""
+    sampling, periods = Sampling(Level.DEBUG), []
+    for update in range(1, 8):
+        sampling.begin()
+        periods.append(sampling.period)
+        sampling.adopt(sampling.proposed, late=update <= 3)
+
+    assert periods == [1, 2, 4, 8, 4, 2, 1]
+
+
+def test_an_alarm_does_not_make_a_late_worker_later() -> None:
+    sampling = Sampling(Level.NORMAL)
+    sampling.adopt(8, late=True)
+    sampling.begin()
+
+    assert not sampling.begin(raised=True)
+    sampling.adopt(8)
+    assert sampling.begin(raised=True)

@@ -193,6 +193,39 @@ def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tm
     assert ["policy/kl" in record.values for record in read_run(tmp_path).records] == [True] * 7
 
 
+def test_updates_that_a_worker_could_not_be_given_are_recorded_marked_and_raise_no_alarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six updates are measured, then the worker is stopped: ten of six megabytes fit into what may wait, and the rest is left out."""
+    telemetry, pid = offloaded(tmp_path)
+    for update in range(1, 27):
+        session_of(telemetry).submit(wide(update))
+        telemetry.flush(env_step=update)
+        if update == 6:
+            wait_until(worker_of(telemetry).idle, "the worker to measure six updates")
+            os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(worker_of(telemetry).idle, "the worker to write all records")
+    telemetry.close()
+
+    run = read_run(tmp_path)
+    measured = ["policy/kl" in record.values for record in run.records]
+    assert measured == ["telemetry/unmeasured" not in record.values for record in run.records]
+    assert measured.count(False) >= 5 and len(measured) == 26
+    assert "telemetry/missing_metric" not in [alarm.type for alarm in run.alarms]
+    assert len([record for record in caplog.records if "does not keep up" in record.getMessage()]) == 1
+
+
+def test_a_worker_that_is_behind_is_given_less_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry, _ = offloaded(tmp_path)
+    monkeypatch.setattr(WorkerPipeline, "is_late", property(lambda _: True))
+    for update in range(1, 5):
+        submit(telemetry, update)
+
+    assert session_of(telemetry).sampling.is_late and not session_of(telemetry).samples_next
+    telemetry.close()
+
+
 def test_a_message_left_in_the_pipe_of_a_dead_worker_is_written_in_process(tmp_path: Path) -> None:
     telemetry, pid = offloaded(tmp_path)
     submit(telemetry, 1)

@@ -30,6 +30,7 @@ SAMPLED = ("opt/update_to_weight", "repr/dormant_frac", "lstm/gate/f/mean")
 """The same of keys that are due in some updates only."""
 
 UNDEFINED = "telemetry/undefined"
+UNMEASURED = "telemetry/unmeasured"
 
 MISSING_UPDATES = 5
 """Updates without a value that was due, which raise the alarm."""
@@ -51,6 +52,8 @@ class MissingMetricJudge:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __call__(self, view: View) -> Iterator[Finding]:
+        if view.get(UNMEASURED):
+            return
         self.every = max(view.get("telemetry/sample_every") or 1.0, self.every)
         for key in (*ALWAYS, *SAMPLED):
             present, absent = self.counts.get(key, (0, 0))
