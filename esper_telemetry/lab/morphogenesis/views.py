@@ -208,6 +208,7 @@ def environments_table(view: RunView) -> TableView | None:
     ]
     total = data["environments"]
     title = "Environments" if len(rows) == total else f"Environments ({len(rows)} of {total:,})"
+    title += f", epoch {data['epoch']} of {data['horizon']}"
     columns = (*COLUMNS, *(f"Slot {slot}" for slot in range(slots)), *LAST_COLUMNS)
     return TableView("growth", title, columns, tuple(rows), _footer(data, slots))
 
