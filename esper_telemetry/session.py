@@ -24,7 +24,7 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +65,7 @@ from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
 from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.extensions import Capture, UpdateExtension, progress_of
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
@@ -294,6 +295,20 @@ class TelemetrySession:
     def _measure_update(self, update: UpdateData) -> None:
         for measurements, epochs in self._containment.steps(measure(update, self._facts, self.update_level)):
             self._measure(measurements, epochs)
+
+    def report_progress(self, snapshot: Callable[[], UpdateExtension]) -> None:
+        """Write the events of the update under way, unless an earlier part of the run has recorded this update."""
+        recorder, earlier = self._recorder, self._journal_position.axes
+        if not self._active or recorder is None or recorder.run is None or self.run_dir is None:
+            return
+        with self._lock, self.clock:
+            self._record_pending()
+            axes = replace(self._axes, update=self._axes.update + 1, wall_time=time.time())
+            if earlier is None or axes.update > earlier.update:
+                captures: list[Capture] = []
+                self._containment.attempt(lambda: progress_of(snapshot(), self._facts), captures.extend)
+                for capture in captures:
+                    recorder.event(capture.type, axes, capture.data)
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
         """Call a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""

@@ -16,9 +16,11 @@ from typing import Any, get_type_hints
 import pytest
 
 import esper_telemetry
+from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
 from esper_telemetry.cli.check import CheckOptions
 from esper_telemetry.cli.main import COMMANDS
 from esper_telemetry.cli.run import ScriptRun
+from esper_telemetry.core.catalogue import released
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -51,7 +53,13 @@ def public_api() -> dict[str, Any]:
         "names": {name: dict(members(getattr(esper_telemetry, name))) for name in sorted(esper_telemetry.__all__)},
         "commands": {name: sorted(options(form)) for name, form in sorted(FORMS.items())},
         "journal": journal_schema(),
+        "metrics": {"released": [definition(entry) for entry in metric_entries() if entry.metric.number in released()]},
     }
+
+
+def definition(entry: MetricEntry) -> str:
+    """Return what dashboards rely on: number, key, unit and reduction."""
+    return f"{entry.metric.id} {entry.metric.key}: {entry.metric.unit}, {entry.reduction}"
 
 
 def members(value: Any) -> Iterator[tuple[str, list[str]]]:
@@ -138,7 +146,7 @@ def breaks(before: Any, now: Any, place: str = "") -> Iterator[str]:
         yield from (f"{place}needs {name}" for name in added if not name.endswith("=") and "**" not in name)
 
 
-@pytest.mark.parametrize("part", ["names", "commands", "journal"])
+@pytest.mark.parametrize("part", ["names", "commands", "journal", "metrics"])
 def test_nothing_that_users_build_on_is_gone(part: str) -> None:
     before = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
 

@@ -49,7 +49,7 @@ from esper_telemetry.updates.data import (
     UpdateData,
 )
 from esper_telemetry.updates.equations import collection_checks
-from esper_telemetry.updates.extensions import UpdateExtension, update_extensions
+from esper_telemetry.updates.extensions import SupportsProgress, UpdateExtension, update_extensions
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample
 from esper_telemetry.updates.joining import (
@@ -77,6 +77,9 @@ MAX_ROLLOUT_STEPS = 1 << 24
 
 MAX_EVIDENCE_ENTRIES = 1 << 22
 """Entries of a gradient up to which DEBUG shows it layer by layer."""
+
+PROGRESS_SECONDS = 0.5
+"""Shortest time between two events about an update under way: `watch` redraws its screen as often."""
 
 MAX_FEATURE_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
@@ -171,6 +174,10 @@ class UpdateCollector:
         self._extensions: list[tuple[type[UpdateExtension], list[Any]]] = [
             (kind, listener.keep(kind.event_type)) for kind in kinds
         ]
+        self._progress_at = time.monotonic()
+        for kind, events in self._extensions:
+            if issubclass(kind, SupportsProgress) and telemetry.level >= Level.NORMAL:
+                listener.untimed(kind.event_type, partial(self._follow, kind, events))
         self._columns, self._critic = MinibatchBuffer(COLUMNS), MinibatchBuffer(CRITIC_COLUMNS)
         self._minibatches = listener.keep(MinibatchesEnd)
         if MinibatchesEnd not in joins:
@@ -318,6 +325,13 @@ class UpdateCollector:
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Add an evaluation to the record of the update that ends next."""
         self._telemetry.measure([partial(evaluation_stats, event.returns, event.lengths)])
+
+    def _follow(self, kind: type[UpdateExtension], events: Sequence[Any], _: object) -> None:
+        """Report the update under way, if the last report is old enough."""
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = now
+            self._telemetry.report_progress(partial(kind.from_events, tuple(events)))
 
     def _rolled_back(self, event: Rollback) -> None:
         """Announce that weights and moments jump, so that no detector takes it for a fault."""

@@ -14,12 +14,24 @@ import pkgutil
 from functools import lru_cache
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import Final
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Derived, Metric, MetricFamily, declared
 
 DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.history", "esper_telemetry.alarms")
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"
+
+RELEASES: Final = {
+    "0.1.0": (
+        "101-128 131-140 151-157 161-164 171-175 181-183 191 196 201-217 225 301-315 321-322 341 401-413 421-423 431-438 441-446 500-518 "
+        "520-525 530-535 541-553 560-563 570-575 590 600-610 701-705 711-715 721-724 731-735 741-745 751-759 761-766 801-807 900-914 "
+        "918-919 921-938 941-946 950-963 970-980 990-991 1500-1508 1510-1515 1522-1525 1533-1534 1551 1557 1581-1586 1620-1621 1623 1626 "
+        "1628 1632-1633 1635-1637 1641 1644 1649 1655 1687-1697"
+    ),
+    "0.2.0": "808-810 840-841 850 860-868 981-985 1587-1590",
+}
+"""Numbers of the metrics that each release added; a number never moves to another metric."""
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +68,20 @@ def families() -> dict[str, MetricFamily]:
         value for module in declaring_modules() for value in vars(module).values() if isinstance(value, MetricFamily)
     ]
     return {family.name: family for family in sorted(values, key=lambda family: family.place)}
+
+
+@lru_cache(maxsize=1)
+def released() -> dict[int, str]:
+    """Return the release that added each number."""
+    ends = {release: [part.split("-") for part in numbers.split()] for release, numbers in RELEASES.items()}
+    return {
+        n: release for release, parts in ends.items() for part in parts for n in range(int(part[0]), int(part[-1]) + 1)
+    }
+
+
+def since(metric: Metric) -> str:
+    """Return the release that added a metric, or `unreleased`; empty for metrics of user code."""
+    return released().get(metric.number, "unreleased") if metric.number else ""
 
 
 def family_name(key: str) -> str:

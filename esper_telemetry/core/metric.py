@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,7 @@ class Metric:
         undefined: condition under which the key is absent.
         when_positive: report the value only if it is above zero (counters of rare things).
         advice: what to try when the value leaves its bounds and no alarm reads it.
+        changes: changes of its meaning or bounds, each with the release.
     """
 
     key: str
@@ -105,6 +106,7 @@ class Metric:
     undefined: str = ""
     when_positive: bool = False
     advice: str = ""
+    changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_key(re.sub(r"\{[a-z_]+\}", "x", self.key))
@@ -185,6 +187,10 @@ class Metric:
     def advises(self, advice: str) -> Self:
         """Return the metric with what to try when it leaves its bounds."""
         return replace(self, advice=advice)
+
+    def changed(self, *changes: str) -> Self:
+        """Return the metric with the changes of its meaning or bounds, such as `0.3.0: bounds hold under a condition`."""
+        return replace(self, changes=changes)
 
     @property
     def id(self) -> str:
@@ -271,9 +277,14 @@ Array = npt.NDArray[np.float64]
 
 
 class Derived:
-    """Base of all groups of plain numbers."""
+    """Base of all groups of plain numbers.
+
+    Attributes:
+        sources: keys of records that the numbers are computed from.
+    """
 
     __slots__ = ()
+    sources: ClassVar[tuple[str, ...]] = ()
 
     def values(self, level: Level = Level.DEBUG) -> dict[str, float]:
         """Return the defined numbers of `level` by key; None, NaN and infinities are absent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ N_MIN = 20
 class AdvantageGradient(Derived):
     """Correlation of the scale of the advantages with the actor's gradient."""
 
+    sources: ClassVar[tuple[str, ...]] = ("adv/raw/std", "grad/{group}/norm_preclip")
     grad_corr: float | None = reports(
         Metric.quantity(
             "adv/grad_corr",
@@ -36,6 +38,7 @@ class AdvantageGradient(Derived):
 class LearningRateResponse(Derived):
     """Correlation of the size of the updates with the learning rate."""
 
+    sources: ClassVar[tuple[str, ...]] = ("opt/lr",)
     key: str = label()
     lr_response: float | None = reports(
         Metric.quantity(

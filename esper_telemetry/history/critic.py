@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ VARIANCE_FLOOR = 1e-6  # of the average Var(R)
 class CriticFit(Derived):
     """The critic's errors relative to the returns' spread."""
 
+    sources: ClassVar[tuple[str, ...]] = ("value/bias", "value/err/std", "value/std", "value/target/std")
     explained_variance: float | None = reports(
         Metric.quantity("value/explained_variance", 441, "explained variance", unit="1", high=1.0, level=Level.MINIMAL)
         .asks(
@@ -167,6 +169,7 @@ MAGNITUDE_FLOOR = 1e-6  # of the largest magnitude: rounding noise of float32
 class AdvantageScale(Derived):
     """Extremes of the raw advantages against their spread."""
 
+    sources: ClassVar[tuple[str, ...]] = ("adv/raw/mean", "adv/raw/std", "adv/raw/min", "adv/raw/max")
     absmax_over_std: float | None = reports(
         Metric.quantity("adv/raw/absmax_over_std", 216, "largest advantage in standard deviations", unit="σ", low=0.0)
         .asks("How far out is the most surprising single step? It alone may decide the update.")
@@ -199,6 +202,7 @@ ENTROPY_WINDOW = 20
 class PolicyTrend(Derived):
     """Speed at which the policy becomes certain."""
 
+    sources: ClassVar[tuple[str, ...]] = ("policy/entropy",)
     entropy_rate: float | None = reports(
         Metric.quantity("policy/entropy_rate", 127, "rate of entropy loss", unit="1/update")
         .asks("How fast does entropy fall, as a fraction per update? An early warning of premature collapse.")
@@ -224,6 +228,7 @@ def entropy_rate(entropies: Sequence[float] | Array, *, window: int = ENTROPY_WI
 class LargestShift(Derived):
     """The head whose actions changed most."""
 
+    sources: ClassVar[tuple[str, ...]] = ("policy/head/{head}/action_shift_js",)
     action_shift_js: float | None = reports(
         Metric.quantity(
             "policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2", low=0.0, high=1.0

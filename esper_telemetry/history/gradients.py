@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from esper_telemetry.history.deviations import N_MIN, OUTLIER_WINDOW, SCALE_MIN,
 class NoiseScale(Derived):
     """The noise scale and whether noise drowns the gradient."""
 
+    sources: ClassVar[tuple[str, ...]] = ("grad/gns/g2", "grad/gns/tr_sigma")
     b_simple: float | None = reports(
         Metric.quantity(
             "grad/gns/b_simple", 562, "gradient noise scale", unit="samples (sequences)", low=0.0, cost="sampled"
@@ -81,6 +82,11 @@ REBASELINE_AFTER = 50
 class GroupSeverity(Derived):
     """Severities and their thresholds per group, [groups] each; NaN where undefined."""
 
+    sources: ClassVar[tuple[str, ...]] = (
+        "grad/{group}/norm_preclip",
+        "grad/{group}/norm_preclip_max",
+        "grad/{group}/norm_preclip_nonfinite",
+    )
     group: tuple[str, ...] = label()
     severity_explode: Array | None = reports(
         Metric.severity("grad/{group}/severity_explode", 514, "exploding gradients of a group")
@@ -116,6 +122,7 @@ class GroupSeverity(Derived):
 class LayerSeverity(Derived):
     """Severities per parameter tensor, [layers] each; NaN where undefined."""
 
+    sources: ClassVar[tuple[str, ...]] = ("grad/layer/{layer}/norm",)
     layer: tuple[str, ...] = label()
     severity_explode: Array | None = reports(
         Metric.severity(
@@ -287,6 +294,11 @@ class GradientCondition(Derived):
         cause: the fault that takes most from the health; None if nothing does.
     """
 
+    sources: ClassVar[tuple[str, ...]] = (
+        "grad/layer/{layer}/norm",
+        "grad/zero_frac",
+        "grad/global/norm_preclip_nonfinite",
+    )
     health: float | None = reports(
         Metric.fraction("grad/health", 518, "health of the gradients", level=Level.MINIMAL)
         .asks("Are the gradients fit to learn from? 1 is perfect, 0 broken; alarms name the cause.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -24,6 +24,11 @@ SATURATED_ZEROS = 0.9
 class PairIntensity(Derived):
     """Gradient intensity of a module relative to its host."""
 
+    sources: ClassVar[tuple[str, ...]] = (
+        "grad/pair/{pair}/connected",
+        "grad/pair/{pair}/intensity",
+        "grad/pair/{pair}/host_intensity",
+    )
     pair: str = label()
     intensity_ratio: float | None = reports(
         Metric.ratio("grad/pair/{pair}/intensity_ratio", 570, "intensity of a module next to its host")

@@ -295,6 +295,7 @@ class HeadEntropy(MetricGroup):
             source="as policy/entropy_norm",
         )
         .absent("no row leaves a choice, or the head is continuous")
+        .changed("after 0.2.0: bounds hold only for a small `policy/head/{head}/entropy_marginal_norm`")
     )
     decision: Mean = reports(
         Metric.fraction("policy/head/{head}/decision_frac", 140, "share of rows in which a head decides")

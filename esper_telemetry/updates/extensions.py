@@ -7,7 +7,7 @@ A plugin that emits events of its own on a trainer's hooks declares one class th
     mine = "my_package.telemetry:MyUpdate"
 
 `attach` hands the class the events of an update. The record travels to the worker by its class, so both must be importable there. A class
-may also be a `SupportsEvents` or a `SupportsAlarmEvidence`.
+may also be a `SupportsEvents`, a `SupportsProgress` or a `SupportsAlarmEvidence`.
 """
 
 from __future__ import annotations
@@ -66,11 +66,24 @@ class SupportsEvents(Protocol):
 
 
 @runtime_checkable
+class SupportsProgress(Protocol):
+    """An extension whose views move while an update is under way, because it takes seconds."""
+
+    def progress(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+        """Yield the journal's events about the update so far, at NORMAL and DEBUG; the training thread asks at most twice a second."""
+
+
+@runtime_checkable
 class SupportsAlarmEvidence(Protocol):
     """An extension that says more about an alarm than metrics do."""
 
     def alarm_evidence(self, alarm: Alarm) -> Mapping[str, Any]:
         """Return plain values that join the evidence of an alarm which this update has raised; empty where it is another's."""
+
+
+def progress_of(extension: UpdateExtension, facts: Mapping[str, Any]) -> Iterable[Capture]:
+    """Return the events of an extension about the update so far; none if it does not support them."""
+    return extension.progress(facts) if isinstance(extension, SupportsProgress) else ()
 
 
 @lru_cache(maxsize=1)

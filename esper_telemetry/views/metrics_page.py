@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
 from esper_telemetry.alarms.registry import alarm_rules
-from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.catalogue import families, family_name, since
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.sinks.console import COLUMNS
+from esper_telemetry.views.lineage import audience, emitter, moment, readers
 
 INTRODUCTION = """\
 # What every number means
@@ -38,9 +39,17 @@ that chooses actions, by one *head* for each part of an action; the *critic* pre
 Entropies and divergences are in *nats*, natural logarithms; a *decade* is a factor of ten.
 
 **An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
-named in `code`. Then comes small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
-become one number, and how much it matters: `critical` alone shows a run to be broken, `high` is a headline, `detail` is read
-beside others.
+named in `code`. *Made by* names the function, the field of its group, the arguments or keys that it is computed from, and the modules
+that call the function, all below `esper_telemetry`. *For* names who needs the metric and where it is shown. Then comes small print: the
+number of the metric (`TELE-101`), its unit and range, how an update's minibatches become one number, when it is measured, how much it
+matters, and the release that added it. `critical` alone shows a run to be broken, `high` is a headline, `detail` supports other metrics.
+
+**Who needs it** follows from what reads it. The *operator* of a run sees it in a view, or it is a headline. *Automation* reads it for
+alarms and verdicts. A *developer* finds faults by its bounds and alarms, or at level debug. A *researcher* compares runs by every metric
+that does not depend on the machine.
+
+**Numbers** of metrics are public and never change. Values are float64 from the reduction to the journal and the backends; TensorBoard
+stores float32. A value has no default: it is absent if it is undefined.
 
 **Levels**: `minimal` has one headline per family and everything that alone shows a run to be broken; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of
@@ -48,7 +57,8 @@ several, as many as the budget allows (2 % of the wall time; `Telemetry(budget=.
 """
 
 UNBOUNDED = "no fixed bounds: compare with its own history"
-COSTS = {"free": "every update", "update": "one pass per update", "sampled": "sampled updates", "debug": "debug only"}
+PREFIX = f"{__name__.partition('.')[0]}."
+"""Beginning of the names of modules, which the text leaves out."""
 CONSOLE_KEYS = frozenset(key for column in COLUMNS for key in column.keys)
 
 
@@ -78,8 +88,23 @@ def entry_values(entry: MetricEntry) -> dict[str, Any]:
     """Return everything that an entry says, as plain values."""
     info = entry.info()
     described = {item.name: getattr(info, item.name) for item in fields(info)}
+    key, is_histogram = entry.metric.key, entry.reduction.startswith("histogram")
     lists = {"alarms": [alarm.type for alarm in entry.alarms], "series": list(entry.series)}
-    return {"key": entry.metric.key, **described, **lists, "sinks": _sink_forms(entry)}
+    return {
+        "key": key,
+        **described,
+        **lists,
+        "sinks": _sink_forms(entry),
+        "type": "histogram" if is_histogram else "float",
+        "precision": "float64; float32 in TensorBoard",
+        "default": "absent",
+        "emitter": emitter(key)._asdict(),
+        "readers": readers(entry)._asdict(),
+        "audience": list(audience(entry)),
+        "when": moment(entry.metric),
+        "since": since(entry.metric),
+        "changes": list(entry.metric.changes),
+    }
 
 
 def _sink_forms(entry: MetricEntry) -> dict[str, str]:
@@ -108,12 +133,32 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
             else ", ".join(f"`/{name}`" for name in entry.series)
         )
         yield f"compared with earlier updates under this key and an ending ([histories](#histories)): {names}"
+    yield from _lineage(entry)
+    yield from metric.changes
     parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
-    parts += [COSTS[metric.cost], f"priority {entry.priority}"]
+    added = since(metric)
+    parts += [moment(metric), f"priority {entry.priority}", f"since {added}" if added[:1].isdigit() else added]
     forms = {form for sink, form in _sink_forms(entry).items() if sink not in ("journal", "console")}
     if forms != {"scalar"}:
         parts.append("in dashboards: " + ", ".join(sorted(forms)))
     yield " · ".join(part for part in parts if part)
+
+
+def _lineage(entry: MetricEntry) -> Iterator[str]:
+    """Yield where the value comes from, and who needs it where."""
+    made, read = emitter(entry.metric.key), readers(entry)
+    field = f"{made.group.rpartition('.')[2]}.{made.field}"
+    text = f"made by {_listed(made.functions)} as `{field}`" if made.functions else f"made as `{field}`"
+    text += f" from {_listed(made.inputs)}" if made.inputs else ""
+    yield text + (f"; called in {_listed(made.called_in)}" if made.called_in else "")
+    places = [*read.live, *read.verdicts]
+    computed = read.metrics[len(entry.series) :]
+    places += [f"computes {_listed(computed)}"] if computed else []
+    yield f"for {', '.join(audience(entry))}" + (f": {'; '.join(places)}" if places else "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name.removeprefix(PREFIX)}`" for name in names)
 
 
 def _when_not_normal(entry: MetricEntry) -> Iterator[str]:

@@ -118,6 +118,7 @@ class TableDeclaration:
         events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
         detail: returns what a view shows of one row, by its number; None where there is no more than the row.
         headings: (heading, meaning) of columns that a reader may ask about, for the help of the terminal.
+        keys: metrics or templates whose single environments, layers or the like are its rows.
     """
 
     name: str
@@ -127,6 +128,7 @@ class TableDeclaration:
     events: tuple[str, ...] = ()
     detail: Callable[[RunView, int], RenderableType] | None = None
     headings: tuple[tuple[str, str], ...] = ()
+    keys: tuple[str, ...] = ()
 
     def checked_table(self, view: RunView) -> TableView | None:
         """Return the table; raises TypeError where a view could not show it."""
@@ -156,11 +158,13 @@ class StripDeclaration:
         name: unique name.
         item: returns the part, or None while there is nothing to say.
         place: order in the strip, smallest first; the alarms have 0.
+        keys: metrics or templates that it reads.
     """
 
     name: str
     item: Callable[[RunView], StripItem | None]
     place: int = 100
+    keys: tuple[str, ...] = ()
 
     def checked_item(self, view: RunView) -> StripItem | None:
         """Return the part; raises TypeError where it is not a `StripItem`."""
@@ -340,11 +344,13 @@ def _memory(view: RunView) -> StripItem | None:
 
 STRIP: Final = (
     StripDeclaration("alarms", strip_of_alarms, 0),
-    StripDeclaration("nonfinite", _nonfinite, 40),
-    StripDeclaration("exploding", _exploding, 50),
-    StripDeclaration("dead_layers", _dead_layers, 60),
-    StripDeclaration("policy", _policy, 70),
-    StripDeclaration("memory", _memory, 80),
+    StripDeclaration("nonfinite", _nonfinite, 40, (NONFINITE_GRADIENTS,)),
+    StripDeclaration(
+        "exploding", _exploding, 50, ("grad/layer/{layer}/severity_explode", "grad/{group}/severity_explode")
+    ),
+    StripDeclaration("dead_layers", _dead_layers, 60, ("grad/layer/{layer}/zero_frac",)),
+    StripDeclaration("policy", _policy, 70, ("policy/entropy_norm", "policy/entropy_marginal_norm", "policy/kl")),
+    StripDeclaration("memory", _memory, 80, ("perf/memory/process_frac", "perf/memory/device_frac")),
 )
 """The built-in parts of the anomaly strip, one line that says what is wrong with a run now; places between them are for plugins."""
 

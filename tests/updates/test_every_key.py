@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
-from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.catalogue import catalogue, groups
+from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import template_of
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.views.lineage import emitter
 
 LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"
@@ -27,6 +33,9 @@ ELSEWHERE = {
     "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/metrics/integrity/test_equations.py",
 }
 """Keys that no run here can report, and why."""
+
+PARTIAL = {"AdamMemory", "LearningRate", "NormalizerClipping", "SamplingPeriod"}
+"""Groups that `updates.groups.measure` yields as a `partial`, which is called after it."""
 
 KEYS = {metric.key: metric for metric in catalogue()}
 LANGUAGE = {key for key, metric in KEYS.items() if key.startswith("lm/") and not metric.when_positive}
@@ -48,7 +57,26 @@ def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set
 
 
 @pytest.fixture(scope="module")
-def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def callers() -> Iterator[dict[type, set[str]]]:
+    """The functions that were running when groups were made, by their type."""
+    running: dict[type, set[str]] = defaultdict(set)
+
+    def watched(group: type, make: Callable[..., None]) -> Callable[..., None]:
+        def init(self: object, *arguments: Any, **named: Any) -> None:
+            for frame, _ in traceback.walk_stack(sys._getframe(1)):
+                running[group].add(f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}")
+            make(self, *arguments, **named)
+
+        return init
+
+    with pytest.MonkeyPatch.context() as patch:
+        for group in groups():
+            patch.setattr(group, "__init__", watched(group, vars(group)["__init__"]))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory, callers: dict[type, set[str]]) -> set[str]:
     """Keys of a policy with memory and several heads, one that grows networks, and a continuous one with a shared trunk."""
     directory = tmp_path_factory.mktemp("runs")
     recall = measured(
@@ -79,6 +107,14 @@ def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[s
     expected = {key for key, metric in KEYS.items() if not metric.when_positive}  # other tests break the data for those
 
     assert expected - templates == set(ELSEWHERE) | LANGUAGE
+
+
+def test_the_registry_names_the_function_that_makes_a_metric(emitted: set[str], callers: dict[type, set[str]]) -> None:
+    """One of the functions that an entry names was running when the group was made."""
+    made = {group: emitter(next(metric.key for _, metric in declared(group))).functions for group in callers}
+
+    assert {group.__name__ for group, names in made.items() if callers[group].isdisjoint(names)} == PARTIAL
+    assert len(made) > 100
 
 
 def test_reasons_are_for_registered_keys() -> None:

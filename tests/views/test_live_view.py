@@ -287,6 +287,27 @@ def test_keys_lead_to_charts_incidents_tables_and_back(run: WrittenRun) -> None:
     with_app([run.run_dir], use)
 
 
+def test_a_click_opens_the_line_below_the_mouse(run: WrittenRun) -> None:
+    """The line may be a metric or a row of a table, also after scrolling; a click on a line without a page does nothing."""
+    run.event("environments", **table_event(30))
+
+    async def use(app: WatchApp, pilot: Pilot[None]) -> None:
+        def row_of(text: str) -> int:
+            return next(y for y, line in enumerate(screen(app).splitlines()) if text in line)
+
+        await pilot.click(app._page, offset=(5, row_of("KL divergence")))
+        assert "policy/kl" in screen(app) and app._pages[-1] == ("chart", "policy/kl")
+        await pilot.press("escape", "t")
+        await pilot.click(app._page, offset=(5, row_of("Return")))
+        await pilot.click(app._page, offset=(5, 0))
+        assert app._pages[-1][0] == "table"
+        await pilot.press("pagedown")
+        await pilot.click(app._page, offset=(5, row_of("29 ")))
+        assert app._pages[-1] == ("row", "0:environments:29")
+
+    with_app([run.run_dir], use)
+
+
 def test_a_wide_table_scrolls_beside_its_first_column(run: WrittenRun) -> None:
     run.event("environments", **table_event(3) | {"return": [1.5e5, 0.1, 0.2]})
 
@@ -487,5 +508,9 @@ def test_watch_follows_a_live_run_in_a_terminal_of_80_by_24(run: WrittenRun, tmu
     run.record(policy__kl=0.01)
     after = shows("update 5")
     assert after.splitlines()[0] == "ALL CLEAR ✓"
-    tmux("send-keys", "q")
+    row = 1 + next(y for y, line in enumerate(after.splitlines()) if "KL divergence" in line)
+    for state in "Mm":  # the button goes down and up: what a terminal sends for a mouse
+        tmux("send-keys", "-l", f"\x1b[<0;5;{row}{state}")
+    shows("policy/kl ")
+    tmux("send-keys", "q", "q")
     shows("left with 0")

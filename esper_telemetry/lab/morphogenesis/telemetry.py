@@ -24,7 +24,7 @@ from esper_telemetry.updates.extensions import Capture
 
 MAX_ENVIRONMENTS: Final = 64
 TREND_EPOCHS, SHORT_TREND_EPOCHS, MAX_LONG_TRENDS = 40, 8, 16
-"""Epochs of a trend in the event, and in that of more than `MAX_LONG_TRENDS` environments."""
+"""Epochs of a trend in the event; the short one holds for more than `MAX_LONG_TRENDS` environments, and within an update."""
 RECENT_OPS: Final = 5
 MAX_NAMED_SEEDS: Final = 5
 """Seeds that the evidence of an alarm names."""
@@ -123,7 +123,9 @@ class GrowthHistory(NamedTuple):
         )
 
 
-def growth_event(step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor]) -> dict[str, Any]:
+def growth_event(
+    step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor], *, is_brief: bool = False
+) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
     Columns are lists with a leading environment axis; None where a number is not known. There is one copy from a device.
@@ -131,10 +133,11 @@ def growth_event(step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, T
     Args:
         step, history: the last step, and the course of the environments.
         seeds: [T, B, S] each, the columns of the update; of the severities of gradients the largest is given.
+        is_brief: trends are short, which halves the size.
     """
     total = len(history.paid)
     count = min(MAX_ENVIRONMENTS, total)
-    trend = TREND_EPOCHS if count <= MAX_LONG_TRENDS else SHORT_TREND_EPOCHS
+    trend = SHORT_TREND_EPOCHS if is_brief or count > MAX_LONG_TRENDS else TREND_EPOCHS
     columns = {f"hosts/{name}": step.hosts[column] for name, column in HOST_COLUMNS.items()}
     columns |= {f"seeds/{name}": step.seeds[name] for name in SEED_COLUMNS}
     columns |= {f"seeds/{name}": _worst(seeds, name, history.epochs) for name in ("exploding", "vanishing")}
@@ -300,6 +303,11 @@ class GrowthUpdate:
         """Yield the event `growth`: the environments and their seeds after the last step."""
         if self.final.history is not None:
             yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds))
+
+    def progress(self, _: Mapping[str, Any]) -> Iterator[Capture]:
+        """Yield the event `growth` in its brief form."""
+        if self.final.history is not None:
+            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, is_brief=True))
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
         """Return the seeds that an alarm about seeds means, by environment and slot."""

@@ -208,6 +208,7 @@ def environments_table(view: RunView) -> TableView | None:
     ]
     total = data["environments"]
     title = "Environments" if len(rows) == total else f"Environments ({len(rows)} of {total:,})"
+    title += f", epoch {data['epoch']} of {data['horizon']}"
     columns = (*COLUMNS, *(f"Slot {slot}" for slot in range(slots)), *LAST_COLUMNS)
     return TableView("growth", title, columns, tuple(rows), _footer(data, slots))
 
@@ -434,6 +435,14 @@ def seed_gradients(view: RunView) -> StripItem | None:
     return StripItem(f"{count} seed grad{'' if count == 1 else 's'}") if count else None
 
 
+SINGLE_KEYS: Final = (
+    *("host/accuracy", "host/accuracy_best", "host/epochs_since_best", "host/loss", "host/growth_ratio"),
+    *("host/seeds_gain", "host/synergy", "env/op/{op}", "env/reward/{component}", "env/rollback/{reason}"),
+    *("seed/stage/{stage}", "seed/alpha", "seed/life", "seed/exploding", "seed/vanishing", "seed/intensity_ratio"),
+    *("seed/cause/{cause}", "seed/contribution", "seed/shapley/mean"),
+)
+"""Metrics whose single hosts and seeds the table and its details show."""
+
 VIEWS: Final = (
     PanelDeclaration(
         "growth",
@@ -449,9 +458,16 @@ VIEWS: Final = (
         15,
     ),
     TableDeclaration(
-        "growth", "Environments", environments_table, 5, events=(EVENT,), detail=environment_detail, headings=HEADINGS
+        "growth",
+        "Environments",
+        environments_table,
+        5,
+        events=(EVENT,),
+        detail=environment_detail,
+        headings=HEADINGS,
+        keys=SINGLE_KEYS,
     ),
-    StripDeclaration("stalled", stalled, 10),
-    StripDeclaration("degraded", degraded, 20),
-    StripDeclaration("seed_gradients", seed_gradients, 30),
+    StripDeclaration("stalled", stalled, 10, ("host/epochs_since_best",)),
+    StripDeclaration("degraded", degraded, 20, ("host/accuracy",)),
+    StripDeclaration("seed_gradients", seed_gradients, 30, ("seed/exploding", "seed/vanishing")),
 )

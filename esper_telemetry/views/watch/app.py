@@ -161,6 +161,16 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
             self.chosen = seen[0] if pages > 0 else seen[-1]
         self.refresh()
 
+    def choose_at(self, y: int) -> bool:
+        """Move the cursor to the line at a row of the screen; return False if that line cannot be chosen."""
+        place = y - len(self._fixed)
+        lines = self._visible()
+        if not 0 <= place < len(lines) or not lines[place].id:
+            return False
+        self._moved, self.chosen = True, lines[place].id
+        self.refresh()
+        return True
+
     @property
     def room(self) -> int:
         """Number of lines that scroll."""
@@ -262,6 +272,11 @@ class WatchApp(App[None]):
     def on_resize(self, _: events.Resize) -> None:
         """Draw for the new size."""
         self.call_after_refresh(self.draw)
+
+    def on_click(self, event: events.Click) -> None:
+        """Open the line that was clicked, as Enter does."""
+        if event.widget is self._page and self._page.choose_at(event.screen_y - self._page.region.y):
+            self.action_open()
 
     def tick(self) -> None:
         """Read what was appended, for a bounded time; draw where something is new, or the age of the last record is."""

@@ -404,7 +404,7 @@ def _row(texts: Sequence[Text], widths: Sequence[int], striped: bool) -> Text:
 
 HELP: Final[Mapping[str, str]] = {
     "↑ ↓  PgUp PgDn  Home End": "move",
-    "Enter": "chart of the metric, evidence of the incident, detail of the environment",
+    "Enter, click": "chart of the metric, evidence of the incident, detail of the environment",
     "Esc  q": "back; q leaves from the overview",
     "t  Tab": "next table (environments), and back to the overview",
     "/": "filter metrics by a regular expression; in a table digits match the id, text any part of a row",

@@ -81,6 +81,31 @@ def test_an_exploding_seed_is_named_in_alarm_table_and_detail(exploded: tuple[Ru
     assert "▲ EXPLODING" in console.export_text()
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, [*range(1, 33)]), (1e9, [0] * 16 + [16] * 16)])
+def test_the_view_moves_while_an_update_is_under_way(
+    seconds: float, shown: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates of 16 epochs; after each epoch a reader of the journal sees it, or the last update's where the pause is long."""
+    monkeypatch.setattr("esper_telemetry.adapters.attach.PROGRESS_SECONDS", seconds)
+    run, views, seen = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16)), list[RunView](), list[int]()
+
+    def look(_: GrowthStep) -> None:
+        views[:] = views or [open_view(tmp_path / "run")]
+        views[0].refresh()
+        table = environments_table(views[0])
+        seen.append(0 if table is None else int(table.title.split()[-3]))
+
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        attach(telemetry, run)
+        run.hooks.on(GrowthStep, look)
+        run.learn(2 * 16 * 4)
+
+    assert seen == shown
+    view = open_view(tmp_path / "run")
+    assert view.latest["growth"].axes == view.axes and view.updates == 2
+    assert len(view.latest["growth"].data["trend"]["accuracy"][0]) == 40
+
+
 def with_event(data: dict[str, Any]) -> RunView:
     view = RunView(RunInfo("a", "a", None, 0.0), "a")
     view.latest["growth"] = JournalEvent("growth", data, axes=Axes(1, 1, 1, 0.0))

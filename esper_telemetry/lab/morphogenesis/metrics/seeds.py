@@ -1,6 +1,6 @@
 """Metrics of seeds: stages, gradients, gates and contributions, over T steps of B environments with S slots.
 
-Ids are those of esper-lite plus 1000 where the meaning is the same: TELE-514 there is TELE-1514 here.
+A number is that of esper-lite plus 1000 if the metric there has the same meaning: TELE-514, exploding gradients, is TELE-1514 here.
 """
 
 from __future__ import annotations
