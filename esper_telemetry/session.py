@@ -298,10 +298,14 @@ class TelemetrySession:
 
     def report_progress(self, snapshot: Callable[[], UpdateExtension]) -> None:
         """Write the events of the update under way, unless an earlier part of the run has recorded this update."""
+        if self._active:
+            self._serve(partial(self._report_progress, snapshot))
+
+    def _report_progress(self, snapshot: Callable[[], UpdateExtension]) -> None:
         recorder, earlier = self._recorder, self._journal_position.axes
-        if not self._active or recorder is None or recorder.run is None or self.run_dir is None:
+        if recorder is None or recorder.run is None or self.run_dir is None:
             return
-        with self._lock, self.clock:
+        with self.clock:
             self._record_pending()
             axes = replace(self._axes, update=self._axes.update + 1, wall_time=time.time())
             if earlier is None or axes.update > earlier.update:

@@ -222,7 +222,7 @@ def test_a_worker_that_is_behind_is_given_less_to_measure(tmp_path: Path, monkey
     for update in range(1, 5):
         submit(telemetry, update)
 
-    assert session_of(telemetry).sampling.is_late and not session_of(telemetry).samples_next
+    assert session_of(telemetry).sampling.is_late
     telemetry.close()
 
 
