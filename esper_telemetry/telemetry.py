@@ -106,7 +106,8 @@ class Telemetry:
 
     An error is raised on every rank, and nothing is left behind.
 
-    Threads may share a Telemetry: one call at a time is served. It cannot be pickled; a copy of an object that holds one holds the same.
+    Threads may share a Telemetry: it serves one call at a time, and a call from a signal handler when the call that it interrupts is over. It
+    cannot be pickled; a copy of an object that holds one holds the same.
 
     Whatever else the system refuses, at the start or later, costs a warning and never the training: without shared memory, descriptors or
     processes updates are measured in this process; where a new `run_dir` cannot be written, the run has no journal.
