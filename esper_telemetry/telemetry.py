@@ -331,7 +331,7 @@ def check_sendable(rules: Iterable[AlarmRule]) -> None:
         try:
             # A worker process cannot import what the script that runs defines.
             reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
-        except Exception as error:  # pickling runs code of the rule
+        except (Exception, SystemExit) as error:  # pickling runs code of the rule
             reason = str(error)
         if reason:
             raise TypeError(

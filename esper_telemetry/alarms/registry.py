@@ -61,7 +61,7 @@ def alarm_rules() -> tuple[AlarmRule, ...]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             rules = [*with_alarms(rules, as_rules(entry.load()))]
-        except Exception as error:  # a plugin's own code
+        except (Exception, SystemExit) as error:  # a plugin's own code
             _logger.warning("The alarms of %s cannot be used: %s", entry.name, error)
     return tuple(rules)
 

@@ -122,7 +122,7 @@ def can_use_worker(settings: PipelineSettings) -> bool:
         return False
     try:
         return b"__main__" not in pickle.dumps(settings)
-    except Exception:  # pickling runs code of detectors and alarms, which need not be made for it
+    except (Exception, SystemExit):  # pickling runs code of detectors and alarms, which need not be made for it
         return False
 
 

@@ -93,6 +93,6 @@ def update_extensions() -> tuple[type[UpdateExtension], ...]:
     for entry in entry_points(group=GROUP):
         try:
             classes.append(entry.load())
-        except Exception as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # whatever a plugin raises
             _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error)
     return tuple(classes)

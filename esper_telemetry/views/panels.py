@@ -461,7 +461,7 @@ def view_declarations() -> ViewDeclarations:
             value = entry.load()
             added = [value] if isinstance(value, ViewDeclaration) else list(value)
             ViewDeclarations.of([*declarations, *added])
-        except Exception as error:  # a plugin's own code
+        except (Exception, SystemExit) as error:  # a plugin's own code
             problems.append(f"The views of the plugin {entry.name!r} ({entry.value}) cannot be used: {error}")
             _logger.warning("esper-telemetry: %s", problems[-1])
         else:

@@ -68,7 +68,7 @@ def write_run_report(run_dir: Path) -> None:
     """Write the page of a run into its directory; what fails costs a warning, as training goes on after it."""
     try:
         write_report(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
-    except Exception as error:  # an installed plugin's code among others
+    except (Exception, SystemExit) as error:  # an installed plugin's code among others
         _logger.warning("esper-telemetry: there is no %s of %s: %s", REPORT_NAME, run_dir, error)
 
 

@@ -502,7 +502,7 @@ class RunView:
         self._problems.pop(declared, None)
         try:
             return make(self)
-        except Exception as error:  # a plugin's own code
+        except (Exception, SystemExit) as error:  # a plugin's own code
             kind = type(declared).__name__.removesuffix("Declaration").lower()
             self._problems[declared] = f"The {kind} {declared.name!r} cannot be shown: {type(error).__name__}: {error}"
             return None

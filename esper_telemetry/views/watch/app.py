@@ -357,7 +357,7 @@ class WatchApp(App[None]):
             detail = views[int(index)].detail(name, int(row))
             try:
                 lines = rendered(detail, width)
-            except Exception as error:  # a plugin's own code
+            except (Exception, SystemExit) as error:  # a plugin's own code
                 lines = [Line(part) for part in wrapped(f"This row cannot be shown: {error}", width, "yellow")]
             self._page.show(top, lines)
         else:
