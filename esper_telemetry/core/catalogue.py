@@ -92,14 +92,15 @@ def family_name(key: str) -> str:
 @lru_cache(maxsize=1)
 def declaring_modules() -> tuple[ModuleType, ...]:
     """Return every module that may declare metrics."""
-    packages = [importlib.import_module(name) for name in DECLARING_PACKAGES]
+    modules = [module for name in DECLARING_PACKAGES for module in _with_submodules(importlib.import_module(name))]
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
         try:
-            packages.append(entry.load())
-        except Exception as error:  # a broken plugin costs its metrics their descriptions, never the run
+            modules += _with_submodules(entry.load())
+        except (Exception, SystemExit) as error:  # a broken plugin costs its metrics their descriptions, never the run
             _logger.warning("the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error)
-    modules: list[ModuleType] = []
-    for package in packages:
-        inner = pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + ".")
-        modules += [package, *(importlib.import_module(info.name) for info in inner)]
     return tuple(modules)
+
+
+def _with_submodules(package: ModuleType) -> list[ModuleType]:
+    inner = pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + ".")
+    return [package, *(importlib.import_module(info.name) for info in inner)]
