@@ -21,7 +21,7 @@ from esper_telemetry.core.metric import Derived, Metric, MetricFamily, declared
 DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.history", "esper_telemetry.alarms")
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("esper_telemetry")
 
 
 @lru_cache(maxsize=1)

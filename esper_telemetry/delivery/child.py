@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import remember
 from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, become_helper_process
 from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
@@ -58,9 +58,7 @@ STATUS_FILE_SECONDS: Final = 5.0
 def main() -> None:
     """Deliver until every sink is closed or disabled."""
     become_helper_process(NICENESS)
-    log = logging.StreamHandler()
-    log.setFormatter(_MaskingFormatter("%(asctime)s %(message)s"))
-    logging.basicConfig(handlers=[log])
+    logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     messages = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -83,13 +81,6 @@ def main() -> None:
         for name, text in settings["sinks"].items()
     ]
     sys.exit(serve(trainer, deliveries, run_dir, settings["call_seconds"]))
-
-
-class _MaskingFormatter(logging.Formatter):
-    """Masks passwords: what clients raise holds addresses."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
 
 
 def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
@@ -244,6 +235,7 @@ class TrainerLink:
         if line is None:
             return None
         message = json.loads(line)
+        remember(message.get("secrets", ()))
         self.gone = self.gone or "leave" in message
         return RunStatus(message["end"]) if "end" in message else None
 

@@ -1,4 +1,8 @@
-"""The lines of a journal: values encoded as JSON objects, and decoded."""
+"""The lines of a journal: values encoded as JSON objects, and decoded.
+
+Secrets are masked where values are encoded: sinks and views read the journal, so this is the way out for everything but records, which hold
+numbers, and descriptions of metrics, which are part of the code.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from esper_telemetry.core.record import (
     RunInfo,
     RunStatus,
 )
+from esper_telemetry.core.redaction import redacted
 
 
 def plain(value: Any, *, depth: int = 16) -> Any:
@@ -95,17 +100,18 @@ Entry = RunInfo | Record | Alarm | JournalEvent | End
 def encode_run(info: RunInfo) -> dict[str, Any]:
     """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved."""
     resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
+    shown = redacted({name: plain(getattr(info, name)) for name in ("config", "facts", "tags", "notes", "name")})
     return {
         "kind": "run",
         "schema": SCHEMA,
         "run_id": info.run_id,
-        "name": info.name,
+        "name": shown["name"],
         "started": info.started,
-        "config": plain(info.config),
-        "tags": list(info.tags),
-        "notes": info.notes,
+        "config": shown["config"],
+        "tags": shown["tags"],
+        "notes": shown["notes"],
         "versions": dict(info.versions),
-        "facts": plain(info.facts),
+        "facts": shown["facts"],
         "metrics": _encode_descriptions(info.metrics),
         **resumed,
     }
@@ -129,13 +135,13 @@ def encode_record(record: Record) -> dict[str, Any]:
 def encode_alarm(alarm: Alarm) -> dict[str, Any]:
     """Encode an alarm, with its evidence as `plain` JSON."""
     rest = {item.name: getattr(alarm, item.name) for item in fields(Alarm) if item.name not in ("axes", "evidence")}
-    return {"kind": "alarm", **rest, "axes": encode_axes(alarm.axes), "evidence": plain(alarm.evidence)}
+    return {"kind": "alarm", **redacted({**rest, "axes": encode_axes(alarm.axes), "evidence": plain(alarm.evidence)})}
 
 
 def encode_event(event: JournalEvent) -> dict[str, Any]:
     """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
-    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": plain(event.data)}
+    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": redacted(plain(event.data))}
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
@@ -217,6 +218,10 @@ class InProcessPipeline:
         if info.run_dir:
             with suppress(OSError):  # a journal that cannot be read costs the history, never the run
                 self._read_back(info)
+
+    def learn(self, secrets: Sequence[str]) -> None:
+        """Mask these secrets from now on; the worker knows what the training process knows."""
+        remember(secrets)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """Append descriptions of keys that the head did not have."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.record import Alarm, Level
+from esper_telemetry.core.redaction import redacted
 from esper_telemetry.pipeline.record import AlarmReport
 
 AlarmCallback = Callable[[Alarm], object]
@@ -101,7 +103,7 @@ class AlarmResponse:
         in trouble. KeyboardInterrupt and SystemExit end training, as they do anywhere else.
         """
         while self._alarms:
-            alarm = self._alarms.popleft()
+            alarm = _without_secrets(self._alarms.popleft())
             with self._clock.paused():
                 for callback in tuple(self._callbacks):
                     try:
@@ -118,3 +120,8 @@ class AlarmResponse:
             *(getattr(callback, "__qualname__", type(callback).__name__), type(error).__name__, error),
             exc_info=error,
         )
+
+
+def _without_secrets(alarm: Alarm) -> Alarm:
+    """Return the alarm as the journal has it: callbacks print and send it."""
+    return replace(alarm, text=redacted(alarm.text), evidence=redacted(alarm.evidence))

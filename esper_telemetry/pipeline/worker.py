@@ -27,6 +27,7 @@ import torch
 
 from esper_telemetry.core.group import Values
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.redaction import known_secrets
 from esper_telemetry.core.supervisor import ProcessSupervisor, become_helper_process
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent
@@ -123,6 +124,7 @@ class WorkerPipeline:
         self._answers = self._replies_read = 0
         self._reports: list[AlarmReport] = []
         self._warned = self._closed = False
+        self._secrets: tuple[str, ...] = ()
         with ExitStack() as lent:
             shared = shared_file(RING_BYTES)
             lent.callback(os.close, shared)
@@ -222,6 +224,9 @@ class WorkerPipeline:
         if self._fallback is not None:
             getattr(self._fallback, method)(*arguments)
             return
+        if (secrets := known_secrets()) is not self._secrets:
+            self._secrets = secrets
+            self._send("learn", secrets)
         message = self._packer.pack((method, arguments))
         self._unanswered.append(message)
         self._outbox += message.parts()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.redaction import masked
 
 Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
 """A metric function with its arguments, as `functools.partial` makes it: not called yet."""
@@ -78,6 +79,6 @@ class Containment:
         name = next((name for name in metrics if not name.startswith("<")), own)
         if name not in self._warned:
             self._warned.add(name)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            reason = masked(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
             message = "%s failed (%s): what it measures is missing from the records, training goes on"
             _logger.warning(message, name, reason, exc_info=_logger.isEnabledFor(logging.DEBUG))
