@@ -78,7 +78,7 @@ PLACES: Final[tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...]] = 
     (
         "cookie",
         re.compile(
-            r"""(?i)\b(?:set-)?cookie\\?["']?[ \t]*[:=][ \t]*\\?["']?((?:[\w.-]{1,80}=[^;\s"'\\]*(?:;[ \t]*)?)+)"""
+            r"""(?i)\b(?:set-)?cookie\\?["']?[ \t]*[:=][ \t]*\\?["']?((?:[\w.-]{1,80}=[^;\s"'\\()]*(?:;[ \t]*)?)+)"""
         ),
         bool,
     ),

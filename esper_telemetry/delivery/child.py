@@ -51,6 +51,8 @@ NICENESS: Final = 19
 FRESH_PROCESS_EXIT_CODE: Final = 75
 """Asks the trainer for a fresh process; EX_TEMPFAIL of sysexits.h."""
 HEARTBEAT_SECONDS: Final = 5.0
+SECRETS_HEAD: Final = b'{"secrets":'
+"""Beginning of a line of the trainer that is read out of turn: a sink may raise these secrets at once."""
 STATUS_FILE_SECONDS: Final = 5.0
 """Shortest time between two writes of `status.json`."""
 
@@ -130,6 +132,7 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
         delivery.import_client()
     if _needs_fresh_process(deliveries):
         return []
+    trainer.take_secrets()
     threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
     for thread in threads:
         thread.start()
@@ -235,7 +238,6 @@ class TrainerLink:
         if line is None:
             return None
         message = json.loads(line)
-        remember(message.get("secrets", ()))
         self.gone = self.gone or "leave" in message
         return RunStatus(message["end"]) if "end" in message else None
 
@@ -254,6 +256,10 @@ class TrainerLink:
             return True
         return False
 
+    def take_secrets(self) -> None:
+        """Remember the secrets that the trainer has sent by now; `listen` does so too."""
+        self._receive(0.0)
+
     def _receive(self, seconds: float) -> None:
         """Read what comes within that time, and find out whether the trainer is gone.
 
@@ -263,7 +269,11 @@ class TrainerLink:
         poll.register(self._messages, select.POLLIN)
         if poll.poll(seconds * 1000):
             data = os.read(self._messages, READ_BYTES)
-            self._received += data
+            *lines, rest = (self._received + data).split(b"\n")
+            for line in lines:
+                if line.startswith(SECRETS_HEAD):
+                    remember(json.loads(line)["secrets"])
+            self._received = b"\n".join([*(line for line in lines if not line.startswith(SECRETS_HEAD)), rest])
             self.gone = not data
         self.gone = self.gone or os.getppid() != self._parent_pid
 

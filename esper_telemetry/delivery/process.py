@@ -92,7 +92,7 @@ class SinkProcess:
             if self._supervisor.restart_due(seconds):
                 self._start()
             return
-        self._send_secrets()
+        self.send_secrets()
         ended = self._supervisor.has_ended  # before the read, which then gives the last of what it wrote
         data = self._supervisor.read(0.0 if ended else seconds)
         if data:
@@ -145,11 +145,11 @@ class SinkProcess:
             }
         )
         self._secrets = ()
-        self._send_secrets()
+        self.send_secrets()
         if self._end is not None:
             self._send({"end": str(self._end)})
 
-    def _send_secrets(self) -> None:
+    def send_secrets(self) -> None:
         """Send the secrets that this process has recognised by now: clients raise texts that hold them."""
         if (secrets := known_secrets()) is not self._secrets:
             self._secrets = secrets
