@@ -1,6 +1,6 @@
 """Masks secrets in everything that is written down, sent or printed: `masked` for a text, `redacted` for a structure.
 
-A secret that the rules of `core/secret_rules.py` have recognised once is masked wherever it appears in this process: an exception may hold
+A secret that the rules of `core/secret_rules.py` have recognised once is masked in every text of this process: an exception may hold
 the key that a setting names. Helper processes get these secrets through their pipes, never on a disk or a command line.
 """
 
@@ -29,15 +29,15 @@ from esper_telemetry.core.secret_rules import (
 )
 
 HIDDEN: Final = "***"
-"""Stands for a secret."""
+"""Replacement of a secret."""
 MAX_SECRETS: Final = 1000
 """Forms of secrets that a process remembers."""
 MIN_CONTAINED_LENGTH: Final = 12
-"""Length from which on a secret is also masked inside of longer words."""
+"""Shortest secret that is also masked inside longer words."""
 ENVIRONMENT_SECONDS: Final = 1.0
-"""Time between two looks at the environment, whose variables a program may set at any time."""
+"""Time between two checks of the environment variables, which a program may set at any time."""
 CACHED_TEXTS, MAX_CACHED_LENGTH = 4096, 400
-"""Number and length of the texts whose masked form is kept: names of layers come again with every update."""
+"""Number and length of texts in the cache: every update has the same names of layers."""
 
 ADDRESS: Final = re.compile(
     r"""(?<=://)(?P<user>[^\s/:@?\#"'`<>]{0,200}):(?:(?P<password>[^\s/?\#"'`<>]{0,300})|"""
@@ -83,9 +83,10 @@ PLACES: Final[tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...]] = 
         bool,
     ),
     ("-", re.compile(r"(?<![\w-])(?:-u|--(?:proxy-)?user)[ =]\s*[\"']?[^\s:\"']{1,80}:([^\s\"']+)"), bool),
+    ("jdbc:", re.compile(r"\bjdbc:[\w:]{1,80}:[\w$]{1,80}/([^\s@]{1,200})@"), bool),
     ("login", re.compile(r"\blogin[ \t]+\S{1,80}\s+(?:account\s+\S{1,80}\s+)?password[ \t]+(\S+)"), bool),
 )
-"""Places of secrets: a word in lower case that such a text has, the place with the secret as its group, and a check of the secret."""
+"""Places of secrets: a lower-case word that the text must contain, the place with the secret as its group, and a check of the secret."""
 
 ASSIGNMENT: Final = re.compile(
     r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*+(?:[ ](?:key|token|password|secret)s?(?!\w))?)\\?["'`]?\]?"""
@@ -97,10 +98,10 @@ SENTENCE: Final = re.compile(
     r"(?i)(?<![\w.-])(?P<name>(?:key|token|password|passphrase|secret|credential)s?)"
     r"(?P<sign>(?:[ ](?:is|was|of|value|provided|given|used):?){0,2}[ ])(?=\S)"
 )
-"""Beginnings of a value: `name=`, `--name `, `<name>`, `the key is `."""
+"""What comes before a value: `name=`, `--name `, `<name>`, `the key is `."""
 VALUE: Final = re.compile(
     r"""(?s)[brfu]{0,2}(?P<quote>\\?["'`])(?P<quoted>(?:(?!(?P=quote))(?:\\.|.))*+)|"""
-    r"""(?:[A-Za-z_][\w.]{0,80}+)?(?P<list>[\[({][^\])}]*+)|(?P<bare>[^\s"'`,;&<>()\[\]{}|\\]+)"""
+    r"""(?:[A-Za-z_][\w.]{0,80}+)?(?P<list>[\[({][^\])}]{0,2000}+)|(?P<bare>[^\s"'`,;&<>()\[\]{}|\\]{1,2000}+)"""
 )
 QUOTED: Final = re.compile(r"""(?s)(["'])(.*?)\1""")
 LITERAL: Final = re.compile(r"""(?s)[brfu]{0,2}(["'])(.*)\1""")
@@ -115,8 +116,7 @@ _environment: tuple[float, int] = (float("-inf"), 0)
 def masked(text: str) -> str:
     """Return the text with stars for its secrets, and remember them."""
     _look_at_environment()
-    text = str(text)  # enumerations of texts are equal to their value, and would replace it in the cache
-    return _masked(text) if len(text) > MAX_CACHED_LENGTH else _masked_cached(text)
+    return _masked_text(text)
 
 
 def redacted(value: Any) -> Any:
@@ -132,7 +132,7 @@ def redacted(value: Any) -> Any:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Mask these texts from now on wherever they appear, if they are distinctive: `hunter2` is, `cat` and `1234` are not."""
+    """Mask these texts in every text from now on if they are distinctive, as `hunter2` and not `cat` or `1234`."""
     global _known
     before = len(_secrets)
     for value in values:
@@ -146,6 +146,7 @@ def remember(values: Iterable[str]) -> None:
         forms = list(_secrets)  # in one step: other threads may add to it
         _known = tuple(sorted(forms, key=len, reverse=True))
         _masked_cached.cache_clear()
+        _masked_names.cache_clear()
 
 
 def known_secrets() -> tuple[str, ...]:
@@ -170,12 +171,14 @@ def _look_at_environment() -> None:
 
 
 def _redacted(value: Any, level: Suspicion) -> Any:
-    """Return the value; `level` is the suspicion of the name that it belongs to."""
+    """Return the value without secrets; `level` is the suspicion of its name."""
+    if type(value) in PLAIN and level < Suspicion.CERTAIN:
+        return value
     if level and hides(level, value):
         return _hidden(str(value))
     if isinstance(value, str):
-        return masked(value)
-    if isinstance(value, Mapping):
+        return _masked_text(value)
+    if isinstance(value, dict | Mapping):
         return _redacted_mapping(value, level)
     if type(value) in (list, tuple):
         return type(value)(_redacted_items(value, level))
@@ -183,17 +186,27 @@ def _redacted(value: Any, level: Suspicion) -> Any:
 
 
 def _redacted_mapping(values: Mapping[Any, Any], level: Suspicion) -> dict[Any, Any]:
-    """Return the mapping; the `value` of a mapping with a `name`, as in the settings of a container, belongs to that name."""
+    """Return the mapping without secrets; in `{"name": N, "value": V}`, as in the settings of a container, the value belongs to N."""
     level = Suspicion.RANDOM if level is Suspicion.MIXED else level  # the values have names of their own
     result: dict[Any, Any] = {}
-    for name, value in values.items():
-        label = str(values.get("name", name)) if name == "value" else str(name)
-        key = masked(name) if isinstance(name, str) else name
-        while key != name and key in result:
-            key += "*"
-        own = max(level, suspicion(label))
-        result[key] = _redacted(value, own)
+    for (name, own), (original, value) in zip(_masked_names(tuple(map(str, values))), values.items(), strict=True):
+        label = suspicion(str(values.get("name"))) if name == "value" else own
+        result[name if isinstance(original, str) else original] = _redacted(value, max(level, own, label))
     return result
+
+
+@lru_cache(CACHED_TEXTS)
+def _masked_names(names: tuple[str, ...]) -> tuple[tuple[str, Suspicion], ...]:
+    """Return each name without secrets, and its suspicion; names that become equal get more stars."""
+    result: list[tuple[str, Suspicion]] = []
+    used = set(names)
+    for name in names:
+        shown = _masked_text(name)
+        while shown != name and shown in used:
+            shown += "*"
+        used.add(shown)
+        result.append((shown, suspicion(name)))
+    return tuple(result)
 
 
 def _redacted_items(values: list[Any] | tuple[Any, ...], level: Suspicion) -> Iterator[Any]:
@@ -216,6 +229,11 @@ def _redacted_items(values: list[Any] | tuple[Any, ...], level: Suspicion) -> It
 def _hidden(secret: str) -> str:
     remember([secret, *(part.rpartition("=")[2] or part for part in re.split(r"[\s;]+", secret))])
     return HIDDEN
+
+
+def _masked_text(text: str) -> str:
+    text = str(text)  # a member of an enumeration is equal to its value, and would replace it in the cache
+    return _masked(text) if len(text) > MAX_CACHED_LENGTH else _masked_cached(text)
 
 
 def _masked(text: str) -> str:
@@ -260,7 +278,7 @@ def _masked_group(match: re.Match[str], is_credible: Callable[[str], bool]) -> s
 
 
 def _masked_values(beginning: re.Pattern[str], text: str, level_of: Callable[[re.Match[str]], Suspicion]) -> str:
-    """Return the text with stars for the values behind such beginnings."""
+    """Return the text with stars for the secrets among the values after these beginnings."""
     parts, done = [], 0
     for match in beginning.finditer(text):
         level = level_of(match) if match.start() >= done else Suspicion.NONE
@@ -283,7 +301,7 @@ def _masked_values(beginning: re.Pattern[str], text: str, level_of: Callable[[re
 
 
 def _is_bare_secret(beginning: re.Match[str], value: str, level: Suspicion) -> bool:
-    """Return whether a value without quotes is a secret: numbers, words of a sentence and tokens of a parser seldom are."""
+    """Return whether a value without quotes is a secret: numbers, words of a sentence and a parser's tokens are not."""
     if NUMBER.fullmatch(value):
         return value.isdecimal() and hides(level, int(value))
     if beginning["sign"] == ":" and beginning["name"].lower().endswith("token"):
@@ -304,19 +322,19 @@ BEGINNINGS: Final[tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Mat
     (("=", ":"), ASSIGNMENT, lambda match: suspicion(match["name"])),
     (("-",), OPTION, lambda match: _option_suspicion(match["name"])),
     (("<",), ELEMENT, lambda match: suspicion(match["name"])),
-    ((" ",), SENTENCE, lambda match: Suspicion.RANDOM),
+    ((" ",), SENTENCE, lambda match: Suspicion.MIXED if match["name"][0] in "pPsS" else Suspicion.RANDOM),
 )
 
 
 class MaskedStream:
-    """A text stream that masks what it is given, line by line, and is otherwise the stream that it passes it on to."""
+    """A text stream that masks complete lines before it writes them to another stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Write the lines that are complete: a secret may be printed in pieces."""
+        """Write the complete lines; a secret may be printed in pieces."""
         lines, newline, self._line = (self._line + text).rpartition("\n")
         if newline:
             self._stream.write(masked(lines) + newline)
@@ -327,7 +345,7 @@ class MaskedStream:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Write what waits for the end of its line."""
+        """Write the incomplete line."""
         line, self._line = self._line, ""
         self._stream.write(masked(line))
         self._stream.flush()
@@ -337,10 +355,10 @@ class MaskedStream:
 
 
 class MaskedLog(logging.Filter):
-    """Masks the messages and tracebacks of a logger; everything is logged."""
+    """Masks the messages and tracebacks of a logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Mask the record in place."""
+        """Mask the record in place, and let it pass."""
         record.msg, record.args = masked(record.getMessage()), None
         if record.exc_info and record.exc_info[1] is not None:
             record.exc_text = masked("".join(traceback.format_exception(record.exc_info[1])).rstrip())

@@ -1,7 +1,7 @@
 """Rules that recognise secrets: names of settings, values, places in a text, and the forms of known issuers.
 
-A name alone does not decide, because trainers of language models have `max_tokens`, `pad_token` and `tokens`. Nothing is a secret for being
-random, because run ids, hashes and checksums are random too.
+A name alone does not decide, because trainers of language models have `max_tokens`, `pad_token` and `tokens`. A random value alone does not
+decide either, because run ids, hashes and checksums are random.
 
 The forms follow the rules of gitleaks. `detect-secrets` (1.5.0, of 2024) is not used: it reports a secret without its position in the line,
 takes 0.4 ms a line and 80 ms to import, depends on requests and PyYAML, and lacks the keys of W&B, Hugging Face, Groq, Replicate, Google
@@ -18,9 +18,11 @@ from typing import Final
 MIN_DISTINCTIVE_LENGTH: Final = 6
 MIN_DIFFERENT_CHARACTERS: Final = 5
 MIN_LETTERS: Final = 16
-"""A distinctive text has so many characters, so many different ones, and letters with digits or signs, or this many letters alone."""
+"""A distinctive text has this many characters, this many different ones, and letters with digits or signs, or this many letters."""
+MIN_MIXED_LENGTH: Final = 5
+"""Length of a secret under a name of suspicion `MIXED`."""
 MIN_CASE_CHANGES: Final = 3
-"""Changes from lower to upper case that no name in CamelCase of one or two words has."""
+"""Changes from lower to upper case: more than a name such as `CosineAnnealing` has."""
 MIN_CHANGES: Final = 2
 """Changes between letters and digits in a piece of random text."""
 MIN_CODE: Final = 1000
@@ -29,15 +31,15 @@ CACHED_NAMES: Final = 4096
 
 
 class Suspicion(IntEnum):
-    """Degree to which a name suggests a secret: the lower it is, the more must the value look like one."""
+    """Degree to which a name suggests a secret, and what its value must look like to be one."""
 
     NONE = 0
     RANDOM = 1
-    """`obs_key`, `eos_token`, `password_hash`: only a value that no person writes."""
+    """`obs_key`, `eos_token`, `password_hash`: a value that only a program writes."""
     MIXED = 2
     """`tokens`, `auth`, `pwd`: a value of letters with digits or signs."""
     ANY = 3
-    """`api_key`, `token`: any text but paths and special tokens, `<eos>`."""
+    """`api_key`, `token`: any text except paths and special tokens such as `<eos>`."""
     CERTAIN = 4
     """`password`: any text, and numbers."""
 
@@ -51,14 +53,16 @@ SURE_NAME: Final = re.compile(
     rf"secrets?_|(?:secret|{OWNERS})_?(?:key|token|pat|pass|auth|pwd)s?_|_(?:credential|cred|cookie)s?_|_(?:authorization|bearer|pw|mfa|otp)_|"
     r"_(?:db|database|smtp|ftp|redis|rediscli|mysql|pg|user|my|admin|root)_?(?:pass|auth|pwd)_|_conn(?:ection)?_str(?:ing)?_|token_$"
 )
-LIKELY_NAME: Final = re.compile("_(?:tokens|auth|pwd|pass|pat|jwt|pin|sig|signature|sas|webhook)_$")
+LIKELY_NAME: Final = re.compile(
+    "_(?:tokens|auth|pwd|pass|pat|jwt|pin|sig|signature|sas|webhook|sessionid|jsessionid|phpsessid)_$"
+)
 KEY_NAME: Final = re.compile("keys?_$")
 LANGUAGE_MODEL_NAME: Final = re.compile(
     "_(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|special|image|video|audio|first|next|last|max|min|num|n|new|prompt|completion|output|input|"
     "generated|response|added|extra|decoder|vocab|begin|think|tool|separator|padding|truncation|per|total|reward|value)_tokens?_$"
 )
 QUALIFIER: Final = re.compile(
-    "_(?:prod|production|dev|test|staging|value|str|text|raw|old|new|current|main|primary|secondary|backup|b64|base64|plain)_$"
+    "_(?:prod|production|dev|test|staging|value|str|text|raw|old|new|current|main|primary|secondary|backup|b64|base64|plain|plaintext|hex|pem)_$"
 )
 NAME_ABOUT_A_SECRET: Final = re.compile(
     "_(?:file|path|dir|directory|folder|name|id|ids|env|var|variable|size|len|length|count|num|number|type|kind|mode|method|policy|ttl|expiry|"
@@ -66,7 +70,7 @@ NAME_ABOUT_A_SECRET: Final = re.compile(
     "scope|scopes|loss|level|prefix|suffix|index|usage|rate|hash|algorithm|attempts|rotation|strength|rules|valid|changed|set)_$"
 )
 PASSWORD_NAME: Final = re.compile("pass(?:word|wd|phrase|code|wort)s?_")
-"""All of these are searched for in the `_words_of_a_name_`."""
+"""These patterns search in the words of a name, written as `_api_key_`."""
 WORDS: Final = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 DIRECTORY_VARIABLES: Final = ("PWD", "OLDPWD")
 
@@ -76,11 +80,11 @@ PLACEHOLDER: Final = re.compile(
 )
 SPECIAL_TOKEN: Final = re.compile(r"<.*>|\[[A-Z_0-9]+\]", re.DOTALL)
 NUMBER: Final = re.compile(r"[-+]?[\d.,_]+(?:[eE][-+]?\d+)?%?")
-PATH: Final = re.compile(r"(?:~|\.{0,2})/[^\s=]*|[A-Za-z]:\\.*|(?:file|sqlite):.*")
+PATH: Final = re.compile(r"(?:~|\.{0,2})/[^\s=]*|[A-Za-z]:\\.*|(?:file|sqlite):.*|[^\s=]*\*[\w.]+")
 VERSION: Final = re.compile(
     r"(?i)(?:v|oauth|openid|sha|md|tls|ssl|hmac|hs|rs|es|ed|rsa|aes|ntlm|utf|fp|bf|gpt|layer|step|word|top|camera|cam|gpu|cuda)[-_.:]?\d[\d._-]*[a-z]{0,3}"
 )
-"""A word with a number that is none of a secret: `oauth2`, `sha256`, `layer_12`."""
+"""A common word with a number, not a secret: `oauth2`, `sha256`, `layer_12`."""
 UUID: Final = re.compile("(?i)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 SEPARATORS: Final = re.compile(r"[\s_\-./:,;]+")
 CASE_CHANGE: Final = re.compile("[a-z][A-Z]")
@@ -98,11 +102,11 @@ SHAPE: Final = re.compile(
     r"[\w~.]{3}\dQ~[\w~.-]{31,34}"
     r")"
 )
-"""Keys that are recognised by how their issuer writes them."""
+"""Forms in which issuers write their keys."""
 
 
 def hides(level: Suspicion, value: object) -> bool:
-    """Return whether the value of a setting is a secret, where the setting's name has that suspicion."""
+    """Return whether the value of a setting is a secret, given the suspicion of its name."""
     if not isinstance(value, str):
         is_code = isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MIN_CODE
         return is_code and level is Suspicion.CERTAIN
@@ -140,8 +144,8 @@ def _in_words(name: str) -> str:
 
 
 def is_mixed(value: str) -> bool:
-    """Return whether letters come with digits or signs, or in cases as no word has them."""
-    if len(value) < MIN_DISTINCTIVE_LENGTH or VERSION.fullmatch(value):
+    """Return whether a text has letters with digits or signs, or more capitals inside than words have."""
+    if len(value) < MIN_MIXED_LENGTH or VERSION.fullmatch(value):
         return False
     core = SEPARATORS.sub("", value)
     letters = sum(map(str.isalpha, core))
@@ -155,7 +159,7 @@ def is_random(value: str) -> bool:
 
 
 def is_distinctive(value: str) -> bool:
-    """Return whether a text is so unlike words, numbers and paths that it means the same wherever it appears."""
+    """Return whether a text is so unlike words, numbers and paths that it may be masked wherever it appears."""
     if len(value) < MIN_DISTINCTIVE_LENGTH or len(set(value)) < MIN_DIFFERENT_CHARACTERS:
         return False
     if any(rule.fullmatch(value) for rule in (PATH, NUMBER, PLACEHOLDER)) and not is_random(value):

@@ -230,10 +230,11 @@ class TrainerLink:
 
     def listen(self, seconds: float) -> RunStatus | None:
         """Return how the run ended, if the trainer sends that within the time."""
-        if self.gone:
+        if self.gone and b"\n" not in self._received:
             time.sleep(seconds)
             return None
-        self._receive(seconds)
+        if not self.gone:
+            self._receive(seconds)
         line = self._next_line()
         if line is None:
             return None

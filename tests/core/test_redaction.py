@@ -119,6 +119,7 @@ def test_secret_settings(name: str, value: Any) -> None:
         *((name, "/home/me/.keys/a1") for name in ("token_file", "pwd", "ssh_key", "PWD", "api_key_path")),
         *(("password", value) for value in (None, True, 8, 0.5)),
         ("token_level_loss", "dapo2024"),
+        ("pat", "images/*.png"),
         ("api_key_id", "main"),
     ],
 )
@@ -177,6 +178,9 @@ def test_keys_without_a_prefix_of_letters(key: str) -> None:
         ("<password>abc</password>", "<password>***</password>"),
         (f"Incorrect API key provided: {TAIL}.", "Incorrect API key provided: ***."),
         (f"the key {TAIL} is not valid", "the key *** is not valid"),
+        ("jdbc:oracle:thin:scott/abc@//db:1521/x", "jdbc:oracle:thin:scott/***@//db:1521/x"),
+        ("GET /x sessionid=38afes7a", "GET /x sessionid=***"),
+        ("for user 'sa' with password 'Passw0rd!'", "for user 'sa' with password '***'"),
         ("machine h login me password abc", "machine h login me password ***"),
         (
             "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\n1",
@@ -225,6 +229,8 @@ def test_structures() -> None:
         "container": [{"name": "DB_PASSWORD", "value": "abc"}, {"name": "LR", "value": "3"}],
         f"gsk_{TAIL}": 1,
         f"gsk_{TAIL}2": 2,
+        "1": "one",
+        1: "number one",
     }
 
     assert redacted(settings) == {
@@ -236,6 +242,8 @@ def test_structures() -> None:
         "container": [{"name": "DB_PASSWORD", "value": "***"}, {"name": "LR", "value": "3"}],
         "***": 1,
         "****": 2,
+        "1": "one",
+        1: "number one",
     }
 
 
@@ -301,7 +309,7 @@ def test_a_log_is_masked_with_its_traceback() -> None:
 
 def test_time_grows_with_the_length_of_a_text_not_faster() -> None:
     """Each of these took minutes with a rule that looks ahead without a limit."""
-    for piece in ("sk-", "a-", "://a:b/", "glpat-", "password='", "a.b:", "eyJ", "cookie: a=b;"):
+    for piece in ("sk-", "a-", "://a:b/", "glpat-", "password='", "a.b:", "eyJ", "cookie: a=b;", "token=(", "x_key="):
         masked(piece * 20_000)
 
 

@@ -118,6 +118,18 @@ def test_commands_print_no_secret_of_a_run(run_dir: Path, tmp_path: Path) -> Non
     assert "gopher://me:***@host" in printed["wrong"]
 
 
+def test_the_address_of_logs_is_masked(tmp_path: Path) -> None:
+    logs, page = tmp_path / f"token={planted()[0]}" / "progress.csv", tmp_path / "page.html"
+    logs.parent.mkdir()
+    logs.write_text("time/total_timesteps,train/approx_kl,rollout/ep_rew_mean\n1,0.1,2\n2,0.2,3\n")
+
+    done = run_python("-m", "esper_telemetry", "report", "--from", f"csv:{logs}", "-o", page)
+
+    assert done.returncode == 0, done.stderr
+    assert_clean(tmp_path, printed=done.stdout + done.stderr)
+    assert f"read from csv:{tmp_path}/token=***" in page.read_text()
+
+
 def test_a_script_under_run_loses_no_secret(tmp_path: Path) -> None:
     """What the script prints and raises is its own affair; lines of telemetry, and its files, are ours."""
     script = tmp_path / "script.py"
