@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +41,11 @@ from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
 from esper_telemetry.pipeline.record import (
@@ -245,6 +248,9 @@ class TelemetrySession:
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None and not torch.cuda.is_initialized()
+            redacted([plain(self._config), plain(self._facts), sys.argv])
+            if self._deliveries is not None:
+                self._deliveries.send_secrets()  # before the journal has the line with which sinks are opened
             self._recorder.start(self._config, self._facts, self._axes, worker=worker)
             # Sinks of a resumed run begin behind its run line: they open what an earlier part has closed.
             if self._deliveries is None:

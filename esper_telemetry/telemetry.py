@@ -22,6 +22,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
+from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.pipeline.record import DetectorFactory
@@ -106,8 +107,8 @@ class Telemetry:
 
     An error is raised on every rank, and nothing is left behind.
 
-    Threads may share a Telemetry: it serves one call at a time, and a call from a signal handler when the call that it interrupts is over. It
-    cannot be pickled; a copy of an object that holds one holds the same.
+    Threads may share a Telemetry: it serves one call at a time, and a call from a signal handler when the call that it interrupts is over.
+    It cannot be pickled; a copy of an object that holds one holds the same.
 
     Whatever else the system refuses, at the start or later, costs a warning and never the training: without shared memory, descriptors or
     processes updates are measured in this process; where a new `run_dir` cannot be written, the run has no journal.
@@ -150,14 +151,16 @@ class Telemetry:
         factory = detector_factory(detect, rules)
         if offload:
             check_sendable(rules)
+        settings = as_settings(config, "config")
+        redacted_name = redacted({"config": settings, "name": name})["name"]  # the run directory gets it
         options = SessionOptions(
-            run=RunOptions(run_dir, name, labels, notes or "", resume),
+            run=RunOptions(run_dir, redacted_name, labels, notes or "", resume),
             level=Level.parse(level),
             detector_factory=factory,
             budget=as_number(budget, "budget"),
             close_timeout=close_timeout,
             offload=offload,
-            config=as_settings(config, "config"),
+            config=settings,
             facts={**as_settings(facts, "facts"), **threshold_facts(detect)},
             all_ranks=ranks == "all",
             report=bool(report),

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from typing import Any, Final
 
 from esper_telemetry.core.messages import question
+from esper_telemetry.core.redaction import masked
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "
@@ -19,7 +20,10 @@ OPTION: Final = re.compile(r"--[\w-]+")
 
 
 class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an error of the program
-    """A mistake in the arguments, in one sentence."""
+    """A mistake in the arguments, in one sentence without secrets."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(masked(sentence))
 
 
 @contextmanager

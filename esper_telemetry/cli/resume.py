@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
-from esper_telemetry.core.messages import MASKED, masked
+from esper_telemetry.core.redaction import HIDDEN, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.ppo.checkpoint import TrainingRun, read
@@ -98,7 +98,7 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
     """Return the sinks of the run; raises WrongUse for an address whose password was not stored."""
     config, _ = _config_and_facts(run_dir)
     for sink in config["sinks"]:
-        if MASKED in sink:
+        if HIDDEN in sink:
             raise WrongUse(f"the password in sink {sink} was not kept: name the sinks again with --sink")
     return tuple(config["sinks"])
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import Axes, Record
+from esper_telemetry.core.redaction import masked, redacted
 from esper_telemetry.delivery import catch_up, health
 from esper_telemetry.delivery.cursors import Cursors, replace_file
 from esper_telemetry.journal import file as journal_file
@@ -37,6 +38,7 @@ def replay(options: Replay) -> int:
     if not options.to:
         raise WrongUse("replay needs --to SINK, such as --to mlflow")
     complete = True
+    sys.argv = redacted(sys.argv)  # backends note which program sent the run
     with wrong_use():
         for sink in [prepared_sink(uri) for uri in options.to]:
             with _replay_progress(options, sink) as progress:
@@ -178,7 +180,7 @@ def workspace(options: Workspace) -> int:
         if options.push:
             print(f"and at {wandb_workspace.push(dashboard)}")
     except wandb_workspace.PushError as error:
-        sys.stderr.write(f"esper-telemetry: {error}\n")
+        sys.stderr.write(f"esper-telemetry: {masked(str(error))}\n")
         return FAILED
     return 0
 

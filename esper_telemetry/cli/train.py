@@ -31,6 +31,7 @@ from esper_telemetry.cli.ranks import (
 )
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
@@ -222,7 +223,7 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
         _report(lost)
         return FAILED
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(masked(traceback.format_exc()))
         return FAILED
     return code if saved else code or FAILED
 
@@ -235,7 +236,7 @@ def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
 
 def _report(lost: RankLostError) -> None:
     if is_first_rank():
-        sys.stderr.write(f"esper-telemetry: {lost}\n")
+        sys.stderr.write(f"esper-telemetry: {masked(str(lost))}\n")
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from importlib.metadata import entry_points
 from typing import Final
 from urllib.parse import urlsplit
 
-from esper_telemetry.core.messages import did_you_mean, masked
+from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.redaction import masked
 
 UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Error numbers of the system that mean that a server was not reached."""

@@ -33,7 +33,7 @@ RELEASES: Final = {
 }
 """Numbers of the metrics that each release added; a number never moves to another metric."""
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("esper_telemetry")
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.interrupts import is_interrupt
-from esper_telemetry.core.messages import error_line
+from esper_telemetry.core.redaction import error_line
 
 Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
 """A metric function with its arguments, as `functools.partial` makes it: not called yet."""

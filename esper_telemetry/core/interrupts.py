@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
-from esper_telemetry.core.messages import error_line
+from esper_telemetry.core.redaction import error_line
 
 Result = TypeVar("Result")
 

@@ -1,87 +1,9 @@
-"""Texts for users: settings, addresses and messages without secrets, suggestions for misspelt names, and numbers in sentences."""
+"""Texts for users: suggestions for misspelt names, and numbers in sentences."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from itertools import pairwise
-from typing import Any
-
-PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):([^/@\s]+)@")
-MASKED = ":***@"
-"""Replacement of a password in an address."""
-HIDDEN = "***"
-"""Replacement of a secret setting."""
-
-SECRET_WORDS = frozenset(
-    [
-        *("password", "passwd", "passphrase", "secret", "secrets", "token", "apikey", "bearer"),
-        *("credential", "credentials", "authorization", "cookie"),
-    ]
-)
-SECRET_PAIRS = frozenset([("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")])
-"""Words, and pairs of words, in the names of settings that hold secrets."""
-KEY_SHAPES = re.compile(r"\b(?:sk-|hf_|ghp_|gho_|github_pat_|xox[abp]-|AKIA|wandb_v1_)[A-Za-z0-9_-]{16,}")
-"""API keys that are recognised by their prefix."""
-WORDS = re.compile("[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
-
-
-def masked(text: str) -> str:
-    """Return the text with stars for passwords in addresses and for keys of a known form."""
-    return KEY_SHAPES.sub(HIDDEN, PASSWORD.sub(rf"\1{MASKED}", text))
-
-
-MAX_ERROR_CHARACTERS = 300
-
-
-def error_line(error: BaseException) -> str:
-    """Return an exception as one line of at most `MAX_ERROR_CHARACTERS` that any file can hold, without secrets."""
-    name = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # an exception class of the user's
-        text = ""
-    text = " ".join(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode().split())
-    return masked(f"{name}: {text}" if text else name)[:MAX_ERROR_CHARACTERS]
-
-
-def redacted(settings: Any, *, show: Collection[str] = ()) -> Any:
-    """Return settings without secrets: texts under a name like `api_key` or `token` become stars, others are `masked`.
-
-    Numbers and booleans stay, so `max_tokens=512` does. Mappings, lists and tuples are redacted recursively.
-
-    Args:
-        settings: any value.
-        show: names whose values are kept.
-    """
-    if isinstance(settings, str):
-        return masked(settings)
-    if isinstance(settings, Mapping):
-        return {
-            name: _hidden(value) if is_secret(str(name)) and name not in show else redacted(value, show=show)
-            for name, value in settings.items()
-        }
-    if isinstance(settings, list | tuple) and type(settings) in (list, tuple):
-        return type(settings)(redacted(value, show=show) for value in settings)
-    return settings
-
-
-def is_secret(name: str) -> bool:
-    """Return True where a setting of that name is likely to hold a secret: `wandb_api_key`, `accessToken`."""
-    words = [word.lower() for word in WORDS.findall(name)]
-    return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairwise(words))
-
-
-def _hidden(value: Any) -> Any:
-    """Return the value with stars for every text in it."""
-    if isinstance(value, str | bytes):
-        return HIDDEN if value else value
-    if isinstance(value, Mapping):
-        return {name: _hidden(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_hidden(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float) else HIDDEN
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ MOVED: Final = {
     "metric": "core.metric",
     "metrics.observations": "metrics.rollout",
     "record": "core.record",
-    "redaction": "core.messages",
+    "redaction": "core.redaction",
     "reduction": "core.reduction",
     "registry": "alarms.metric_entries",
     "relay": "delivery",

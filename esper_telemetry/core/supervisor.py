@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.redaction import MaskedStream
+
 MIN_PAUSE_SECONDS: Final = 5.0
 """Time between two looks of a loop that looks several times a second, from which on the process must have been stopped."""
 RESTART_STEP_SECONDS: Final = 0.5
@@ -281,6 +283,7 @@ def become_helper_process(niceness: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     lower_process_priority(niceness)
     collect_garbage_rarely()
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)  # they end in a file
 
 
 def lower_process_priority(niceness: int) -> None:

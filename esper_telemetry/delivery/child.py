@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import remember
 from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, WarningCollector, become_helper_process
 from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
@@ -52,6 +52,8 @@ FRESH_PROCESS_EXIT_CODE: Final = 75
 """Asks the trainer for a fresh process; EX_TEMPFAIL of sysexits.h."""
 HEARTBEAT_SECONDS: Final = 5.0
 MAX_WARNING_CHARACTERS: Final = 1000
+SECRETS_HEAD: Final = b'{"secrets":'
+"""Beginning of a line of the trainer that is read out of turn: a sink may raise these secrets at once."""
 STATUS_FILE_SECONDS: Final = 5.0
 """Shortest time between two writes of `status.json`."""
 
@@ -59,9 +61,7 @@ STATUS_FILE_SECONDS: Final = 5.0
 def main() -> None:
     """Deliver until every sink is closed or disabled."""
     become_helper_process(NICENESS)
-    log = logging.StreamHandler()
-    log.setFormatter(_MaskingFormatter("%(asctime)s %(message)s"))
-    logging.basicConfig(handlers=[log])
+    logging.basicConfig(format="%(asctime)s %(message)s")
     logger, warnings = logging.getLogger("esper_telemetry"), WarningCollector()
     logger.setLevel(logging.DEBUG)
     logger.addHandler(warnings)
@@ -86,13 +86,6 @@ def main() -> None:
         for name, text in settings["sinks"].items()
     ]
     sys.exit(serve(trainer, deliveries, run_dir, settings["call_seconds"]))
-
-
-class _MaskingFormatter(logging.Formatter):
-    """Masks passwords: what clients raise holds addresses."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
 
 
 def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
@@ -142,6 +135,7 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
         delivery.import_client()
     if _needs_fresh_process(deliveries):
         return []
+    trainer.take_secrets()
     threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
     for thread in threads:
         thread.start()
@@ -241,10 +235,11 @@ class TrainerLink:
 
     def listen(self, seconds: float) -> RunStatus | None:
         """Return how the run ended, if the trainer sends that within the time."""
-        if self.gone:
+        if self.gone and b"\n" not in self._received:
             time.sleep(seconds)
             return None
-        self._receive(seconds)
+        if not self.gone:
+            self._receive(seconds)
         line = self._next_line()
         if line is None:
             return None
@@ -269,6 +264,10 @@ class TrainerLink:
             return True
         return False
 
+    def take_secrets(self) -> None:
+        """Remember the secrets that the trainer has sent by now; `listen` does so too."""
+        self._receive(0.0)
+
     def _receive(self, seconds: float) -> None:
         """Read what comes within that time, and find out whether the trainer is gone.
 
@@ -278,7 +277,11 @@ class TrainerLink:
         poll.register(self._messages, select.POLLIN)
         if poll.poll(seconds * 1000):
             data = os.read(self._messages, READ_BYTES)
-            self._received += data
+            *lines, rest = (self._received + data).split(b"\n")
+            for line in lines:
+                if line.startswith(SECRETS_HEAD):
+                    remember(json.loads(line)["secrets"])
+            self._received = b"\n".join([*(line for line in lines if not line.startswith(SECRETS_HEAD)), rest])
             self.gone = not data
         self.gone = self.gone or os.getppid() != self._parent_pid
 

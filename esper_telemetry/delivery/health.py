@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.messages import MASKED
 from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.redaction import HIDDEN
 from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.status import clear_under_way, deliveries_under_way, one_line, read_status, replay_command
@@ -164,8 +164,8 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
 
 
 def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:
-    if MASKED in uri:
-        return SinkCheck(name, reason="its address holds a password that is not kept: name it with --sink")
+    if HIDDEN in uri:
+        return SinkCheck(name, reason="its address holds a secret that is not kept: name it with --sink")
     try:
         sink = as_sink(uri)
     except (ValueError, TypeError, ImportError) as error:

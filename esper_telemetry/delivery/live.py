@@ -165,6 +165,11 @@ class Deliveries:
         """Process number of the sink process; None where none runs."""
         return None if self._process is None else self._process.pid
 
+    def send_secrets(self) -> None:
+        """Send the secrets that this process has recognised by now to the sink process; `stats` does so too."""
+        if self._process is not None:
+            self._process.send_secrets()
+
     def poll(self) -> None:
         """Feed inline sinks, at most every `POLL_SECONDS`; never waits. Without a call, `stats` does so."""
         now = time.monotonic()

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.redaction import known_secrets, redacted
 from esper_telemetry.core.supervisor import ProcessSupervisor
 from esper_telemetry.delivery.status import FRESH_PROCESS_STATES, SETTLED, SinkState, SinkStatus
 from esper_telemetry.journal.file import JOURNAL_NAME
@@ -73,6 +73,7 @@ class SinkProcess:
         self._received = b""
         self._end: RunStatus | None = None
         self._warned: set[str] = set()
+        self._secrets: tuple[str, ...] = ()
         self._earlier_errors: dict[str, int] = {}
         self._fresh_processes = dict.fromkeys(sinks, 0)
         self._records = dict.fromkeys(sinks, 0)
@@ -92,6 +93,7 @@ class SinkProcess:
             if self._supervisor.restart_due(seconds):
                 self._start()
             return
+        self.send_secrets()
         ended = self._supervisor.has_ended  # before the read, which then gives the last of what it wrote
         data = self._supervisor.read(0.0 if ended else seconds)
         if data:
@@ -143,8 +145,16 @@ class SinkProcess:
                 "command": redacted(sys.argv),
             }
         )
+        self._secrets = ()
+        self.send_secrets()
         if self._end is not None:
             self._send({"end": str(self._end)})
+
+    def send_secrets(self) -> None:
+        """Send the secrets that this process has recognised by now: clients raise texts that hold them."""
+        if (secrets := known_secrets()) is not self._secrets:
+            self._secrets = secrets
+            self._send({"secrets": secrets})
 
     def _send(self, message: Mapping[str, object]) -> None:
         self._supervisor.send(json.dumps(message).encode() + b"\n")

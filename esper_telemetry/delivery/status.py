@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import unreachable
-from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import SinkLag
+from esper_telemetry.core.redaction import error_line, redacted
 from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
@@ -271,6 +271,6 @@ def _update(run_dir: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     with suppress(OSError), run_dir_lock(run_dir):
         sinks = read_status(run_dir)
         for name, entry in entries.items():
-            sinks[name] = {**sinks.get(name, {}), **entry}
+            sinks[name] = {**sinks.get(name, {}), **redacted(entry)}
         content = json.dumps({"written": time.time(), "sinks": sinks}, indent=1, ensure_ascii=False)
         replace_file(run_dir / STATUS_NAME, content + "\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
-from esper_telemetry.core.messages import masked
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
 
 X_NAMES: Final = (

@@ -1,4 +1,8 @@
-"""The lines of a journal: values encoded as JSON objects, and decoded."""
+"""The lines of a journal: values encoded as JSON objects, and decoded.
+
+Secrets are masked where values are encoded: sinks and views read the journal, so this is the way out for everything but records, which hold
+numbers, and descriptions of metrics, which are part of the code.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.interrupts import is_interrupt
-from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -27,6 +30,7 @@ from esper_telemetry.core.record import (
     RunInfo,
     RunStatus,
 )
+from esper_telemetry.core.redaction import error_line, redacted
 
 MAX_ITEMS: Final = 100_000
 """Items of one value that a line holds, at all depths; the rest is counted."""
@@ -151,17 +155,18 @@ def encode_run(info: RunInfo) -> dict[str, Any]:
     Descriptions of keys may follow in lines of their own.
     """
     resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
+    shown = redacted({name: plain(getattr(info, name)) for name in ("config", "facts", "tags", "notes", "name")})
     return {
         "kind": "run",
         "schema": SCHEMA,
         "run_id": info.run_id,
-        "name": info.name,
+        "name": shown["name"],
         "started": info.started,
-        "config": plain(info.config),
-        "tags": list(info.tags),
-        "notes": info.notes,
+        "config": shown["config"],
+        "tags": shown["tags"],
+        "notes": shown["notes"],
         "versions": dict(info.versions),
-        "facts": plain(info.facts),
+        "facts": shown["facts"],
         "metrics": _encode_descriptions(info.metrics),
         **resumed,
     }
@@ -183,17 +188,17 @@ def encode_record(record: Record) -> dict[str, Any]:
 
 
 def encode_alarm(alarm: Alarm) -> dict[str, Any]:
-    """Encode an alarm, all but its axes as `plain` JSON; a number that is not finite is left out."""
+    """Encode an alarm, all but its axes as `plain` JSON without secrets; a number that is not finite is left out."""
     content = {item.name: plain(getattr(alarm, item.name)) for item in fields(Alarm) if item.name != "axes"}
     numbers = {name: x if isinstance(x := content[name], int | float) else None for name in ("value", "threshold", "z")}
     severity = 1.0 if isinstance(content["severity"], str) else content["severity"]
-    return {"kind": "alarm", **content, **numbers, "severity": severity, "axes": encode_axes(alarm.axes)}
+    return {"kind": "alarm", **redacted(content), **numbers, "severity": severity, "axes": encode_axes(alarm.axes)}
 
 
 def encode_event(event: JournalEvent) -> dict[str, Any]:
     """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
-    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": plain(event.data)}
+    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": redacted(plain(event.data))}
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal, JournalReader, journal_path
 from esper_telemetry.journal.lines import (
@@ -276,6 +277,10 @@ class InProcessPipeline:
         if info.run_dir:
             with suppress(OSError):  # a journal that cannot be read costs the history, never the run
                 self._read_back(info.run_dir)
+
+    def learn(self, secrets: Sequence[str]) -> None:
+        """Mask these secrets from now on; the worker knows what the training process knows."""
+        remember(secrets)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """Append descriptions of keys that the head did not have."""

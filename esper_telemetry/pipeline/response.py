@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.interrupts import is_interrupt
-from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import Alarm, Level
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.pipeline.record import AlarmReport
 
 AlarmCallback = Callable[[Alarm], object]

@@ -20,9 +20,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.group import SlotLayout
-from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.redaction import HIDDEN, masked, redacted
 from esper_telemetry.journal.file import Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
@@ -181,7 +181,7 @@ class RunRecorder:
             name=name,
             run_dir=self.run_dir,
             started=time.time(),
-            config=redacted(plain(config)),
+            config=plain(config),
             tags=options.tags,
             notes=options.notes,
             versions=_versions(),
@@ -189,10 +189,10 @@ class RunRecorder:
             metrics=metrics,
         )
         if self.earlier is None:
-            self.run = run
-            self.pipeline.start(run)
+            self.run = _without_secrets(run)
+            self.pipeline.start(self.run)
         else:
-            self.run = _resumed(run, self.earlier, axes)
+            self.run = _without_secrets(_resumed(run, self.earlier, axes))
             end = [] if self.earlier.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
             known = self.earlier.info.metrics
             new = {key: info for key, info in metrics.items() if known.get(key) != info}
@@ -282,6 +282,13 @@ def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:
         metrics={**info.metrics, **run.metrics},
         resumed_from={**resumed_from, "recorded": earlier.recorded, "seq": earlier.seq},
     )
+
+
+def _without_secrets(run: RunInfo) -> RunInfo:
+    """Return the run with stars for its secrets, and for those of the command wherever the run repeats them."""
+    texts = {name: getattr(run, name) for name in ("config", "facts", "tags", "notes", "name")}
+    shown = redacted({**texts, "command": sys.argv})
+    return replace(run, **{name: shown[name] for name in texts})
 
 
 def _versions() -> dict[str, str]:
@@ -431,7 +438,8 @@ def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
 
 
 def _new_journal(name: str | None) -> Journal:
-    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    shown = masked(name or Path(sys.argv[0]).stem or "run").replace(HIDDEN, "hidden")
+    stem = f"{shown}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         with suppress(FileExistsError):
             return Journal.create(Path("runs") / f"{stem}{suffix}")

@@ -33,8 +33,8 @@ import torch
 
 from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
-from esper_telemetry.core.messages import error_line
 from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
     MIN_PAUSE_SECONDS,
     PauseDetector,
@@ -145,6 +145,7 @@ class WorkerPipeline:
         self._answers = self._replies_read = 0
         self._reports: list[AlarmReport] = []
         self._warned: set[str] = set()
+        self._secrets: tuple[str, ...] = ()
         self._closed = self._is_changing = False
         self._in_time_at = time.monotonic()
         self._lost_records = 0
@@ -287,6 +288,9 @@ class WorkerPipeline:
         return now - self._begun_at >= seconds
 
     def _send(self, method: str, *arguments: Any) -> None:
+        if self._fallback is None and (secrets := known_secrets()) is not self._secrets:
+            self._secrets = secrets
+            self._send("learn", secrets)
         with self._changing():
             if self._fallback is None and (message := self._packed(method, arguments)) is not None:
                 self._unanswered.append(message)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.outcome import outcome_of
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
 from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
@@ -170,13 +171,13 @@ def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:
     """Return the block as plain lines, for a run that is the last of those in `run_dirs`."""
     count = len(run_dirs)
     earlier = [f"{count} runs, of which this is the last: {', '.join(map(str, run_dirs))}"] if count > 1 else []
-    return [*earlier, *(line.text for line in (*end.verdict(), *end.openings()))]
+    return [masked(line) for line in (*earlier, *(line.text for line in (*end.verdict(), *end.openings())))]
 
 
 def print_lines(console: Any, lines: Iterable[EndBlockLine]) -> None:
     """Print lines on rich's console, each on one line of the terminal's own breaking."""
     for line in lines:
-        console.print(line.text, style=line.style or None)
+        console.print(masked(line.text), style=line.style or None)
 
 
 def print_end(end: RunEnd) -> None:

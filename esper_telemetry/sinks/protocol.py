@@ -15,9 +15,11 @@ from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import MASKED_LOG, masked
 from esper_telemetry.journal.lines import JournalEvent
 
 logger = logging.getLogger("esper_telemetry.sinks")
+logger.addFilter(MASKED_LOG)
 
 
 @runtime_checkable
@@ -165,12 +167,12 @@ class SupportsPlace(Protocol):
 
 def sink_name(sink: Sink) -> str:
     """Return the identity of a sink: its `name`, or its class's."""
-    return str((sink.name if isinstance(sink, SupportsName) else "") or type(sink).__name__)
+    return masked(str((sink.name if isinstance(sink, SupportsName) else "") or type(sink).__name__))
 
 
 def sink_uri(sink: Sink) -> str:
     """Return how a sink is spelled on the command line: its `uri`, else its name."""
-    return str(sink.uri) if isinstance(sink, SupportsUri) else sink_name(sink)
+    return masked(str(sink.uri)) if isinstance(sink, SupportsUri) else sink_name(sink)
 
 
 def runs_in_process(sink: Sink) -> bool:

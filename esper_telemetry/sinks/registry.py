@@ -11,8 +11,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import parse_qsl
 
-from esper_telemetry.core.messages import did_you_mean, masked
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Record
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.protocol import FunctionSink, Sink, logger
 
 SinkLike: TypeAlias = Sink | Callable[[Record], object] | str

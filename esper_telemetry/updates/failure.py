@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
 
 logger = logging.getLogger("esper_telemetry")
@@ -28,6 +29,8 @@ DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
 """Names of data of the environment, which come before everything that is computed from them."""
 MAX_PARTS = 64
 """Entries of a tuple, list or dictionary among local variables that are searched."""
+MAX_MESSAGE_CHARACTERS = 1000
+"""Length of an exception's message; secrets are masked before it is cut, as half a secret is not recognised."""
 MAX_ENVIRONMENTS = 64
 """Environments that are named."""
 
@@ -65,7 +68,11 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
         sources: yield tensors in forward order; the first one that is not finite counts. After them come the local variables of the
             frames that the exception left.
     """
-    data: dict[str, Any] = {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": ""}
+    data: dict[str, Any] = {
+        "exception": type(error).__name__,
+        "message": masked(str(error))[:MAX_MESSAGE_CHARACTERS],
+        "first_nonfinite": "",
+    }
     last: Candidates = partial(local_tensors, error)
     nonfinite = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
     if nonfinite is None:

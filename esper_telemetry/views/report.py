@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
-from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.core.redaction import redacted
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.views.compare import comparison

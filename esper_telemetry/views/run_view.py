@@ -38,6 +38,7 @@ from esper_telemetry.core.record import (
     RunStatus,
     template_of,
 )
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.importers.records import ImportedRun, read_foreign
 from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import JournalReader, journal_path
@@ -98,8 +99,10 @@ def open_view(
         imported = read_foreign(read_source(address))
         metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
         facts = {"trainer": imported.trainer, **imported.facts}
-        info = RunInfo("imported", imported.name, None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
-        view = RunView(info, address, max_points=max_points)
+        info = RunInfo(
+            "imported", masked(imported.name), None, 0.0, config=imported.facts, facts=facts, metrics=metrics
+        )
+        view = RunView(info, masked(address), max_points=max_points)
         view._import(imported, thresholds or Thresholds())
         return view
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)

@@ -12,7 +12,6 @@ from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.catalogue import family_name
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
@@ -191,12 +190,6 @@ def test_settings_become_plain_values_by_dotted_path() -> None:
         "3": None,
         "empty": "{}",
     }
-
-
-def test_passwords_in_addresses_are_masked() -> None:
-    assert (
-        masked("see http://me:se-cret@host:5000/a and sqlite:///b") == "see http://me:***@host:5000/a and sqlite:///b"
-    )
 
 
 def test_a_description_says_question_unit_and_bounds() -> None:

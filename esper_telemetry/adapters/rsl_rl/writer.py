@@ -20,7 +20,7 @@ from esper_telemetry.adapters.rsl_rl.runner import check_runner, new_listener
 from esper_telemetry.core.record import Level
 from esper_telemetry.telemetry import Telemetry, session_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("esper_telemetry")
 
 RUN_DIR = "telemetry"
 """Name of the run directory within RSL-RL's log directory."""

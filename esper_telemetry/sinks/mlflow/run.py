@@ -21,8 +21,8 @@ from posixpath import normpath
 from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.sinks.layout import KeyBudget, by_tag, flattened, overview_names
@@ -253,7 +253,7 @@ def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapp
         **parent_tags,
         RUN_TAG: run.run_id,
         "mlflow.user": user,
-        "mlflow.source.name": sys.argv[0] or "python",
+        "mlflow.source.name": masked(sys.argv[0]) or "python",
         "mlflow.source.type": "LOCAL",
         "mlflow.runName": run.name,
         **{f"esper.tag.{tag}": "true" for tag in run.tags},

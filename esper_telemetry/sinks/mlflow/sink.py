@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.run import (
@@ -142,13 +142,13 @@ class MLflowSink:
         if "://" not in uri:
             return Place(uri, "")
         if uri.startswith("http"):
-            server = re.sub("//[^/@]*@", "//", uri).rstrip("/")  # a browser asks for the password
+            server = re.sub("//[^/]*@", "//", masked(uri)).rstrip("/")  # a browser asks for the password
             return Place(masked(uri), "", (("experiments", f"{server}/#/experiments?{TRAINING_PAGES}"),))
         row = _run_in_database(Path(uri.removeprefix(SQLITE)), run, self.experiment) if uri.startswith(SQLITE) else None
         page = f"/{row.experiment_id}/runs/{row.run_uuid}" if row else ""
         paths = {"run": page, "charts": f"{page}/model-metrics"} if row else {"experiments": page}
         pages = tuple((name, f"{DEFAULT_ADDRESS}/#/experiments{path}?{TRAINING_PAGES}") for name, path in paths.items())
-        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(uri)}", pages)
+        return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}", pages)
 
     def prepare_child(self) -> None:
         """Let requests fail soon, where MLflow retries for minutes; this holds for the whole process, so not for the user's."""

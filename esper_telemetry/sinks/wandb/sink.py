@@ -22,8 +22,9 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from esper_telemetry.core.backends import wandb_records
-from esper_telemetry.core.messages import did_you_mean, masked
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import TASK_AXIS, KeyBudget, by_tag, family_of, overview_names, with_at_most
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, REPORT_NAME, IncidentCards, alarm_text, cause_of, run_note

@@ -7,8 +7,8 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any, Final
 
-from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import RunInfo
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.layout import Section, described, family_of, sections
 from esper_telemetry.sinks.pages import guide
 from esper_telemetry.sinks.protocol import require_package
