@@ -41,7 +41,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
     with_logged_rate,
 )
 from esper_telemetry.alarms.verdict.remarks import Remarks
-from esper_telemetry.core.containment import Containment
+from esper_telemetry.core.containment import Containment, call_note
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,
@@ -191,8 +191,8 @@ class Detectors:
 
     def ban(self, name: str) -> None:
         """Never call the alarm of that name again, which has ended a process, nor any other alarm of a user or a plugin."""
-        self._containment = Containment({name})
-        self.rules = tuple(rule for rule in self.rules if rule.type not in self._user_types)
+        gone = {*self._user_types, name.removeprefix("alarm ")}
+        self.rules = tuple(rule for rule in self.rules if rule.type not in gone)
         if self._user_types:
             types = ", ".join(sorted(self._user_types))
             _logger.warning("esper-telemetry: alarms of your own are off for the rest of this run: %s", types)
@@ -313,20 +313,25 @@ class Detectors:
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            state, findings = self._states[rule.type], list[Finding]()
-            self._containment.attempt(partial(self._findings, rule, state), findings.extend, name=f"alarm {rule.type}")
+            state = self._states[rule.type]
+            try:
+                is_users = rule.type in self._user_types
+                findings = self._users_findings(rule) if is_users else list(self._judges[rule.type](self._view))
+                if state.is_calm(findings):
+                    continue
+                findings = [finding for finding in map(checked, findings) if not math.isnan(finding.severity)]
+            except BaseException as error:  # whatever a user's judge raises
+                self._containment.note(rule, error, name=f"alarm {rule.type}")
+                continue
             change = state.step(findings, self._update) if findings else None
             if change is not None:
                 changes.append((state, change))
         return changes
 
-    def _findings(self, rule: AlarmRule, state: AlarmState) -> Iterable[Finding]:
-        """Return the findings that may change an alarm. A user's judge gets a view that it cannot damage."""
-        view = self._view.protected() if rule.type in self._user_types else self._view
-        findings = list(self._judges[rule.type](view))
-        if state.is_calm(findings):
-            return ()
-        return [finding for finding in map(checked, findings) if not math.isnan(finding.severity)]
+    def _users_findings(self, rule: AlarmRule) -> list[Finding]:
+        """Return what a user's judge yields. It gets a view that it cannot damage, and is noted by name in case it ends the process."""
+        with call_note.of(f"alarm {rule.type}"):
+            return list(self._judges[rule.type](self._view.protected()))
 
     def _begin_anew(self) -> list[tuple[AlarmState, AlarmChange]]:
         """Forget the histories, and end the alarms that were raised by them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -41,13 +42,21 @@ class CallNote:
         self.memory = memory
         self._name = ""
 
-    def replace(self, name: str) -> str:
-        """Note the function that is called now, empty for none; return the one before."""
-        before, self._name = self._name, name
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Note the function that is called inside."""
+        before = self._name
+        self._write(name)
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    def _write(self, name: str) -> None:
+        self._name = name
         if self.memory is not None:
             content = name.encode("utf-8", "backslashreplace")[: NOTE_BYTES - 1] + b"\0"
             self.memory[: len(content)] = content
-        return before
 
     @staticmethod
     def read(memory: memoryview) -> str:
@@ -106,19 +115,16 @@ class Containment:
             use: takes its result.
             name: of the function, in the warning; its own by default.
         """
-        before = ""
-        if call_note.memory is not None or self._banned:
-            noted = name or _name_of(function)
-            if noted in self._banned:
-                return
-            before = call_note.replace(noted)
+        if self._banned and (name or _name_of(function)) in self._banned:
+            return
         try:
-            use(function())
+            if call_note.memory is None:
+                use(function())
+            else:
+                with call_note.of(name or _name_of(function)):
+                    use(function())
         except BaseException as error:
             self.note(function, error, name=name)
-        finally:
-            if call_note.memory is not None:
-                call_note.replace(before)
 
     def note(self, culprit: Any, error: BaseException, *, name: str = "") -> None:
         """Count that `culprit` has raised, and warn the first time; raises an interrupt again."""

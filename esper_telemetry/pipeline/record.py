@@ -434,7 +434,7 @@ class InProcessPipeline:
         """Return the detector's verdict on a record, which it cannot change; nothing without a detector, or if it raises."""
         verdicts: list[Judgement] = []
         if self._detector is not None:
-            shown = replace(record, values=MappingProxyType(record.values))
+            shown = Record(record.seq, record.axes, MappingProxyType(record.values), record.histograms, record.partial)
             self._containment.attempt(partial(self._detector.step, shown), verdicts.append, name=DETECTOR)
         return verdicts
 
@@ -453,7 +453,7 @@ class InProcessPipeline:
             alarmed = AlarmedUpdate(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
             alarms = tuple(self._with_evidence(alarm, alarmed) for alarm in alarms)
         values = {key: float(value) for key, value in verdict.values.items() if math.isfinite(value)}
-        whole = replace(record, values={**record.values, **values})
+        whole = Record(record.seq, record.axes, {**record.values, **values}, record.histograms, record.partial)
         lines = self._verdict_lines(verdict, alarms, int(verdict.remaining), record.seq, record.axes)
         return [encode_record(whole), *lines]
 

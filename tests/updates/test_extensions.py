@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import Level, Telemetry, attach, read_run
+from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import Hooks, UpdateEnd
 from esper_telemetry.updates import extensions
-from esper_telemetry.core.containment import Measurement
 from esper_telemetry.updates.extensions import Capture, update_extensions
 
 

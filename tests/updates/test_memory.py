@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
 from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
-from esper_telemetry.core.containment import Containment
 from esper_telemetry.updates.data import UpdateData, in_grid
 from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.joining import COLUMNS, MinibatchBuffer, RolloutHistory, joined_minibatches
