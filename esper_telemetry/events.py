@@ -589,6 +589,7 @@ class UpdateEnd:
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
         beta2: of Adam in this update; None for other optimizers, and where the source does not give it.
+        learning_rates: by name, if optimizers or parameter groups differ in it; see `core.rates.rates_by_name`.
     """
 
     update: int
@@ -600,6 +601,7 @@ class UpdateEnd:
     coefficients: Mapping[str, float] = field(default_factory=dict)
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
     beta2: float | None = None
+    learning_rates: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -442,7 +442,7 @@ class TelemetrySession:
         update = self._watched.take(whole=whole)
         if update:
             self._measure_update(update)
-            self.measure(self._watched.rates())
+            self.measure(self._watched.rates(self._facts.get("groups", {})))
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Return the axes of the update under way, as given or counted."""

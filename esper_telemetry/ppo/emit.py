@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
+from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -102,7 +103,8 @@ class TrainerEvents:
         self._log_std: Mapping[str, Tensor] = NONE
         self._replay: TrainerReplay | None = None
         self._collected: RolloutEnd | None = None
-        self._start = self._cpu_start = self._learning_rate = 0.0
+        self._start = self._cpu_start = 0.0
+        self._rates: list[GroupRate] = []
 
     @property
     def _hooks(self) -> Hooks:
@@ -116,9 +118,9 @@ class TrainerEvents:
             self._hooks.emit(RunStart(asdict(trainer.config), trainer.facts(total_steps), *counts))
 
     def update_start(self) -> None:
-        """Remember when the update began, and the learning rate that it begins with."""
+        """Store when the update began, and the learning rates that it begins with."""
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
+        self._rates = group_rates(self._trainer.optimizer)
 
     @property
     def numbers_rows(self) -> bool:
@@ -220,7 +222,7 @@ class TrainerEvents:
     def optimizer_step(self, epoch: int, step: int) -> None:
         """Emit `OptimizerStep`."""
         if step == 0:  # a hook of the user may have set another rate
-            self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
+            self._rates = group_rates(self._trainer.optimizer)
         if self._hooks.wants(OptimizerStep):
             self._hooks.emit(OptimizerStep(epoch, step, self._trainer.optimizer, self._trainer.parameters))
 
@@ -267,7 +269,8 @@ class TrainerEvents:
                 update=trainer.updates,
                 env_step=trainer.env_steps,
                 gradient_step=trainer.gradient_steps,
-                learning_rate=self._learning_rate,
+                learning_rate=float(self._rates[0].rate),
+                learning_rates=rates_by_name(self._rates, trainer.parameters, trainer.policy.groups),
                 seconds=seconds,
                 epochs=epochs,
                 coefficients=coefficients,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -22,8 +22,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, total_norm
-from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.failure import Candidate
@@ -319,11 +320,13 @@ class WatchedModels:
         yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
         yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
 
-    def rates(self) -> list[Measurement]:
-        """Return the measurement of the first optimizer's learning rate."""
-        groups = [group for tap in self._taps[:1] for group in tap.optimizer.param_groups[:1]]
-        rates = [group["lr"] for group in groups if "lr" in group]
-        return [partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, Tensor) else rate) for rate in rates]
+    def rates(self, groups: Mapping[str, Sequence[str]]) -> list[Measurement]:
+        """Return the measurements of the first optimizer's learning rate, and of all rates if they differ; `groups` name them."""
+        rates = [rate for tap in self._taps for rate in group_rates(tap.optimizer)]
+        parameters = {name: parameter for tap in self._taps for name, parameter in tap.trained().items()}
+        named = rates_by_name(rates, parameters, lambda: groups)
+        measurements: list[Measurement] = [partial(LearningRate, lr=one.rate) for one in rates[:1]]
+        return [*measurements, *([partial(group_learning_rates, named)] if named else [])]
 
 
 def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:

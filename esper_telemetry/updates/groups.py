@@ -75,6 +75,7 @@ from esper_telemetry.metrics.optimizer import (
     LayerSteps,
     LearningRate,
     adam_steps,
+    group_learning_rates,
     state_reset,
     weight_growth,
 )
@@ -411,6 +412,8 @@ def _heads(gradients: BackwardGradients, facts: Mapping[str, Any]) -> Iterator[M
 def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
     end = progress.end
     yield partial(LearningRate, lr=end.learning_rate)
+    if end.learning_rates:
+        yield partial(group_learning_rates, end.learning_rates)
     yield partial(AdamMemory, end.beta2)
     yield partial(loss_weights, end.coefficients)
     seconds: dict[str, Any] = {"elapsed": progress.elapsed, "seconds": end.seconds, "cpu_seconds": end.cpu_seconds}

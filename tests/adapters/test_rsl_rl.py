@@ -336,3 +336,15 @@ def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
         *("Perf/collection_time", "Perf/learning_time"),
         *("Train/mean_reward/time", "Train/mean_episode_length/time"),
     }
+
+
+def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
+    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    model = rsl_rl_models.runner(schedule="fixed")
+    parts = (model.alg.actor, model.alg.critic)
+    groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
+    model.alg.optimizer = torch.optim.Adam(groups)
+
+    for record in rsl_rl_models.recorded_run(model, tmp_path).records:
+        rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
+        assert rates == {"opt/lr": pytest.approx(1e-4), "opt/lr/actor": 1e-4, "opt/lr/critic": 1e-3}

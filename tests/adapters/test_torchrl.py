@@ -307,3 +307,15 @@ def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
         *("action_norm", "action_norm_std", "done_percentage", "loss_critic", "loss_entropy", "optim_steps"),
         *("r_max", "r_total", "r_training_std"),
     }
+
+
+def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
+    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    program = Program()
+    parts = (program.loss.actor_network_params, program.loss.critic_network_params)
+    groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
+    program.optimizer = torch.optim.Adam(groups)
+
+    for record in torchrl_models.recorded_loop(program, tmp_path).records:
+        rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
+        assert rates == {"opt/lr": 1e-4, "opt/lr/actor": 1e-4, "opt/lr/critic": 1e-3}

@@ -230,6 +230,42 @@ def test_two_optimizers_are_one_network() -> None:
     assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]), rel=1e-5)
 
 
+def test_learning_rates_of_actor_and_critic() -> None:
+    """Two optimizers, then one with two groups; a scheduler halves the critic's rate. `opt/lr` is the first one's."""
+    with loop() as own:
+        actor, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
+        stops = [
+            own.telemetry.watch(own.agent, actor, actor="actor"),
+            own.telemetry.watch(own.agent, critic, critic="critic"),
+        ]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(critic, 0.5)
+        records = []
+        for _ in range(2):
+            own.loss(0).backward()
+            actor.step()
+            critic.step()
+            records.append(own.record().values)
+            schedule.step()
+        for stop in stops:
+            stop()
+        groups = [
+            {"params": part.parameters(), "lr": rate}
+            for part, rate in ((own.agent.critic, 0.3), (own.agent.actor, 0.4))
+        ]
+        both = torch.optim.SGD(groups)
+        own.telemetry.watch(own.agent, both)
+        own.loss(0).backward()
+        both.step()
+        records.append(own.record().values)
+
+    rates = [{key: value for key, value in values.items() if key.startswith("opt/lr")} for values in records]
+    assert rates == [
+        {"opt/lr": 0.1},
+        {"opt/lr": 0.1, "opt/lr/actor": 0.1, "opt/lr/critic": 0.05},
+        {"opt/lr": 0.3, "opt/lr/critic": 0.3, "opt/lr/actor": 0.4},
+    ]
+
+
 def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
     with loop() as own:

@@ -13,10 +13,11 @@ import torch
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
-from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
+from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, groups_of, nonfinite_candidates, parameters_of
 from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
 from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
 from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipping
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     BackwardsEnd,
@@ -217,6 +218,7 @@ class RunnerListener:
                 coefficients={"value": 2 * float(alg.value_loss_coef), "entropy": float(alg.entropy_coef)},
                 cpu_seconds=self._cpu_seconds,
                 beta2=None if betas is None else float(betas[1]),
+                learning_rates=rates_by_name(group_rates(alg.optimizer), parameters_of(alg), lambda: groups_of(alg)),
             )
         )
         self._seconds, self._cpu_seconds = {}, {}
