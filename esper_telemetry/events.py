@@ -72,6 +72,18 @@ class Hooks:
             hook(event)
 
 
+class ObservedSource:
+    """A source that is observed: `hooks` emit its events, and a call ends the observation."""
+
+    def __init__(self, hooks: Hooks, remove: Remover) -> None:
+        self.hooks = hooks
+        self._remove = remove
+
+    def __call__(self) -> None:
+        """End the observation; harmless when repeated."""
+        self._remove()
+
+
 class Outputs(NamedTuple):
     """Outputs of a policy for the N transitions of a rollout.
 

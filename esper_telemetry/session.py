@@ -41,6 +41,7 @@ from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.events import Hooks, ObservedSource
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
 from esper_telemetry.pipeline.record import (
@@ -316,7 +317,7 @@ class TelemetrySession:
 
     def watch(
         self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None
-    ) -> Callable[[], None]:
+    ) -> ObservedSource:
         """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
             kinds = [f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__ for x in (model, optimizer)]
@@ -325,7 +326,7 @@ class TelemetrySession:
         parts = {"actor": actor, "critic": critic}
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
         if not self._accepts("watch"):
-            return lambda: None
+            return ObservedSource(Hooks(), lambda: None)
         remove = self._watched.add(model, optimizer)
         if groups:
             self._facts["groups"] = {**self._facts.get("groups", {}), **groups}

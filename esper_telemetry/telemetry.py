@@ -24,6 +24,7 @@ from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.events import ObservedSource
 from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
@@ -209,7 +210,7 @@ class Telemetry:
 
     def watch(
         self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None = None, critic: Members | None = None
-    ) -> Callable[[], None]:
+    ) -> ObservedSource:
         """Measure the model's gradients before and after clipping at every step of the optimizer, and the learning rate.
 
         Args:
@@ -218,8 +219,9 @@ class Telemetry:
             actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
 
         A record holds the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
-        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. Returns the
-        function that ends this; `close` does too. Leave `gradient_health` out of a loop that is watched.
+        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. A call of the
+        result ends this; `close` does too. `watch_pair` takes the result as its source. Leave `gradient_health` out of a loop that is
+        watched.
 
         Raises:
             TypeError: for what is no module or no optimizer.

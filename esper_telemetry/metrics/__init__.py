@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.entropy import head_entropy as head_entropy
     from esper_telemetry.metrics.entropy import policy_entropy as policy_entropy
     from esper_telemetry.metrics.episodes import episode_stats as episode_stats
+    from esper_telemetry.metrics.gradients.actor_critic import bonus_gradient as bonus_gradient
     from esper_telemetry.metrics.gradients.actor_critic import interference as interference
     from esper_telemetry.metrics.gradients.actor_critic import leaf_interference as leaf_interference
     from esper_telemetry.metrics.gradients.directions import gradient_zeros as gradient_zeros
@@ -38,7 +39,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.episodes": ("episode_stats",),
         "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
-        "esper_telemetry.metrics.gradients.actor_critic": ("interference", "leaf_interference"),
+        "esper_telemetry.metrics.gradients.actor_critic": ("bonus_gradient", "interference", "leaf_interference"),
         "esper_telemetry.metrics.gradients.norms": ("gradient_norms",),
         "esper_telemetry.metrics.integrity": (
             "buffer_age",

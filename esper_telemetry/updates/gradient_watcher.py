@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, total_norm
+from esper_telemetry.events import BackwardEnd, Hooks, ObservedSource
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
@@ -79,6 +80,9 @@ class GradientTap:
         optimizer: whose steps are watched.
         clock: counts the time that this takes.
 
+    Attributes:
+        hooks: emit `BackwardEnd` at every step, with the gradients that it uses.
+
     Raises:
         ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
     """
@@ -87,6 +91,7 @@ class GradientTap:
         self.model = model
         self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
+        self.hooks = Hooks()
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
@@ -168,7 +173,20 @@ class GradientTap:
             if before is None or any(id(parameter) not in before for parameter, _ in present):
                 self._missed = True
                 return
-            self._steps.append(self._norms(present, before))
+            step = self._norms(present, before)
+            self._steps.append(step)
+            if self.hooks.wants(BackwardEnd):
+                self._emit(step)
+
+    def _emit(self, step: StepNorms) -> None:
+        names = self._names()
+        parameters = {names[id(parameter)]: parameter for parameter in self._parameters()}
+        place = len(self._steps) - 1
+        self.hooks.emit(BackwardEnd(0, place, parameters, step.names, step.before, None, applied=step.after))
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""
+        return {id(p): self.names.get(id(p), f"parameter_{place}") for place, p in enumerate(self._parameters())}
 
     def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
         first = torch.stack([before[id(parameter)] for parameter, _ in present])
@@ -182,7 +200,8 @@ class GradientTap:
             after = after / own_scale.to(after.device)
         if scale is not None:
             first = first / scale.to(first.device)
-        names = tuple(self.names.get(id(p), f"parameter_{place}") for place, (p, _) in enumerate(present))
+        named = self._names()
+        names = tuple([named[id(parameter)] for parameter, _ in present])
         numels = tuple(parameter.numel() for parameter, _ in present)
         return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
 
@@ -284,11 +303,11 @@ class WatchedModels:
         """Return whether anything is watched."""
         return bool(self._taps)
 
-    def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """Watch a model and its optimizer; returns the function that ends this. The same pair is not watched twice.
+    def add(self, model: nn.Module, optimizer: Optimizer) -> ObservedSource:
+        """Watch a model and its optimizer; a call of the result ends this. The same pair is not watched twice.
 
         Raises:
-            ValueError: where the optimizer is watched with another model.
+            ValueError: if the optimizer is watched with another model.
         """
         tap = next((tap for tap in self._taps if tap.optimizer is optimizer), None)
         if tap is None:
@@ -298,7 +317,7 @@ class WatchedModels:
             raise ValueError(
                 "this optimizer is watched already: watch it once, with a module that holds all its parameters"
             )
-        return partial(self._remove, tap)
+        return ObservedSource(tap.hooks, partial(self._remove, tap))
 
     def _remove(self, tap: GradientTap) -> None:
         tap.remove()

@@ -281,7 +281,10 @@ def _minibatches(
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
-    bonus = partial(bonus_gradient, minibatches.logits, entropy_coef=weights["entropy"] or 0.0)
+    spreads = (
+        {} if facts.get("squashed") else minibatches.log_std
+    )  # the entropy of squashed actions has another gradient
+    bonus = partial(bonus_gradient, minibatches.logits, log_std=spreads, entropy_coef=weights["entropy"] or 0.0)
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("gymnasium", reason="needs gymnasium")
 import rsl_rl_models
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 
-from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.rsl_rl import attach_runner
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.alarms import Thresholds
@@ -348,3 +348,25 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
     for record in rsl_rl_models.recorded_run(model, tmp_path).records:
         rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
         assert rates == {"opt/lr": pytest.approx(1e-4), "opt/lr/actor": 1e-4, "opt/lr/critic": 1e-3}
+
+
+def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(tmp_path: Path) -> None:
+    """Weights are the same; the bonus pulls at one log standard deviation in each row of a minibatch: 0.01 / √rows."""
+    bare = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
+    rsl_rl_models.learn(bare, 2)
+    expected = rsl_rl_models.fingerprint(bare)
+    model = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
+    with Telemetry([], run_dir=tmp_path) as telemetry:
+        attached = attach_runner(telemetry, model)
+        layers = [layer for layer in model.alg.actor.modules() if isinstance(layer, nn.Linear)]
+        watch_pair(telemetry, attached, "head", module=layers[-1], host=layers[0])
+        rsl_rl_models.learn(model, 2)
+
+    rows = ROLLOUT // model.alg.num_mini_batches
+    for record in read_run(tmp_path).records:
+        assert record.values["grad/pair/head/connected"] == 1
+        assert record.values["grad/pair/head/intensity"] > 0
+        assert record.values["grad/pair/head/upstream"] > 0
+        assert record.values["grad/entropy/norm"] == pytest.approx(0.01 / rows**0.5)
+    actual = rsl_rl_models.fingerprint(model)
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []

@@ -132,6 +132,23 @@ def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: 
         assert rates == {"opt/lr": 1e-3, "opt/lr/actor": 1e-3, "opt/lr/critic": 3e-3}
 
 
+def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Path) -> None:
+    """The graph of the loss has the weight: doubled in the second script, it doubles the gradient."""
+    source = (SCRIPTS / "categorical.py").read_text()
+    norms = []
+    for weight in ("0.01", "0.02"):
+        directory = tmp_path / weight
+        directory.mkdir()
+        text = source.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
+        (directory / "script.py").write_text(text)
+        with_telemetry(directory, "script.py", "--total_timesteps=256")
+        (record,) = read_run(directory / "run").records
+        assert record.values["loss/entropy_coef"] == pytest.approx(float(weight))
+        norms.append(record.values["grad/entropy/norm"])
+
+    assert norms[1] == pytest.approx(2 * norms[0], rel=0.05)  # the policies differ after the first step
+
+
 COMMON = {
     "policy/kl",
     "policy/clip_frac",

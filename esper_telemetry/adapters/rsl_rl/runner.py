@@ -23,6 +23,7 @@ from esper_telemetry.events import (
     BackwardsEnd,
     Hooks,
     MinibatchesEnd,
+    ObservedSource,
     RecurrentForward,
     Remover,
     RolloutEnd,
@@ -251,8 +252,8 @@ class LearnTap(Tap):
             self._end()
 
 
-def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
-    """Make `telemetry` record every update of an `OnPolicyRunner` with PPO; returns the function that ends this.
+def attach_runner(telemetry: Telemetry, runner: Any) -> ObservedSource:
+    """Make `telemetry` record every update of an `OnPolicyRunner` with PPO; a call of the result ends this.
 
         runner = OnPolicyRunner(env, config, log_dir)
         attach_runner(telemetry, runner)
@@ -267,7 +268,7 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
     if not isinstance(telemetry, Telemetry):
         raise TypeError(f"attach_runner takes a Telemetry and a runner, got {type(telemetry).__name__}")
     if telemetry.level is Level.OFF:
-        return lambda: None
+        return ObservedSource(Hooks(), lambda: None)
     session = session_of(telemetry)
     listener = new_listener(telemetry, runner)
 
@@ -282,7 +283,7 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
         tap.remove()
 
     session.on_close(detach)
-    return detach
+    return ObservedSource(listener.hooks, detach)
 
 
 def new_listener(telemetry: Telemetry, runner: Any) -> RunnerListener:

@@ -146,6 +146,7 @@ class ScriptListener:
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
+        self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -387,7 +388,7 @@ class ScriptListener:
                 learning_rate=self._learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
-                coefficients=self._coefficients,
+                coefficients=self._read_weights | self._coefficients,
                 learning_rates=self._rates_by_name(),
             )
         )
@@ -604,6 +605,13 @@ class ScriptListener:
             if reading.value is not None:
                 self._minibatches.add_value(reading.value)
             return
+        if (
+            reading.entropy is not None
+            and reading.entropy.weight
+            and policy.weight
+            and "entropy" not in self._weights()
+        ):
+            self._read_weights = {"entropy": float(f"{reading.entropy.weight / policy.weight:.6g}")}
         count = len(policy.advantages)
         if not self.updates:
             self._passes.add(variables.integers(), count)

@@ -387,9 +387,14 @@ class BonusGradient(MetricGroup):
 
     entropy: BonusNorm | None = reports(
         Metric.gradient_norm("grad/entropy/norm", 523, "gradient norm of the entropy bonus")
-        .asks("How large is the gradient of the entropy bonus, where it enters the policy?")
-        .bounds(healthy="near its own history")
-        .absent("no entropy bonus, or no categorical head")
+        .asks(
+            "How large is the gradient of the entropy bonus at the outputs of the policy: logits, log standard deviations?"
+        )
+        .bounds(
+            healthy="near its own history; c √(dimensions / rows) for Gaussian heads, whatever they output",
+            source="∂H/∂z of a row is -p (ln p + H) for logits z, and 1 for each log standard deviation",
+        )
+        .absent("no entropy bonus, its weight or the policy's distributions are not known, or actions are squashed")
     )
 
 
@@ -398,27 +403,32 @@ def bonus_gradient(
     logits: Mapping[str, Tensor],
     *,
     entropy_coef: float,
+    log_std: Mapping[str, Tensor] | None = None,
     action_masks: Mapping[str, Tensor] | None = None,
     relevant: Mapping[str, Tensor] | None = None,
     valid: Tensor | None = None,
 ) -> BonusGradient:
-    """Return the norm c ‖∂H/∂z‖ over the logits z of all heads, with H the mean over rows of the heads' entropies.
+    """Return the norm c ‖∂H/∂z‖ over the outputs z of all heads, with H the mean over rows of the heads' entropies.
+
+    The outputs are logits, and for each row the logarithms of its standard deviations, also if all rows share them.
 
     Args:
-        logits: per categorical head [M, N, A].
-        entropy_coef: c, weight of the bonus; without one there is no gradient and nothing is reported.
-        action_masks: per restricted head [M, N, A], bool.
-        relevant: per head that is not always relevant [M, N], bool.
-        valid: [M, N], bool; None where every row counts.
+        logits: per categorical head [M, N, A], or [N, A] for one minibatch.
+        entropy_coef: c, weight of the bonus; if it is 0, nothing is reported.
+        log_std: per Gaussian head [M, N, D] or [N, D].
+        action_masks: per restricted head, as `logits`, bool.
+        relevant: per head that is not always relevant [M, N] or [N], bool.
+        valid: [M, N] or [N], bool; None if every row counts.
     """
     from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
 
-    if not logits or not entropy_coef > 0:
-        return BonusGradient()
     masks, matters = action_masks or {}, relevant or {}
+    slopes = {head: entropy_slope(mask_logits(z.double(), masks.get(head))) for head, z in logits.items()}
+    slopes |= {head: torch.ones_like(z, dtype=torch.float64) for head, z in (log_std or {}).items()}
+    if not slopes or not entropy_coef > 0:
+        return BonusGradient()
     squares = []
-    for head, scores in logits.items():
-        slope = entropy_slope(mask_logits(scores.double(), masks.get(head)))
+    for head, slope in slopes.items():
         square = slope.square().sum(-1)
         flags = [flag for flag in (matters.get(head), valid) if flag is not None]
         squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
