@@ -316,7 +316,13 @@ class TelemetrySession:
                 self._usage.warn(OVERDUE)
 
     def watch(
-        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        actor: Members | None,
+        critic: Members | None,
+        stop_on_nonfinite: bool,
     ) -> ObservedSource:
         """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
@@ -327,10 +333,10 @@ class TelemetrySession:
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
         if not self._accepts("watch"):
             return ObservedSource(Hooks(), lambda: None)
-        remove = self._watched.add(model, optimizer)
+        watched = self._watched.add(model, optimizer, stop_on_nonfinite=stop_on_nonfinite)
         if groups:
             self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
-        return remove
+        return watched
 
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Add plain numbers to the update's record; see `Telemetry.log`."""

@@ -115,6 +115,8 @@ class PPO:
             self._objective = compiled(objective)
         self._stopping = self._agreed_to_stop = False
         self.parameters = dict(self.policy.named_parameters())
+        if self.config.stop_on_nonfinite:
+            ops.stop_at_nonfinite(self.parameters)
         self._device = self.policy.value.weight.device
         self.coefficients: dict[str, float] = {}
         self._learning_rate: float | None = None  # where it does not follow the KL divergence
@@ -126,7 +128,7 @@ class PPO:
 
         Raises:
             ValueError: they are collected already.
-            FloatingPointError: observations or weights are not finite; to go on would be to train on noise.
+            FloatingPointError: observations, weights, or with `stop_on_nonfinite` gradients are not finite.
         """
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")

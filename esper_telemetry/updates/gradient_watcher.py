@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.rates import group_rates, rates_by_name
-from esper_telemetry.core.tensors import gradient_norms, total_norm
+from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks, ObservedSource
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
 from esper_telemetry.updates.containment import Measurement
@@ -96,7 +96,7 @@ class GradientTap:
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
         self._before: dict[int, Tensor] | None = None
-        self._stepped = self._missed = False
+        self._stepped = self._missed = self._stops = False
         self._warned: set[str] = set()
         mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
         if not mine:
@@ -115,6 +115,12 @@ class GradientTap:
         for remove in self._removers:
             remove()
         self._removers = []
+
+    def stop_on_nonfinite(self) -> None:
+        """Make backward passes raise at the first gradient that is not finite."""
+        if not self._stops:
+            self._stops = True
+            self._removers.append(stop_at_nonfinite(self.trained()))
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters of the model that the optimizer trains, by name."""
@@ -303,8 +309,11 @@ class WatchedModels:
         """Return whether anything is watched."""
         return bool(self._taps)
 
-    def add(self, model: nn.Module, optimizer: Optimizer) -> ObservedSource:
+    def add(self, model: nn.Module, optimizer: Optimizer, *, stop_on_nonfinite: bool) -> ObservedSource:
         """Watch a model and its optimizer; a call of the result ends this. The same pair is not watched twice.
+
+        Args:
+            stop_on_nonfinite: make backward passes raise at the first gradient that is not finite.
 
         Raises:
             ValueError: if the optimizer is watched with another model.
@@ -317,6 +326,8 @@ class WatchedModels:
             raise ValueError(
                 "this optimizer is watched already: watch it once, with a module that holds all its parameters"
             )
+        if stop_on_nonfinite:
+            tap.stop_on_nonfinite()
         return ObservedSource(tap.hooks, partial(self._remove, tap))
 
     def _remove(self, tap: GradientTap) -> None:

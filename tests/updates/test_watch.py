@@ -266,6 +266,43 @@ def test_learning_rates_of_actor_and_critic() -> None:
     ]
 
 
+def test_a_backward_pass_stops_at_the_first_gradient_that_is_not_finite() -> None:
+    """The actor's loss is NaN, so the pass stops in the actor; without the option it does not, nor after the watch has ended."""
+    with loop() as own:
+
+        def backward() -> None:
+            own.optimizer.zero_grad()
+            (own.agent.critic(own.inputs[0]).sum() + own.agent.actor(own.inputs[0]).sum() * torch.nan).backward()
+
+        own.telemetry.watch(own.agent, own.optimizer)
+        backward()
+        watched = own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite=True)
+        with pytest.raises(FloatingPointError) as raised:
+            backward()
+        torch.autograd.grad(own.loss(0) * torch.nan, list(own.agent.parameters()))  # adds to no gradient
+        copied = copy.deepcopy(own.agent)
+        torch.save(own.agent, io.BytesIO())
+        watched()
+        backward()
+
+    assert str(raised.value).startswith("the gradient of actor.")
+    assert "is not finite" in str(raised.value)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in copied.parameters())
+
+
+def test_a_sparse_gradient_that_is_not_finite() -> None:
+    """Also with a sparse gradient, of two rows of two entries each."""
+    table = nn.Embedding(4, 2, sparse=True)
+    with loop() as own:
+        own.agent.add_module("table", table)
+        own.telemetry.watch(own.agent, sgd(own.agent.parameters()), stop_on_nonfinite=True)
+        table(torch.tensor([1, 1, 3])).sum().backward()
+        with pytest.raises(FloatingPointError, match=r"the gradient of table\.weight is not finite \(4 of 8 entries\)"):
+            (table(torch.tensor([1, 1, 3])).sum() * torch.tensor(torch.inf)).backward()
+        with pytest.raises(ValueError, match="stop_on_nonfinite must be True or False, got 'no'"):
+            own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite="no")  # type: ignore[arg-type]  # on purpose
+
+
 def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
     with loop() as own:
