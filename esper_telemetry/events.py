@@ -1,6 +1,6 @@
 """Events that trainers, environments and adapters emit, and `Hooks`, which hand them to listeners.
 
-Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
 `BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
 `MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.nn import LSTM
+    from torch.nn import GRU, LSTM
     from torch.optim import Optimizer
 
 Event = TypeVar("Event")
@@ -320,15 +320,15 @@ class UpdateStart:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentForward:
-    """Inputs and states of the actor's LSTM in a part of the rollout, before the update changes its weights.
+    """Inputs and states of the actor's LSTM or GRU in a part of the rollout, before the update changes its weights.
 
     Attributes:
         cells: its layers, the first one first; their weights are valid during the call only.
         inputs: per layer [T, b, I], in the first b environments.
-        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began.
+        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began; of a GRU [T, 1, b, H], its h.
     """
 
-    cells: Sequence[LSTM]
+    cells: Sequence[LSTM | GRU]
     inputs: Sequence[Tensor]
     states: Sequence[Tensor]
 

@@ -128,7 +128,7 @@ class TrainerEvents:
         return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
 
     def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
-        """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished.
+        """Emit `RolloutEnd`, `RecurrentForward` of a policy with a memory, and `EpisodeEnd` if an episode finished.
 
         The update reads `rollout` and was collected as `acted`; masks and relevance are those of acting.
         """
@@ -316,13 +316,11 @@ class TrainerEvents:
 
 @torch.no_grad()
 def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> RecurrentForward | None:
-    """Return the event of the actor's LSTM in the first `envs` environments; None for a policy without one."""
+    """Return the event of the actor's memory in the first `envs` environments; None for a policy without one."""
     trunk, memory = policy.actor, rollout.recurrence
     if memory is None or not isinstance(trunk, RecurrentTrunk):
         return None
-    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM)]
-    if not cells:
-        return None
+    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM | nn.GRU)]
     below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
     with policy.autocast():
         encoded = trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).float()

@@ -18,7 +18,7 @@ from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.integrity.steps.optimizer_step import StepSettings
-from esper_telemetry.metrics.lstm.gates import LSTMWeights
+from esper_telemetry.metrics.lstm.gates import GRUWeights, LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
@@ -47,18 +47,18 @@ class ActionChoices(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
+    """One layer of an LSTM or a GRU in the first b environments; see `metrics.lstm.gates`.
 
     Attributes:
         weights: as they were when the rollout was collected.
         inputs: [T, b, I].
-        hidden, memory: [T, b, H], its states before each step.
+        hidden, memory: [T, b, H], its states h and c before each step; a GRU has h only.
     """
 
-    weights: LSTMWeights
+    weights: LSTMWeights | GRUWeights
     inputs: Tensor
     hidden: Tensor
-    memory: Tensor
+    memory: Tensor | None = None
 
 
 class RecurrentState(NamedTuple):
@@ -67,7 +67,7 @@ class RecurrentState(NamedTuple):
     Attributes:
         size: of the states in which the steps began.
         ages: [T, B], steps since the memory was reset.
-        layers: of an LSTM, in sampled updates.
+        layers: of an LSTM or a GRU, in sampled updates.
     """
 
     size: StateSize
@@ -285,6 +285,7 @@ KINDS: Final = (
         ActionTotal,
         AdamState,
         CheckedStep,
+        GRUWeights,
         LSTMWeights,
         PolicyPass,
         PolicyPickle,

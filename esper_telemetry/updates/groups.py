@@ -67,7 +67,7 @@ from esper_telemetry.metrics.integrity import (
 )
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
-from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
+from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
 from esper_telemetry.metrics.optimizer import (
@@ -245,9 +245,9 @@ def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Mapping[
 
 def _gates(memory: RecurrentState, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
     """Measure the gates of all layers as if they were one."""
-    layers = [gates_between(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
-    gates = Gates(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
-    envs = gates.f.shape[1]
+    layers = [gates_of(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
+    gates = type(layers[0])(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+    envs = gates.keep_gate.shape[1]
     part = None if valid is None else valid[:, :envs]
     return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)
 

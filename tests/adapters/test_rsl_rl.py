@@ -153,6 +153,17 @@ def test_states_of_an_lstm_are_measured(tmp_path: Path) -> None:
     assert 0 < values["lstm/gate/f/mean"] < 1
 
 
+def test_gates_of_a_gru_are_measured(tmp_path: Path) -> None:
+    model = rsl_rl_models.runner(model="RNNModel", model_rnn_type="gru")
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", level="debug")
+
+    values = run.records[-1].values
+    assert 0 < values["lstm/gate/z/mean"] < 1
+    assert values["lstm/timescale/median"] > 1
+    assert "telemetry/metric_errors" not in values
+
+
 def test_a_runner_learns_again_and_is_copied_while_it_listens(tmp_path: Path) -> None:
     model = rsl_rl_models.runner()
     copies: list[Any] = []
