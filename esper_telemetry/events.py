@@ -1,8 +1,8 @@
 """Events that trainers, environments and adapters emit, and `Hooks`, which hand them to listeners.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
-`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
-`MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
+`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `HeadsBackward` (of several heads), `TrunkBackward`,
+`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
 
 Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
 of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may
@@ -460,6 +460,23 @@ class TrunkBackward:
     critic: Tensor
     shared: Sequence[Tensor]
     valid: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsBackward:
+    """Gradients of the actor's loss at the trunk's output through each head of a policy with several, before they go further.
+
+    Attributes:
+        output: of the actor's trunk, [N, ...], with its graph.
+        heads: by head, of the shape of the output; they add up to the gradient of the actor's loss, entropy bonus included.
+        parameters: by name, those below the output, which all heads share.
+    """
+
+    epoch: int
+    step: int
+    output: Tensor
+    heads: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
 
 
 class BackwardEnd(NamedTuple):

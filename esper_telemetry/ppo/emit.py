@@ -29,6 +29,7 @@ from esper_telemetry.events import (
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
+    HeadsBackward,
     Hooks,
     MinibatchEnd,
     MinibatchesEnd,
@@ -193,6 +194,20 @@ class TrainerEvents:
                 gradient_step=trainer.gradient_steps,
             )
             self._hooks.emit(event)
+
+    def heads_backward(
+        self,
+        epoch: int,
+        step: int,
+        output: Tensor,
+        gradients: Callable[[Batch, Tensor], Mapping[str, Tensor]],
+        batch: Batch,
+    ) -> None:
+        """Emit `HeadsBackward` of a policy with several heads, while the graph below the trunk's output is there."""
+        policy = self._trainer.policy
+        if self._hooks.wants(HeadsBackward) and len(policy.heads) > 1 and output.requires_grad:
+            trunk = {f"actor.{name}": parameter for name, parameter in policy.actor.named_parameters()}
+            self._hooks.emit(HeadsBackward(epoch, step, output, gradients(batch, output), trunk))
 
     def trunk_backward(self, epoch: int, step: int, outputs: tuple[Tensor, ...], leaves: TrunkOutputs) -> None:
         """Emit `TrunkBackward`, once the leaves have their gradients."""

@@ -38,7 +38,9 @@ from esper_telemetry.metrics.episodes import episode_ends, episode_stats
 from esper_telemetry.metrics.gradients.actor_critic import (
     bonus_gradient,
     group_interference,
+    head_interference,
     interference,
+    layer_interference,
     parameter_interference,
 )
 from esper_telemetry.metrics.gradients.directions import (
@@ -460,6 +462,13 @@ def gradient_sample(sample: GradientSample, level: Level) -> Iterator[Measuremen
         yield partial(shard_noise, torch.stack(sample.shards), sample.samples)
     if sample.actor is not None and sample.critic is not None:
         yield partial(parameter_interference, [sample.actor], [sample.critic])
+        if level >= Level.DEBUG and sample.shared:
+            names, numels = zip(*sample.shared, strict=True)
+            yield partial(layer_interference, sample.actor.split(numels), sample.critic.split(numels), names)
+    if sample.heads:
+        names, numels = zip(*sample.trunk, strict=True)
+        heads = {head: gradient.split(numels) for head, gradient in sample.heads.items()}
+        yield partial(head_interference, heads, names)
     if sample.states:
         yield from _optimizer(sample)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from esper_telemetry import Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.core.record import Record
-from esper_telemetry.events import BackwardEnd, RolloutEnd
+from esper_telemetry.events import BackwardEnd, HeadsBackward, RolloutEnd, TrunkBackward
 
 pytestmark = pytest.mark.sb3
 
@@ -314,6 +314,29 @@ def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(make: Any, tmp_p
             assert record.values["grad/entropy/norm"] > 0
     ours = sb3_models.fingerprint(model)
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize(("name", "heads"), [("multi_discrete", 2), ("multi_binary", 3)])
+def test_gradients_through_the_heads_add_up_to_the_actors(name: str, heads: int, tmp_path: Path) -> None:
+    """At the input of the last layer; the record compares each two of them."""
+    model = sb3_models.MODELS[name]()
+    through: list[HeadsBackward] = []
+    whole: list[TrunkBackward] = []
+    with Telemetry([], run_dir=tmp_path, level="debug") as telemetry:
+        callback = TelemetryCallback(telemetry)
+        callback.hooks.on(HeadsBackward, through.append)
+        callback.hooks.on(TrunkBackward, whole.append)
+        model.learn(256, callback=callback)
+
+    assert len(through) == len(whole) > 0
+    for event, both in zip(through, whole, strict=True):
+        assert len(event.heads) == heads
+        torch.testing.assert_close(sum(event.heads.values()), both.actor, rtol=0, atol=1e-7)
+        assert {part.split(".")[0] for part in event.parameters} == {"mlp_extractor"}
+    for record in read_run(tmp_path).records:
+        pairs = [key for key in record.values if key.startswith("grad/heads/")]
+        assert len(pairs) == heads * (heads - 1) // 2
+        assert "grad/layer/mlp_extractor_policy_net_0_weight/heads_cos" in record.values
 
 
 def as_vector(gradient: Tensor | None) -> Tensor:

@@ -291,7 +291,7 @@ class ModelListener:
             lambda: self._stop_following(),
         ]
         if self._hooks.wants(TrunkBackward):
-            trunk = TrunkListener(policy, self._hooks, minibatches.place, self._session.attempt)
+            trunk = TrunkListener(policy, self._heads, self._hooks, minibatches.place, self._session.attempt)
             for head, network in {"actor": policy.action_net, "critic": policy.value_net}.items():
                 taps.append(self._listen(network, "forward", partial(trunk.after_head, head)))
             if groups_of(policy).get("shared"):

@@ -46,14 +46,19 @@ class GateStats(MetricGroup):
         Metric.quantity(
             "lstm/gate/{gate}/mean", 711, "mean of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
-        .asks("How far is this gate open on average: i writes, f keeps, o reads; z of a GRU keeps, r reads the old state?")
+        .asks(
+            "How far is this gate open on average: i writes, f keeps, o reads; z of a GRU keeps, r reads the old state?"
+        )
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_lo: Mean = reports(
         Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut", cost="sampled")
         .asks("How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.")
         .bounds(
-            healthy="f: < 0.5", warn="f: > 0.7; i, o: > 0.9", critical="f: > 0.9", source="Karpathy 2015, 1506.02078"
+            healthy="f, i, o: < 0.5",
+            warn="f: > 0.7; i, o: > 0.9",
+            critical="f: > 0.9; i, o: > 0.95",
+            source="Karpathy 2015, 1506.02078; i and o of healthy runs below 0.03",
         )
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
@@ -79,7 +84,7 @@ class CellStats(MetricGroup):
     saturated: Mean = reports(
         Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
         .asks("How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.")
-        .bounds(source="heuristic")
+        .bounds(source="no bound: healthy runs reach 0.25")
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     timescales: Quantiles = reports(
@@ -261,7 +266,10 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
         hidden: [T, B, H] its state before each step, zero if memory was reset.
     """
     linear = torch.nn.functional.linear
-    ours, before = linear(inputs, weights.inputs, weights.input_bias), linear(hidden, weights.hidden, weights.hidden_bias)
+    ours, before = (
+        linear(inputs, weights.inputs, weights.input_bias),
+        linear(hidden, weights.hidden, weights.hidden_bias),
+    )
     (r, z, n), (r_before, z_before, n_before) = ours.chunk(3, -1), before.chunk(3, -1)
     r, z = (r + r_before).sigmoid(), (z + z_before).sigmoid()
     n = (n + r * n_before).tanh()
