@@ -1,8 +1,8 @@
-"""Gradients of single layers over a run: which of them explode or vanish, and where in the network.
+"""Gradients of single layers over a run: which of them explode or vanish, and in which part of the network.
 
-Severities follow from the norms in the journal as live ones do (`history.gradients.NormBaseline`), so a run that was measured at NORMAL has
-them too. In a run of more than `MAX_COLUMNS` updates a column is several updates: the smallest norm of them decides whether a layer vanishes,
-the largest one whether it explodes.
+Severities follow from the norms in the journal, as live ones do (`history.gradients.NormBaseline`), so runs at NORMAL have them too. If a
+run has more than `MAX_COLUMNS` updates, a column is several updates: their smallest norm decides whether a layer vanishes, their largest
+one whether it explodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from esper_telemetry.views.run_view import RunView
 MAX_COLUMNS: Final = 200
 """Columns of the picture: each is some four pixels wide."""
 MAX_LAYERS: Final = 64
-"""Layers that are shown; of larger networks the ones with the largest severities."""
+"""Layers that are shown; a larger network shows the layers with the largest severities."""
 WARN_SEVERITY: Final = 0.25
 """Severity above which `grad/layer/{layer}/severity_explode` warns."""
 NONFINITE: Final = "grad/global/norm_preclip_nonfinite"
@@ -29,7 +29,7 @@ class LayerFlow(NamedTuple):
 
     Attributes:
         layer: its name in keys.
-        severity: [columns], above 0 where it explodes, below 0 where it vanishes, NaN without a finite gradient.
+        severity: [columns], above 0 if it explodes, below 0 if it vanishes, NaN without a finite gradient.
         last, smallest, largest: norms.
     """
 
@@ -99,7 +99,7 @@ def gradient_flow(view: RunView) -> GradientFlow | None:
 
 
 def signed_severity(low: Array, high: Array, max_grad_norm: float) -> Array:
-    """Return [K, columns]: the severity with which each layer explodes, or that with which it vanishes, below 0.
+    """Return [K, columns]: the severity of explosion of each layer, or below 0 the severity of vanishing.
 
     Args:
         low, high: [K, columns], smallest and largest norm; NaN without a finite gradient.
