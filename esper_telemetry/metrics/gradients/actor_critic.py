@@ -561,25 +561,24 @@ def bonus_gradient(
     """
     from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
 
-    scores, masks, matters, counted = (
-        by_head(logits),
-        masks_by_head(action_masks),
-        masks_by_head(relevant),
-        as_mask(valid),
-    )
-    slopes = {head: entropy_slope(mask_logits(z.double(), masks.get(head))) for head, z in scores.items()}
-    slopes |= {head: torch.ones_like(z, dtype=torch.float64) for head, z in by_head(log_std).items()}
-    if not slopes or not entropy_coef > 0:
+    if not entropy_coef > 0:
         return BonusGradient()
-    rows_of_heads = {head: slope[..., 0] for head, slope in slopes.items()}
-    same_shape(**rows_of_heads, **{f"relevant[{head!r}]": flag for head, flag in matters.items()}, valid=counted)
-    squares = []
-    for head, slope in slopes.items():
-        square = slope.square().sum(-1)
+    masks, matters, counted = masks_by_head(action_masks), masks_by_head(relevant), as_mask(valid)
+    squares: dict[str, Tensor] = {}
+    for head, z in by_head(logits).items():
+        squares[head] = entropy_slope(mask_logits(z.double(), masks.get(head))).square().sum(-1)
+    for head, z in by_head(log_std).items():
+        squares[head] = z.new_full(z.shape[:-1], z.shape[-1], dtype=torch.float64)
+    if not squares:
+        return BonusGradient()
+    named = [("rows of", squares), ("relevant", matters)]
+    same_shape(**{f"{name} {head}": rows for name, heads in named for head, rows in heads.items()}, valid=counted)
+    parts = []
+    for head, square in squares.items():
         flags = [flag for flag in (matters.get(head), counted) if flag is not None]
-        squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
-    rows = torch.full_like(squares[0][..., 0], squares[0].shape[-1]) if counted is None else counted.sum(-1)
-    total = entropy_coef**2 * torch.stack(squares).sum((0, -1))
+        parts.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
+    rows = torch.full_like(parts[0][..., 0], parts[0].shape[-1]) if counted is None else counted.sum(-1)
+    total = entropy_coef**2 * torch.stack(parts).sum((0, -1))
     norm = total.sqrt() / rows
     defined = torch.isfinite(norm)
     return BonusGradient(BonusNorm(torch.where(defined, norm, 0.0), defined, total, rows))
