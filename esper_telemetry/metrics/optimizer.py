@@ -332,7 +332,8 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
 
 def group_learning_rates(rates: Mapping[str, float | Tensor]) -> GroupLearningRates:
     """Return the learning rates of optimizers or parameter groups by name."""
-    values = [torch.as_tensor(rate, dtype=torch.float64) for rate in rates.values()]
+    device = next((rate.device for rate in rates.values() if isinstance(rate, Tensor)), None)
+    values = [torch.as_tensor(rate, dtype=torch.float64).to(device, non_blocking=True) for rate in rates.values()]
     return GroupLearningRates(tuple(map(segment, rates)), Last(torch.stack(values)[None]) if values else None)
 
 
