@@ -73,7 +73,9 @@ def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environme
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_gru_has_one_part_and_two_gates(tmp_path: Path, layers: int) -> None:
-    records = records_of(tmp_path, trainer(masked_cartpole, policy="gru", lstm_layers=layers), updates=1 + INITIAL_PERIOD)
+    records = records_of(
+        tmp_path, trainer(masked_cartpole, policy="gru", lstm_layers=layers), updates=1 + INITIAL_PERIOD
+    )
 
     states = {key for key in STATES if "/h/" in key} | RESETS - {"lstm/c_growth"}
     gates = {f"lstm/gate/{gate}/{name}" for gate in "rz" for name in ("mean", "sat_lo", "sat_hi")}

@@ -80,6 +80,7 @@ class TrunkListener:
         self._policy, self._hooks, self._place, self._attempt = policy, hooks, place, attempt
         self._heads = heads
         self._shared = groups_of(policy).get("shared", [])
+        self._latent: Tensor | None = None
         self._clear()
 
     def after_features(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -101,7 +102,7 @@ class TrunkListener:
 
     def _clear(self, features: Tensor | None = None) -> None:
         self._features = features
-        self._latent: Tensor | None = None
+        self._latent = None
         self._outputs: dict[str, Tensor] = {}
         self._awaited: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
