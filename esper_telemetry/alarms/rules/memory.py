@@ -319,7 +319,7 @@ def gate_closed(view: View) -> Iterator[Finding]:
             text = f"{percent(share)} of the {gate} gates are shut: {effect}"
             severity = view.limits.severity(GATE_CLOSED, share)
             yield Finding(severity, key, share, view.limits.middle(GATE_CLOSED), instance=gate).with_text(
-                lambda text=text: text
+                partial(str, text)
             )
 
 
