@@ -1,8 +1,8 @@
 """Events that trainers, environments and adapters emit, and `Hooks`, which hand them to listeners.
 
-Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
-`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
-`MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
+`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `HeadsBackward` (of several heads), `TrunkBackward`,
+`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
 
 Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
 of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.nn import LSTM
+    from torch.nn import GRU, LSTM
     from torch.optim import Optimizer
 
 Event = TypeVar("Event")
@@ -70,6 +70,18 @@ class Hooks:
         """Call the hooks of the event's type that were registered when it came, whatever they change."""
         for hook in self._hooks.get(type(event), ()):
             hook(event)
+
+
+class ObservedSource:
+    """A source that is observed: `hooks` emit its events, and a call ends the observation."""
+
+    def __init__(self, hooks: Hooks, remove: Remover) -> None:
+        self.hooks = hooks
+        self._remove = remove
+
+    def __call__(self) -> None:
+        """End the observation; harmless when repeated."""
+        self._remove()
 
 
 class Outputs(NamedTuple):
@@ -308,15 +320,15 @@ class UpdateStart:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentForward:
-    """Inputs and states of the actor's LSTM in a part of the rollout, before the update changes its weights.
+    """Inputs and states of the actor's LSTM or GRU in a part of the rollout, before the update changes its weights.
 
     Attributes:
         cells: its layers, the first one first; their weights are valid during the call only.
         inputs: per layer [T, b, I], in the first b environments.
-        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began.
+        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began; of a GRU [T, 1, b, H], its h.
     """
 
-    cells: Sequence[LSTM]
+    cells: Sequence[LSTM | GRU]
     inputs: Sequence[Tensor]
     states: Sequence[Tensor]
 
@@ -448,6 +460,23 @@ class TrunkBackward:
     critic: Tensor
     shared: Sequence[Tensor]
     valid: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsBackward:
+    """Gradients of the actor's loss at the trunk's output through each head of a policy with several, before they go further.
+
+    Attributes:
+        output: of the actor's trunk, [N, ...], with its graph.
+        heads: by head, of the shape of the output; they add up to the gradient of the actor's loss, entropy bonus included.
+        parameters: by name, those below the output, which all heads share.
+    """
+
+    epoch: int
+    step: int
+    output: Tensor
+    heads: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
 
 
 class BackwardEnd(NamedTuple):
@@ -589,6 +618,7 @@ class UpdateEnd:
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
         beta2: of Adam in this update; None for other optimizers, and where the source does not give it.
+        learning_rates: by name, if optimizers or parameter groups differ in it; see `core.rates.rates_by_name`.
     """
 
     update: int
@@ -600,6 +630,7 @@ class UpdateEnd:
     coefficients: Mapping[str, float] = field(default_factory=dict)
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
     beta2: float | None = None
+    learning_rates: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

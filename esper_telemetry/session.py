@@ -45,6 +45,7 @@ from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.events import Hooks, ObservedSource
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
@@ -361,8 +362,14 @@ class TelemetrySession:
                 self._usage.warn(OVERDUE)
 
     def watch(
-        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None
-    ) -> Callable[[], None]:
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        actor: Members | None,
+        critic: Members | None,
+        stop_on_nonfinite: bool,
+    ) -> ObservedSource:
         """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
             kinds = [f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__ for x in (model, optimizer)]
@@ -371,11 +378,11 @@ class TelemetrySession:
         parts = {"actor": actor, "critic": critic}
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
         if not self._accepts("watch"):
-            return lambda: None
-        remove = self._watched.add(model, optimizer)
+            return ObservedSource(Hooks(), lambda: None)
+        watched = self._watched.add(model, optimizer, stop_on_nonfinite=stop_on_nonfinite)
         if groups:
             self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
-        return remove
+        return watched
 
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Add plain numbers to the update's record; see `Telemetry.log`."""
@@ -515,7 +522,7 @@ class TelemetrySession:
         update = self._watched.take(whole=whole)
         if update:
             self._measure_update(update)
-            self._measure(self._watched.rates())
+            self._measure(self._watched.rates(self._facts.get("groups", {})))
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Return the axes of the update under way, as given or counted."""

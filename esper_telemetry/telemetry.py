@@ -25,6 +25,7 @@ from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.events import ObservedSource
 from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
@@ -212,25 +213,36 @@ class Telemetry:
         self._session.log(values)
 
     def watch(
-        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None = None, critic: Members | None = None
-    ) -> Callable[[], None]:
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        actor: Members | None = None,
+        critic: Members | None = None,
+        stop_on_nonfinite: bool = False,
+    ) -> ObservedSource:
         """Measure the model's gradients before and after clipping at every step of the optimizer, and the learning rate.
 
         Args:
             model: also one that is compiled, or wrapped in DistributedDataParallel.
             optimizer: of its parameters; watch each of several, with the same model.
             actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
+            stop_on_nonfinite: `backward` raises FloatingPointError, with the parameter's name, at the first gradient that is not finite.
+                Each gradient is checked when it is computed, which on a GPU waits for the device. Not for loops with a gradient scaler,
+                which makes gradients overflow on purpose. At level `off` it has no effect.
 
         A record holds the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
-        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. Returns the
-        function that ends this; `close` does too. Leave `gradient_health` out of a loop that is watched.
+        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. A call of the
+        result ends this; `close` does too. `watch_pair` takes the result as its source. Leave `gradient_health` out of a loop that is
+        watched.
 
         Raises:
             TypeError: for what is no module or no optimizer.
             ValueError: the optimizer trains nothing of the model, or is watched with another one; a group is no part of the model; ranks
                 hold parts of its parameters.
         """
-        return self._session.watch(model, optimizer, actor=actor, critic=critic)
+        _check_choice("stop_on_nonfinite", stop_on_nonfinite, (True, False))
+        return self._session.watch(model, optimizer, actor=actor, critic=critic, stop_on_nonfinite=stop_on_nonfinite)
 
     def flush(
         self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None

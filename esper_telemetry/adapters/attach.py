@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -68,6 +69,8 @@ from esper_telemetry.updates.joining import (
 )
 
 __all__ = ["CheckpointedSource", "EventSource", "JoiningSource", "attach", "watch_pair"]
+
+logger = logging.getLogger("esper_telemetry")
 
 RECENT_EPISODES = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -426,13 +429,19 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
 
 
 def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:
-    """Measure the gradients of `module` next to those of `host` at every optimizer step; returns what ends this.
+    """Compare the gradients of `module` and `host` at every optimizer step; returns the function that ends this.
 
-    For a module whose share in learning is in question: a new block, an adapter, a gated branch. It costs some tensor operations per
-    step. Below NORMAL nothing is measured.
+    Use it if you doubt that a module learns: a head, a new block, an adapter, a gated branch. It costs a few tensor operations per step.
+    Below NORMAL nothing is measured.
+
+    Args:
+        source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
+            `attach_trainer` or `Telemetry.watch`.
+        name: of the pair, in the keys `grad/pair/{pair}/...`.
+        module, host: parts of the network that one optimizer trains. With a gradient scaler `upstream` has its scale.
 
     Raises:
-        ValueError: where one of them has no parameters, or they share some.
+        ValueError: one of them has no parameters, or they share some.
     """
     own, hosts = ({id(parameter) for parameter in part.parameters()} for part in (module, host))
     if not own or not hosts:
@@ -461,6 +470,15 @@ class PairProbe:
         self._name = name
         self._module, self._host = module, host
         self._upstream: Tensor | None = None
+        self._warned = False
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "pair %r is not measured: its module and its host need parameters that the same optimizer trains",
+                self._name,
+            )
 
     def follow(self, _: nn.Module, __: object, output: object) -> None:
         """Wait for the gradient of an output."""
@@ -473,8 +491,14 @@ class PairProbe:
 
     @torch.no_grad()
     def observe(self, event: BackwardEnd) -> None:
-        """Measure one step."""
+        """Measure one step, unless another optimizer trains one of the parts."""
         upstream, self._upstream = self._upstream, None
+        trained = {id(parameter) for parameter in event.parameters.values()}
+        for part in (self._module, self._host):
+            learning = {id(parameter) for parameter in part.parameters() if parameter.requires_grad}
+            if learning and learning.isdisjoint(trained):
+                self._warn()
+                return
         own, hosts = (_gradients(event, part.parameters()) for part in (self._module, self._host))
         norms = (event.norms[list(own)], event.norms[list(hosts)])
         group = pair_gradients(self._name, list(own.values()), list(hosts.values()), norms=norms, upstream=upstream)

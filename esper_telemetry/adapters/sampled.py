@@ -7,7 +7,8 @@ tensors are there anyway: to copy and correct Adam's moments in float64 takes on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from esper_telemetry.events import (
     BackwardEnd,
     BeforeUpdate,
     FirstMinibatch,
+    HeadsBackward,
     Hooks,
     MinibatchesEnd,
     MinibatchStart,
@@ -28,6 +30,7 @@ from esper_telemetry.events import (
     TrunkBackward,
     UsedAdvantages,
 )
+from esper_telemetry.metrics.gradients.actor_critic import MAX_COMPARED_HEADS
 from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.session import TelemetrySession
@@ -135,6 +138,7 @@ class GradientProbe:
         self._listener.on(TrunkBackward, self._keep_shared)
         self._backward.on(BackwardEnd, self._keep_gradient)
         if every_step:
+            self._listener.once(HeadsBackward, self._keep_heads)
             self._listener.on(OptimizerStep, self._keep_state)
         else:
             self._listener.once(OptimizerStep, self._keep_state)
@@ -176,6 +180,7 @@ class GradientProbe:
         self._sample = GradientSample((), ())
         self._minibatches: list[Tensor] = []
         self._states: list[AdamState] = []
+        self._shared: list[Tensor] = []
         self._stride = 1
 
     def _keep_shards(self, event: MinibatchStart) -> None:
@@ -190,12 +195,19 @@ class GradientProbe:
         shared = [parameter for parameter in event.shared if parameter.requires_grad]
         if event.step > 0 or not shared or len(event.outputs) != 1 or not event.outputs[0].requires_grad:
             return
-
-        def through(gradient: Tensor) -> Tensor:
-            options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-            return flat(torch.autograd.grad(event.outputs[0], shared, grad_outputs=gradient, **options))
-
+        through = partial(gradient_through, event.outputs[0], shared)
+        self._shared = shared
         self._sample = self._sample._replace(actor=through(event.actor), critic=through(event.critic))
+
+    def _keep_heads(self, event: HeadsBackward) -> None:
+        """Take the gradient of each head on to the parameters of the trunk, through the first minibatch's graph."""
+        trunk = {name: parameter for name, parameter in event.parameters.items() if parameter.requires_grad}
+        if not trunk:
+            return
+        through = partial(gradient_through, event.output, list(trunk.values()))
+        heads = {head: through(gradient) for head, gradient in list(event.heads.items())[:MAX_COMPARED_HEADS]}
+        sizes = tuple([(name, parameter.numel()) for name, parameter in trunk.items()])
+        self._sample = self._sample._replace(heads=heads, trunk=sizes)
 
     @torch.no_grad()
     def _keep_gradient(self, event: BackwardEnd) -> None:
@@ -211,6 +223,9 @@ class GradientProbe:
         numels = tuple(gradient.numel() for gradient in gradients)
         if not self._minibatches:
             self._sample = self._sample._replace(names=event.names, numels=numels)
+            names = {id(parameter): name for name, parameter in event.parameters.items()}
+            sizes = [(names.get(id(p), f"shared_{place}"), p.numel()) for place, p in enumerate(self._shared)]
+            self._sample = self._sample._replace(shared=tuple(sizes))
         same = (event.names, numels) == self._sample[:2] and len(numels) == len(event.names)
         vectors = len(self._minibatches) + 1
         if same and (vectors <= 2 or vectors * sum(numels) <= MAX_SAMPLE_ENTRIES):
@@ -312,3 +327,9 @@ class ReplayProbe:
             self._telemetry.measure(self._passes.compared(event.policy))
         self._passes = None
         self._listener.stop()
+
+
+def gradient_through(output: Tensor, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradients of the parameters below `output`, one after the other, that its gradient leads to; keeps the graph."""
+    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return flat(torch.autograd.grad(output, parameters, grad_outputs=gradient, **options))

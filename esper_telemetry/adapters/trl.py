@@ -33,6 +33,7 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate
 from esper_telemetry.adapters.taps import Listener, listen
 from esper_telemetry.core.metric import segment
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.tensors import gradient_norms
 from esper_telemetry.events import (
@@ -115,6 +116,7 @@ class TrainerListener:
         self._open = False
         self._learning_rate = 0.0
         self._beta2: float | None = None
+        self._learning_rates: Mapping[str, float | Tensor] = {}
         self._first_step = before.gradient_step
         self._phase = time.perf_counter(), time.process_time()
         self._seconds = {"inference": 0.0, "update": 0.0}
@@ -143,6 +145,7 @@ class TrainerListener:
         group = optimizer.param_groups[0]
         self._learning_rate = float(group["lr"])
         self._beta2 = float(group["betas"][1]) if "betas" in group else None
+        self._learning_rates = rates_by_name(group_rates(optimizer), self._parameters, dict)
         inner = getattr(optimizer, "optimizer", optimizer)
         self._add_seconds("update")
         if self._small:
@@ -288,6 +291,7 @@ class TrainerListener:
                 epochs=self._trainer.num_iterations,
                 cpu_seconds=cpu_seconds,
                 beta2=self._beta2,
+                learning_rates=self._learning_rates,
             )
         )
 

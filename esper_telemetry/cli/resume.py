@@ -63,8 +63,8 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     """
     config, facts = _config_and_facts(run_dir)
     settings = {name: config[name] for name in STORED_OPTIONS if name in config}
-    # JSON has lists for tuples.
-    ppo = {field.name: config[field.name] for field in fields(PPOConfig)}
+    # A setting that this version has added has its default; JSON has lists for tuples.
+    ppo = {field.name: config[field.name] for field in fields(PPOConfig) if field.name in config}
     ppo |= {name: tuple(value) for name, value in ppo.items() if isinstance(value, list)}
     return form(
         **settings,
@@ -149,7 +149,7 @@ def print_wait_for_helpers(run_dir: str) -> None:
 def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     with wrong_use():
         info = run_info(run_dir)
-    needed = {*STORED_OPTIONS, "preset", "sinks", *(field.name for field in fields(PPOConfig))}
+    needed = {*STORED_OPTIONS, "preset", "sinks", "policy", "num_steps", "learning_rate"}
     missing = sorted(needed - info.config.keys())
     if missing:
         raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings say nothing of {missing[0]}")

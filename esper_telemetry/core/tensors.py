@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -173,3 +173,38 @@ def are_rescaled(stored: Tensor, received: Tensor) -> bool:
     varies = size > MIN_SPREAD
     correlation = ((one * other).sum(0) / size.clamp(min=MIN_SPREAD))[varies]
     return bool(varies.any()) and bool(correlation.median() > AFFINE_CORRELATION)
+
+
+def stop_at_nonfinite(parameters: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Make backward passes raise FloatingPointError at the first gradient that is not finite; return the function that ends this.
+
+    A gradient is checked when it is added to `.grad`, in the order of the pass, so `torch.autograd.grad` is not affected. On a GPU each
+    check waits for the device.
+    """
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(_check_gradient, name))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+
+    def remove() -> None:
+        while handles:
+            handles.pop().remove()
+
+    return remove
+
+
+def _check_gradient(name: str, parameter: Tensor) -> None:
+    """Raise FloatingPointError for a gradient that is not finite."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    entries = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    finite = torch.isfinite(entries)
+    if not bool(finite.all()):
+        count = entries.numel() - int(finite.sum())
+        raise FloatingPointError(
+            f"the gradient of {name} is not finite ({count} of {gradient.numel()} entries), the first one in this backward pass: the "
+            "loss or a layer after this parameter returns NaN or infinity. Check rewards, returns, advantages and probability ratios. "
+            "stop_on_nonfinite=True ends training here"
+        )

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.entropy import head_entropy as head_entropy
     from esper_telemetry.metrics.entropy import policy_entropy as policy_entropy
     from esper_telemetry.metrics.episodes import episode_stats as episode_stats
+    from esper_telemetry.metrics.gradients.actor_critic import bonus_gradient as bonus_gradient
+    from esper_telemetry.metrics.gradients.actor_critic import head_interference as head_interference
     from esper_telemetry.metrics.gradients.actor_critic import interference as interference
+    from esper_telemetry.metrics.gradients.actor_critic import layer_interference as layer_interference
     from esper_telemetry.metrics.gradients.actor_critic import leaf_interference as leaf_interference
     from esper_telemetry.metrics.gradients.directions import gradient_zeros as gradient_zeros
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
@@ -38,7 +41,13 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.episodes": ("episode_stats",),
         "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
-        "esper_telemetry.metrics.gradients.actor_critic": ("interference", "leaf_interference"),
+        "esper_telemetry.metrics.gradients.actor_critic": (
+            "bonus_gradient",
+            "head_interference",
+            "interference",
+            "layer_interference",
+            "leaf_interference",
+        ),
         "esper_telemetry.metrics.gradients.norms": ("gradient_norms",),
         "esper_telemetry.metrics.integrity": (
             "buffer_age",

@@ -7,7 +7,7 @@ it to copy and correct the moments in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -206,6 +206,19 @@ class LearningRate(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLearningRates(MetricGroup):
+    """The learning rates of several optimizers or parameter groups."""
+
+    replicated: ClassVar[bool] = True
+    group: tuple[str, ...] = label()
+    lr: Last | None = reports(
+        Metric.quantity("opt/lr/{group}", 611, "learning rate of a group", unit="learning rate", low=0.0)
+        .asks("How large are the optimizer's steps meant to be for this part of the network?")
+        .absent("all parameter groups of all optimizers have the rate `opt/lr`")
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AdamMemory(MetricGroup):
     """Reach of Adam's memory of squared gradients."""
 
@@ -315,6 +328,13 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
     """Return the learning rate of the optimizer's first parameter group."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return LearningRate(rates[0] if rates else None)
+
+
+def group_learning_rates(rates: Mapping[str, float | Tensor]) -> GroupLearningRates:
+    """Return the learning rates of optimizers or parameter groups by name."""
+    device = next((rate.device for rate in rates.values() if isinstance(rate, Tensor)), None)
+    values = [torch.as_tensor(rate, dtype=torch.float64).to(device, non_blocking=True) for rate in rates.values()]
+    return GroupLearningRates(tuple(map(segment, rates)), Last(torch.stack(values)[None]) if values else None)
 
 
 @no_grad

@@ -64,6 +64,8 @@ class PPOConfig:
         watchdog: put the last good weights back after an update that leaves some that are not finite, and clear the
             optimizer; training ends after three such updates in a row.
         seed: seed of initial weights, sampling and shuffling, and of environments that were made without one.
+        stop_on_nonfinite: end training with FloatingPointError at the first gradient that is not finite, in the order of the backward
+            pass. On a GPU each check waits for the device.
     """
 
     num_steps: int = 128
@@ -100,6 +102,7 @@ class PPOConfig:
     compile: bool = False
     watchdog: bool = False
     seed: int = 0
+    stop_on_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError, one sentence with the offending value, for the first wrong setting."""
@@ -130,6 +133,8 @@ class PPOConfig:
         low, high = LOG_STD_RANGE
         in_range = not self.state_dependent_std or low <= self.log_std <= high
         require(in_range, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
+        both = self.watchdog and self.stop_on_nonfinite
+        require(not both, "watchdog repairs what stop_on_nonfinite stops at: choose one of them", "both")
         require(0 <= self.seed <= MAX_SEED, f"seed must be between 0 and {MAX_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:

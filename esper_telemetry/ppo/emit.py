@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
+from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -28,6 +29,7 @@ from esper_telemetry.events import (
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
+    HeadsBackward,
     Hooks,
     MinibatchEnd,
     MinibatchesEnd,
@@ -102,7 +104,8 @@ class TrainerEvents:
         self._log_std: Mapping[str, Tensor] = NONE
         self._replay: TrainerReplay | None = None
         self._collected: RolloutEnd | None = None
-        self._start = self._cpu_start = self._learning_rate = 0.0
+        self._start = self._cpu_start = 0.0
+        self._rates: list[GroupRate] = []
 
     @property
     def _hooks(self) -> Hooks:
@@ -116,9 +119,9 @@ class TrainerEvents:
             self._hooks.emit(RunStart(asdict(trainer.config), trainer.facts(total_steps), *counts))
 
     def update_start(self) -> None:
-        """Remember when the update began, and the learning rate that it begins with."""
+        """Store when the update began, and the learning rates that it begins with."""
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
+        self._rates = group_rates(self._trainer.optimizer)
 
     @property
     def numbers_rows(self) -> bool:
@@ -126,7 +129,7 @@ class TrainerEvents:
         return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
 
     def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
-        """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished.
+        """Emit `RolloutEnd`, `RecurrentForward` of a policy with a memory, and `EpisodeEnd` if an episode finished.
 
         The update reads `rollout` and was collected as `acted`; masks and relevance are those of acting.
         """
@@ -192,6 +195,20 @@ class TrainerEvents:
             )
             self._hooks.emit(event)
 
+    def heads_backward(
+        self,
+        epoch: int,
+        step: int,
+        output: Tensor,
+        gradients: Callable[[Batch, Tensor], Mapping[str, Tensor]],
+        batch: Batch,
+    ) -> None:
+        """Emit `HeadsBackward` of a policy with several heads, while the graph below the trunk's output is there."""
+        policy = self._trainer.policy
+        if self._hooks.wants(HeadsBackward) and len(policy.heads) > 1 and output.requires_grad:
+            trunk = {f"actor.{name}": parameter for name, parameter in policy.actor.named_parameters()}
+            self._hooks.emit(HeadsBackward(epoch, step, output, gradients(batch, output), trunk))
+
     def trunk_backward(self, epoch: int, step: int, outputs: tuple[Tensor, ...], leaves: TrunkOutputs) -> None:
         """Emit `TrunkBackward`, once the leaves have their gradients."""
         if self._hooks.wants(TrunkBackward):
@@ -220,7 +237,7 @@ class TrainerEvents:
     def optimizer_step(self, epoch: int, step: int) -> None:
         """Emit `OptimizerStep`."""
         if step == 0:  # a hook of the user may have set another rate
-            self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
+            self._rates = group_rates(self._trainer.optimizer)
         if self._hooks.wants(OptimizerStep):
             self._hooks.emit(OptimizerStep(epoch, step, self._trainer.optimizer, self._trainer.parameters))
 
@@ -267,7 +284,8 @@ class TrainerEvents:
                 update=trainer.updates,
                 env_step=trainer.env_steps,
                 gradient_step=trainer.gradient_steps,
-                learning_rate=self._learning_rate,
+                learning_rate=float(self._rates[0].rate),
+                learning_rates=rates_by_name(self._rates, trainer.parameters, trainer.policy.groups),
                 seconds=seconds,
                 epochs=epochs,
                 coefficients=coefficients,
@@ -313,13 +331,11 @@ class TrainerEvents:
 
 @torch.no_grad()
 def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> RecurrentForward | None:
-    """Return the event of the actor's LSTM in the first `envs` environments; None for a policy without one."""
+    """Return the event of the actor's memory in the first `envs` environments; None for a policy without one."""
     trunk, memory = policy.actor, rollout.recurrence
     if memory is None or not isinstance(trunk, RecurrentTrunk):
         return None
-    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM)]
-    if not cells:
-        return None
+    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM | nn.GRU)]
     below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
     with policy.autocast():
         encoded = trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).float()

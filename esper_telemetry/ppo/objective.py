@@ -204,11 +204,20 @@ def objective(
     policy: ActorCritic, steps: UpdateSteps, batch: Batch, outputs: TrunkOutputs, *, clip: float, bonus: bool
 ) -> ObjectiveResult:
     """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
-    scores = steps.scores(policy.scores(outputs.actor))
+    return objective_of_scores(
+        policy, steps, batch, policy.scores(outputs.actor), outputs.critic, clip=clip, bonus=bonus
+    )
+
+
+def objective_of_scores(
+    policy: ActorCritic, steps: UpdateSteps, batch: Batch, scores: Tensors, critic: Tensor, *, clip: float, bonus: bool
+) -> ObjectiveResult:
+    """Return the losses as functions of the scores of each head, and of the output of the critic's trunk."""
+    scores = steps.scores(scores)
     normalized = policy.normalize(scores, batch.action_masks)
     log_probs = steps.log_probs(policy.log_probs(normalized, batch.actions, batch.relevance))
     log_ratio = add(list(log_probs.values())) - batch.log_probs
-    values = policy.values(outputs.critic)
+    values = policy.values(critic)
     losses = {
         "policy": steps.policy_loss(log_ratio, batch.advantages, clip),
         "value": steps.value_loss(values, batch.returns, batch.values),
@@ -216,6 +225,21 @@ def objective(
     if bonus:
         losses["entropy"] = steps.entropy_loss(policy.entropy(normalized, batch.relevance))
     return ObjectiveResult(log_ratio, values, scores, log_probs, losses)
+
+
+def head_gradients(
+    policy: ActorCritic, steps: UpdateSteps, batch: Batch, output: Tensor, weights: Tensors, *, clip: float, bonus: bool
+) -> dict[str, Tensor]:
+    """Return the gradient [N, F] of the actor's loss at its trunk's output through each head; they add up to the whole gradient.
+
+    Every head reads its own copy of the output, at which its gradient ends.
+    """
+    leaves = {name: output.detach().requires_grad_() for name in policy.heads}
+    scores = {name: policy.head(name)(leaf) for name, leaf in leaves.items()}
+    losses = objective_of_scores(policy, steps, batch, scores, output.detach(), clip=clip, bonus=bonus).losses
+    loss = add([weights[name] * losses[name] for name in ("policy", "entropy") if name in losses])
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from esper_telemetry.ppo.objective import (
     backward_losses,
     backward_trunks,
     entropy_coef,
+    head_gradients,
     loss_rows,
     mean_kl,
     objective,
@@ -115,6 +116,8 @@ class PPO:
             self._objective = compiled(objective)
         self._stopping = self._agreed_to_stop = False
         self.parameters = dict(self.policy.named_parameters())
+        if self.config.stop_on_nonfinite:
+            ops.stop_at_nonfinite(self.parameters)
         self._device = self.policy.value.weight.device
         self.coefficients: dict[str, float] = {}
         self._learning_rate: float | None = None  # where it does not follow the KL divergence
@@ -126,7 +129,7 @@ class PPO:
 
         Raises:
             ValueError: they are collected already.
-            FloatingPointError: observations or weights are not finite; to go on would be to train on noise.
+            FloatingPointError: observations, weights, or with `stop_on_nonfinite` gradients are not finite.
         """
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
@@ -316,6 +319,7 @@ class PPO:
         leaves = TrunkOutputs(outputs[0], outputs[-1]).leaves()
         result = self._losses(batch, leaves)
         backward_losses(result.losses, self._weights)
+        self.events.heads_backward(epoch, step, outputs[0], self._head_gradients, batch)
         self.events.trunk_backward(epoch, step, outputs, leaves)
         backward_trunks(outputs, leaves)
         self._descend(epoch, step, len(batch))
@@ -331,6 +335,11 @@ class PPO:
             return add([self._weights[name] * loss for name, loss in losses.items()])
 
         return shard_gradients(batch, count, loss, list(self.parameters.values()))
+
+    def _head_gradients(self, batch: Batch, output: Tensor) -> dict[str, Tensor]:
+        """Return the gradient of the actor's loss through each head; `.grad` fields stay as they are."""
+        settings: dict[str, Any] = {"clip": self.config.clip, "bonus": self.coefficients["entropy"] > 0}
+        return head_gradients(self.policy, self.steps, batch, output, self._weights, **settings)
 
     def _losses(self, batch: Batch, outputs: TrunkOutputs) -> ObjectiveResult:
         """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""

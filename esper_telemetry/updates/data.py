@@ -18,7 +18,7 @@ from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.integrity.steps.optimizer_step import StepSettings
-from esper_telemetry.metrics.lstm.gates import LSTMWeights
+from esper_telemetry.metrics.lstm.gates import GRUWeights, LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
@@ -47,18 +47,18 @@ class ActionChoices(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
+    """One layer of an LSTM or a GRU in the first b environments; see `metrics.lstm.gates`.
 
     Attributes:
         weights: as they were when the rollout was collected.
         inputs: [T, b, I].
-        hidden, memory: [T, b, H], its states before each step.
+        hidden, memory: [T, b, H], its states h and c before each step; a GRU has h only.
     """
 
-    weights: LSTMWeights
+    weights: LSTMWeights | GRUWeights
     inputs: Tensor
     hidden: Tensor
-    memory: Tensor
+    memory: Tensor | None = None
 
 
 class RecurrentState(NamedTuple):
@@ -67,7 +67,7 @@ class RecurrentState(NamedTuple):
     Attributes:
         size: of the states in which the steps began.
         ages: [T, B], steps since the memory was reset.
-        layers: of an LSTM, in sampled updates.
+        layers: of an LSTM or a GRU, in sampled updates.
     """
 
     size: StateSize
@@ -174,6 +174,9 @@ class GradientSample(NamedTuple):
         shards: [d] of each part of the first minibatch.
         samples: independent samples in each part.
         actor, critic: [s]: gradients of the two losses with respect to the parameters that they share.
+        shared: names and numbers of entries of these parameters.
+        heads: at DEBUG, per head of the policy [t]: gradient of the actor's loss through it, with respect to the trunk's parameters.
+        trunk: names and numbers of entries of these parameters.
         states: of the optimizer after the sampled steps.
         state_names: of the parameters that have a state.
         previous_steps: [K'], steps that the optimizer had counted in the sampled update before.
@@ -188,6 +191,9 @@ class GradientSample(NamedTuple):
     samples: tuple[int, ...] = ()
     actor: Tensor | None = None
     critic: Tensor | None = None
+    shared: tuple[tuple[str, int], ...] = ()
+    heads: Mapping[str, Tensor] = NONE
+    trunk: tuple[tuple[str, int], ...] = ()
     states: tuple[AdamState, ...] = ()
     state_names: tuple[str, ...] = ()
     previous_steps: Tensor | None = None
@@ -197,13 +203,19 @@ class GradientSample(NamedTuple):
     def for_evidence(self) -> GradientSample:
         """Return the first minibatch alone, once all is measured."""
         first = self.minibatches[:1]
-        rest: dict[str, Any] = {"shards": (), "samples": (), "actor": None, "critic": None, "states": ()}
+        rest: dict[str, Any] = {"shards": (), "samples": (), "actor": None, "critic": None, "heads": NONE, "states": ()}
         return self._replace(minibatches=first, measured=True, **rest)
 
     @property
     def entries(self) -> int:
         """Approximate number of entries in all its vectors."""
-        vectors = len(self.minibatches) + len(self.shards) + 4 * len(self.states) + 2 * (self.actor is not None)
+        vectors = (
+            len(self.minibatches)
+            + len(self.shards)
+            + 4 * len(self.states)
+            + 2 * (self.actor is not None)
+            + len(self.heads)
+        )
         return vectors * sum(self.numels)
 
 
@@ -285,6 +297,7 @@ KINDS: Final = (
         ActionTotal,
         AdamState,
         CheckedStep,
+        GRUWeights,
         LSTMWeights,
         PolicyPass,
         PolicyPickle,

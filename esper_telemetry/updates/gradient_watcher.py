@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.tensors import gradient_norms, total_norm
-from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
+from esper_telemetry.events import BackwardEnd, Hooks, ObservedSource
+from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.failure import Candidate
 
@@ -78,6 +80,9 @@ class GradientTap:
         optimizer: whose steps are watched.
         clock: counts the time that this takes.
 
+    Attributes:
+        hooks: emit `BackwardEnd` at every step, with the gradients that it uses.
+
     Raises:
         ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
     """
@@ -86,11 +91,12 @@ class GradientTap:
         self.model = model
         self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
+        self.hooks = Hooks()
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
         self._before: dict[int, Tensor] | None = None
-        self._stepped = self._missed = False
+        self._stepped = self._missed = self._stops = False
         self._warned: set[str] = set()
         mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
         if not mine:
@@ -109,6 +115,12 @@ class GradientTap:
         for remove in self._removers:
             remove()
         self._removers = []
+
+    def stop_on_nonfinite(self) -> None:
+        """Make backward passes raise at the first gradient that is not finite."""
+        if not self._stops:
+            self._stops = True
+            self._removers.append(stop_at_nonfinite(self.trained()))
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters of the model that the optimizer trains, by name."""
@@ -167,7 +179,20 @@ class GradientTap:
             if before is None or any(id(parameter) not in before for parameter, _ in present):
                 self._missed = True
                 return
-            self._steps.append(self._norms(present, before))
+            step = self._norms(present, before)
+            self._steps.append(step)
+            if self.hooks.wants(BackwardEnd):
+                self._emit(step)
+
+    def _emit(self, step: StepNorms) -> None:
+        names = self._names()
+        parameters = {names[id(parameter)]: parameter for parameter in self._parameters()}
+        place = len(self._steps) - 1
+        self.hooks.emit(BackwardEnd(0, place, parameters, step.names, step.before, None, applied=step.after))
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""
+        return {id(p): self.names.get(id(p), f"parameter_{place}") for place, p in enumerate(self._parameters())}
 
     def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
         first = torch.stack([before[id(parameter)] for parameter, _ in present])
@@ -181,7 +206,8 @@ class GradientTap:
             after = after / own_scale.to(after.device)
         if scale is not None:
             first = first / scale.to(first.device)
-        names = tuple(self.names.get(id(p), f"parameter_{place}") for place, (p, _) in enumerate(present))
+        named = self._names()
+        names = tuple([named[id(parameter)] for parameter, _ in present])
         numels = tuple(parameter.numel() for parameter, _ in present)
         return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
 
@@ -283,11 +309,14 @@ class WatchedModels:
         """Return whether anything is watched."""
         return bool(self._taps)
 
-    def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """Watch a model and its optimizer; returns the function that ends this. The same pair is not watched twice.
+    def add(self, model: nn.Module, optimizer: Optimizer, *, stop_on_nonfinite: bool) -> ObservedSource:
+        """Watch a model and its optimizer; a call of the result ends this. The same pair is not watched twice.
+
+        Args:
+            stop_on_nonfinite: make backward passes raise at the first gradient that is not finite.
 
         Raises:
-            ValueError: where the optimizer is watched with another model.
+            ValueError: if the optimizer is watched with another model.
         """
         tap = next((tap for tap in self._taps if tap.optimizer is optimizer), None)
         if tap is None:
@@ -297,7 +326,9 @@ class WatchedModels:
             raise ValueError(
                 "this optimizer is watched already: watch it once, with a module that holds all its parameters"
             )
-        return partial(self._remove, tap)
+        if stop_on_nonfinite:
+            tap.stop_on_nonfinite()
+        return ObservedSource(tap.hooks, partial(self._remove, tap))
 
     def _remove(self, tap: GradientTap) -> None:
         tap.remove()
@@ -319,11 +350,13 @@ class WatchedModels:
         yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
         yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
 
-    def rates(self) -> list[Measurement]:
-        """Return the measurement of the first optimizer's learning rate."""
-        groups = [group for tap in self._taps[:1] for group in tap.optimizer.param_groups[:1]]
-        rates = [group["lr"] for group in groups if "lr" in group]
-        return [partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, Tensor) else rate) for rate in rates]
+    def rates(self, groups: Mapping[str, Sequence[str]]) -> list[Measurement]:
+        """Return the measurements of the first optimizer's learning rate, and of all rates if they differ; `groups` name them."""
+        rates = [rate for tap in self._taps for rate in group_rates(tap.optimizer)]
+        parameters = {name: parameter for tap in self._taps for name, parameter in tap.trained().items()}
+        named = rates_by_name(rates, parameters, lambda: groups)
+        measurements: list[Measurement] = [partial(LearningRate, lr=one.rate) for one in rates[:1]]
+        return [*measurements, *([partial(group_learning_rates, named)] if named else [])]
 
 
 def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:

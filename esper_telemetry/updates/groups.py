@@ -39,7 +39,9 @@ from esper_telemetry.metrics.episodes import episode_ends, episode_stats
 from esper_telemetry.metrics.gradients.actor_critic import (
     bonus_gradient,
     group_interference,
+    head_interference,
     interference,
+    layer_interference,
     parameter_interference,
 )
 from esper_telemetry.metrics.gradients.directions import (
@@ -68,7 +70,7 @@ from esper_telemetry.metrics.integrity import (
 )
 from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossComponents, entropy_gradients, loss_terms, loss_weights
-from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
+from esper_telemetry.metrics.lstm.gates import GateGroups, gate_stats, gates_of
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
 from esper_telemetry.metrics.optimizer import (
@@ -76,6 +78,7 @@ from esper_telemetry.metrics.optimizer import (
     LayerSteps,
     LearningRate,
     adam_steps,
+    group_learning_rates,
     state_reset,
     weight_growth,
 )
@@ -244,9 +247,9 @@ def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Mapping[
 
 def _gates(memory: RecurrentState, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
     """Measure the gates of all layers as if they were one."""
-    layers = [gates_between(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
-    gates = Gates(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
-    envs = gates.f.shape[1]
+    layers = [gates_of(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
+    gates = type(layers[0])(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+    envs = gates.keep_gate.shape[1]
     part = None if valid is None else valid[:, :envs]
     return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)
 
@@ -280,7 +283,10 @@ def _minibatches(
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
-    bonus = partial(bonus_gradient, minibatches.logits, entropy_coef=weights["entropy"] or 0.0)
+    spreads = (
+        {} if facts.get("squashed") else minibatches.log_std
+    )  # the entropy of squashed actions has another gradient
+    bonus = partial(bonus_gradient, minibatches.logits, log_std=spreads, entropy_coef=weights["entropy"] or 0.0)
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
@@ -411,6 +417,8 @@ def _heads(gradients: BackwardGradients, facts: Mapping[str, Any]) -> Iterator[M
 def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
     end = progress.end
     yield partial(LearningRate, lr=end.learning_rate)
+    if end.learning_rates:
+        yield partial(group_learning_rates, end.learning_rates)
     yield partial(AdamMemory, end.beta2)
     yield partial(loss_weights, end.coefficients)
     seconds: dict[str, Any] = {"elapsed": progress.elapsed, "seconds": end.seconds, "cpu_seconds": end.cpu_seconds}
@@ -454,6 +462,13 @@ def gradient_sample(sample: GradientSample, level: Level) -> Iterator[Measuremen
         yield partial(shard_noise, torch.stack(sample.shards), sample.samples)
     if sample.actor is not None and sample.critic is not None:
         yield partial(parameter_interference, [sample.actor], [sample.critic])
+        if level >= Level.DEBUG and sample.shared:
+            names, numels = zip(*sample.shared, strict=True)
+            yield partial(layer_interference, sample.actor.split(numels), sample.critic.split(numels), names)
+    if sample.heads:
+        names, numels = zip(*sample.trunk, strict=True)
+        heads = {head: gradient.split(numels) for head, gradient in sample.heads.items()}
+        yield partial(head_interference, heads, names)
     if sample.states:
         yield from _optimizer(sample)
 

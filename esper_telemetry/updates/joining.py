@@ -29,7 +29,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
-from esper_telemetry.metrics.lstm.gates import lstm_weights
+from esper_telemetry.metrics.lstm.gates import cell_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.rollout import constant_rows, cut_entries, observation_window
 from esper_telemetry.updates.data import (
@@ -155,9 +155,9 @@ class RolloutHistory:
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
-    """Return copies of the LSTM's layers: the update changes the weights, the next rollout the rest."""
+    """Return copies of the memory's layers: the update changes the weights, the next rollout the rest."""
     parts = zip(event.cells, event.inputs, event.states, strict=True)
-    return tuple(Layer(lstm_weights(cell), x.clone(), *state.clone().unbind(1)) for cell, x, state in parts)
+    return tuple(Layer(cell_weights(cell), x.clone(), *state.clone().unbind(1)) for cell, x, state in parts)
 
 
 CRITIC_COLUMNS = ("values", "old_values", "returns", "means")

@@ -240,7 +240,7 @@ PANELS: Final = (
             ChartDeclaration(("grad/clip/coef", "grad/clip/coef_min"), log=True),
             ChartDeclaration(("grad/interference/critic_share",)),
             ChartDeclaration(("opt/update_to_weight",), log=True),
-            ChartDeclaration(("opt/lr",)),
+            ChartDeclaration(("opt/lr", "opt/lr/{group}"), "Learning rate"),
             ChartDeclaration(("repr/dormant_frac", "repr/dead_frac"), "Dormant and dead units"),
         ),
         50,

@@ -22,6 +22,7 @@ from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.page import comparison_section
 from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.equations import EquationRow
+from esper_telemetry.views.gradient_flow import WARN_SEVERITY, gradient_flow
 from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, EvidenceRow, IncidentView, number_text
@@ -31,6 +32,8 @@ MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""
 MAX_INCIDENT_CHARTS: Final = 4
 MAX_EVIDENCE_ROWS: Final = 30
+FLOW_ROW_PIXELS: Final = 18
+FLOW_MARGIN_PIXELS: Final = 90
 MAX_TEXT_CHARACTERS: Final = 400
 """Characters of a setting."""
 
@@ -135,6 +138,7 @@ def _run(view: RunView, charts: ReportCharts) -> Iterator[str]:
     yield from _timeline(view, charts, run, incidents)
     yield from _incidents(view, charts, run, incidents)
     yield from _panels(view, charts, run, incidents)
+    yield from _gradient_flow(view, charts, run, incidents)
     yield from _equations(view.equations())
     yield from _unanswered(view)
     yield from _provenance(view)
@@ -296,6 +300,29 @@ def _panels(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[I
         rows = [[_text(str(cell.text)) for cell in row] for row in (*table.rows, table.footer) if row]
         yield f'<h2>{_text(table.title)}</h2><div class="card scroll">{_table(table.columns, rows)}</div>'
     yield from (f"<p>{_text(problem)}</p>" for problem in view.problems)
+
+
+def _gradient_flow(view: RunView, charts: ReportCharts, run: int, incidents: Sequence[IncidentView]) -> Iterator[str]:
+    """Yield the picture of the gradients of single layers, if there are any."""
+    flow = gradient_flow(view)
+    if flow is None:
+        return
+    place = charts.flow(run, flow, [view.step_of(incident.since) for incident in incidents])
+    height = FLOW_MARGIN_PIXELS + FLOW_ROW_PIXELS * (len(flow.layers) + any(flow.nonfinite))
+    yield "<h2>Where do gradients explode or vanish?</h2>"
+    yield f'<div class="card"><div class="plot" style="height:{height}px" data-height="{height}" data-chart="{place}"></div>'
+    worst = f"No layer exploded or vanished (severity above {WARN_SEVERITY})."
+    if flow.worst is not None:
+        layer, column = flow.worst
+        severity = float(layer.severity[column])
+        did = "exploded" if severity > 0 else "vanished"
+        worst = f"Worst: {layer.layer} {did} with severity {abs(severity):.2f} at update {flow.updates[column]:,}."
+    hidden = f" {flow.hidden} healthier layers are left out." if flow.hidden else ""
+    yield (
+        f'<p class="dim">{_text(worst)} One row per parameter tensor, from the inputs of the network to its outputs, over '
+        f"{_text(view.x_label)}; a gap is an update without a finite gradient. Wide screens also show the norm of the last gradient "
+        f"(dot) and its range in this run.{hidden}</p></div>"
+    )
 
 
 def _chart(

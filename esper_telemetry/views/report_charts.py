@@ -13,6 +13,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
+from esper_telemetry.views.gradient_flow import GradientFlow
 from esper_telemetry.views.run_parts import ChartView, IncidentView
 from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer
@@ -98,6 +99,27 @@ class ReportCharts:
         }
         return self._added(entry)
 
+    def flow(self, run: int, flow: GradientFlow, marks: Sequence[float]) -> str:
+        """Add the picture of the gradients of all layers, with vertical lines at these environment steps; return its place."""
+        first, second, *_ = flow.env_steps
+        entry: dict[str, Any] = {
+            "lines": [],
+            "x": [0, self.ends[run]],
+            "marks": [*marks],
+            "flow": {
+                "edges": [max(0, 2 * first - second), *flow.env_steps],
+                "updates": [*flow.updates],
+                "names": [layer.layer for layer in flow.layers],
+                # in hundredths, which are as exact as a colour can be
+                "severities": [[_hundredths(value) for value in layer.severity] for layer in flow.layers],
+                "nonfinite": [100 * broken for broken in flow.nonfinite] if any(flow.nonfinite) else None,
+                "norms": [
+                    [_short(norm) for norm in (layer.last, layer.smallest, layer.largest)] for layer in flow.layers
+                ],
+            },
+        }
+        return self._added(entry)
+
     def overlay(self, references: Sequence[list[Any]]) -> str:
         """Add a chart of lines of several runs; return its place."""
         return self._added({"lines": [*references]})
@@ -141,6 +163,10 @@ def _differences(numbers: Sequence[int]) -> list[int]:
 def _short(value: float) -> float | int:
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
+
+
+def _hundredths(value: float) -> int | None:
+    return None if math.isnan(value) else round(100 * value)
 
 
 def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:

@@ -55,6 +55,38 @@ def bundled_lstm(telemetry: Telemetry | None) -> Weights:
     return bundled(telemetry, policy="lstm", lstm_size=16)
 
 
+def bundled_gru(telemetry: Telemetry | None) -> Weights:
+    """The critic shares the trunk, and every gradient is checked."""
+    settings: dict[str, Any] = {"policy": "gru", "lstm_size": 16, "shared_trunk": True, "entropy_coef": 0.01}
+    return bundled(telemetry, **settings, stop_on_nonfinite=True)
+
+
+def watched(telemetry: Telemetry | None) -> Weights:
+    """A loop of one's own with two optimizers, one of which keeps its rate on the device."""
+    torch.manual_seed(1)
+    agent = nn.ModuleDict({name: nn.Linear(4, size).to(DEVICE) for name, size in (("actor", 2), ("critic", 1))})
+    rates: dict[str, Any] = {"actor": 1e-3, "critic": torch.tensor(1e-2, device=DEVICE)}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=rates[name]) for name, part in agent.items()}
+    if telemetry is not None:
+        for name, optimizer in optimizers.items():
+            parts: dict[str, Any] = {name: name}
+            telemetry.watch(agent, optimizer, **parts, stop_on_nonfinite=True)
+    for update in range(1, UPDATES + 1):
+        rows = torch.randn(64, 4, device=DEVICE)
+        agent.zero_grad()
+        (agent["actor"](rows).square().mean() + agent["critic"](rows).square().mean()).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        if telemetry is not None:
+            telemetry.observe(advantage_stats(rows[:, 0]), ratio_diagnostics(0 * rows[:, 0], rows[:, 1], clip=0.2))
+            telemetry.flush(env_step=64 * update)
+    return agent.state_dict()
+
+
+def stable_baselines_factored(telemetry: Telemetry | None) -> Weights:
+    return stable_baselines(telemetry, "multi_discrete")
+
+
 def stable_baselines(telemetry: Telemetry | None, kind: str = "ppo") -> Weights:
     """Weights of a model of Stable-Baselines3."""
     pytest.importorskip("stable_baselines3")
@@ -161,7 +193,10 @@ TRAINERS: Mapping[str, Callable[[Telemetry | None], Weights]] = {
     for program in (
         bundled,
         bundled_lstm,
+        bundled_gru,
+        watched,
         stable_baselines,
+        stable_baselines_factored,
         stable_baselines_lstm,
         rsl_rl,
         rsl_rl_lstm,
@@ -176,7 +211,12 @@ TRAINERS: Mapping[str, Callable[[Telemetry | None], Weights]] = {
 PRETENDED = [
     bundled,
     bundled_lstm,
-    *(pytest.param(program, marks=pytest.mark.sb3) for program in (stable_baselines, rsl_rl, torchrl)),
+    bundled_gru,
+    watched,
+    *(
+        pytest.param(program, marks=pytest.mark.sb3)
+        for program in (stable_baselines, stable_baselines_factored, rsl_rl, torchrl)
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("gymnasium", reason="needs gymnasium")
 import rsl_rl_models
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 
-from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.rsl_rl import attach_runner
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.alarms import Thresholds
@@ -151,6 +151,17 @@ def test_states_of_an_lstm_are_measured(tmp_path: Path) -> None:
     assert values["lstm/h/rms"] == pytest.approx(float(hidden.square().mean().sqrt()), rel=1e-4)
     assert values["lstm/c/rms"] == pytest.approx(float(cell.square().mean().sqrt()), rel=1e-4)
     assert 0 < values["lstm/gate/f/mean"] < 1
+
+
+def test_gates_of_a_gru_are_measured(tmp_path: Path) -> None:
+    model = rsl_rl_models.runner(model="RNNModel", model_rnn_type="gru")
+
+    run = rsl_rl_models.recorded_run(model, tmp_path / "run", level="debug")
+
+    values = run.records[-1].values
+    assert 0 < values["lstm/gate/z/mean"] < 1
+    assert values["lstm/timescale/median"] > 1
+    assert "telemetry/metric_errors" not in values
 
 
 def test_a_runner_learns_again_and_is_copied_while_it_listens(tmp_path: Path) -> None:
@@ -336,3 +347,37 @@ def test_its_own_logs_are_read(name: str, tmp_path: Path) -> None:
         *("Perf/collection_time", "Perf/learning_time"),
         *("Train/mean_reward/time", "Train/mean_episode_length/time"),
     }
+
+
+def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
+    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    model = rsl_rl_models.runner(schedule="fixed")
+    parts = (model.alg.actor, model.alg.critic)
+    groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
+    model.alg.optimizer = torch.optim.Adam(groups)
+
+    for record in rsl_rl_models.recorded_run(model, tmp_path).records:
+        rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
+        assert rates == {"opt/lr": pytest.approx(1e-4), "opt/lr/actor": 1e-4, "opt/lr/critic": 1e-3}
+
+
+def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(tmp_path: Path) -> None:
+    """Weights are the same; the bonus pulls at one log standard deviation in each row of a minibatch: 0.01 / √rows."""
+    bare = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
+    rsl_rl_models.learn(bare, 2)
+    expected = rsl_rl_models.fingerprint(bare)
+    model = rsl_rl_models.runner(rsl_rl_models.short_pendulum)
+    with Telemetry([], run_dir=tmp_path) as telemetry:
+        attached = attach_runner(telemetry, model)
+        layers = [layer for layer in model.alg.actor.modules() if isinstance(layer, nn.Linear)]
+        watch_pair(telemetry, attached, "head", module=layers[-1], host=layers[0])
+        rsl_rl_models.learn(model, 2)
+
+    rows = ROLLOUT // model.alg.num_mini_batches
+    for record in read_run(tmp_path).records:
+        assert record.values["grad/pair/head/connected"] == 1
+        assert record.values["grad/pair/head/intensity"] > 0
+        assert record.values["grad/pair/head/upstream"] > 0
+        assert record.values["grad/entropy/norm"] == pytest.approx(0.01 / rows**0.5)
+    actual = rsl_rl_models.fingerprint(model)
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []

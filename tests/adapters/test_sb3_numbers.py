@@ -15,10 +15,10 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from torch import Tensor
 
-from esper_telemetry import Telemetry, read_run
+from esper_telemetry import Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.core.record import Record
-from esper_telemetry.events import BackwardEnd
+from esper_telemetry.events import BackwardEnd, HeadsBackward, RolloutEnd, TrunkBackward
 
 pytestmark = pytest.mark.sb3
 
@@ -280,3 +280,64 @@ def test_forbidden_actions_are_never_chosen(tmp_path: Path) -> None:
 
     assert all(record.values["integrity/mask_violation"] == 0 for record in records)
     assert all(record.values["policy/entropy"] <= np.log(3) + 1e-6 for record in records)
+
+
+@pytest.mark.parametrize("make", [sb3_models.ppo, sb3_models.pendulum, sb3_models.recurrent])
+def test_a_module_beside_its_host_and_the_gradient_of_the_bonus(make: Any, tmp_path: Path) -> None:
+    """Weights are the same; the head's intensity is its gradient's root mean square, and a Gaussian bonus pulls with c √(D / N)."""
+    bare = make(ent_coef=0.01)
+    bare.learn(384)
+    theirs = sb3_models.fingerprint(bare)
+    model = make(ent_coef=0.01)
+    with Telemetry([], run_dir=tmp_path) as telemetry:
+        callback = TelemetryCallback(telemetry)
+        head = model.policy.action_net
+        watch_pair(telemetry, callback, "head", module=head, host=model.policy.mlp_extractor)
+        intensities: list[list[float]] = []
+
+        def keep(event: BackwardEnd) -> None:
+            intensities[-1].append(
+                float(torch.cat([as_vector(p.grad) for p in head.parameters()]).square().mean().sqrt())
+            )
+
+        callback.hooks.on(RolloutEnd, lambda _: intensities.append([]))
+        callback.hooks.on(BackwardEnd, keep)
+        model.learn(384, callback=callback)
+
+    for record, expected in zip(read_run(tmp_path).records, intensities, strict=True):
+        assert record.values["grad/pair/head/connected"] == 1
+        assert record.values["grad/pair/head/intensity"] == pytest.approx(np.mean(expected), rel=1e-5)
+        assert record.values["grad/pair/head/upstream"] > 0
+        if make is sb3_models.pendulum:
+            assert record.values["grad/entropy/norm"] == pytest.approx(0.01 / model.batch_size**0.5)
+        else:
+            assert record.values["grad/entropy/norm"] > 0
+    ours = sb3_models.fingerprint(model)
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize(("name", "heads"), [("multi_discrete", 2), ("multi_binary", 3)])
+def test_gradients_through_the_heads_add_up_to_the_actors(name: str, heads: int, tmp_path: Path) -> None:
+    """At the input of the last layer; the record compares each two of them."""
+    model = sb3_models.MODELS[name]()
+    through: list[HeadsBackward] = []
+    whole: list[TrunkBackward] = []
+    with Telemetry([], run_dir=tmp_path, level="debug") as telemetry:
+        callback = TelemetryCallback(telemetry)
+        callback.hooks.on(HeadsBackward, through.append)
+        callback.hooks.on(TrunkBackward, whole.append)
+        model.learn(256, callback=callback)
+
+    assert len(through) == len(whole) > 0
+    for event, both in zip(through, whole, strict=True):
+        assert len(event.heads) == heads
+        torch.testing.assert_close(sum(event.heads.values()), both.actor, rtol=0, atol=1e-7)
+        assert {part.split(".")[0] for part in event.parameters} == {"mlp_extractor"}
+    for record in read_run(tmp_path).records:
+        pairs = [key for key in record.values if key.startswith("grad/heads/")]
+        assert len(pairs) == heads * (heads - 1) // 2
+        assert "grad/layer/mlp_extractor_policy_net_0_weight/heads_cos" in record.values
+
+
+def as_vector(gradient: Tensor | None) -> Tensor:
+    return torch.as_tensor(gradient).flatten()

@@ -17,7 +17,7 @@ import torchrl_models
 from backends_read import BACKENDS, assert_the_same_numbers_in_all_four
 from torchrl_models import FRAMES, Program
 
-from esper_telemetry import Alarm, RunStatus, Telemetry, read_run
+from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss
 from esper_telemetry.alarms import Thresholds
@@ -307,3 +307,39 @@ def test_its_own_logs_are_read(env: str, tmp_path: Path) -> None:
         *("action_norm", "action_norm_std", "done_percentage", "loss_critic", "loss_entropy", "optim_steps"),
         *("r_max", "r_total", "r_training_std"),
     }
+
+
+def test_learning_rates_of_actor_and_critic(tmp_path: Path) -> None:
+    """A group each in one optimizer, and the critic's learns ten times as fast."""
+    program = Program()
+    parts = (program.loss.actor_network_params, program.loss.critic_network_params)
+    groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(parts, (1e-4, 1e-3), strict=True)]
+    program.optimizer = torch.optim.Adam(groups)
+
+    for record in torchrl_models.recorded_loop(program, tmp_path).records:
+        rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
+        assert rates == {"opt/lr": 1e-4, "opt/lr/actor": 1e-4, "opt/lr/critic": 1e-3}
+
+
+def test_a_module_beside_its_host(tmp_path: Path) -> None:
+    """The loss module runs the user's own layers, so hooks on them see its passes; weights are the same."""
+    bare = Program()
+    bare.learn()
+    expected = torchrl_models.fingerprint(bare)
+    program = Program()
+    network = program.actor.module[0].module
+    with Telemetry([], run_dir=tmp_path) as telemetry:
+        listener = attach_loss(telemetry, program.loss, program.optimizer, program.estimator)
+        assert listener is not None
+        watch_pair(telemetry, listener, "head", module=network[2], host=network[0])
+        program.learn()
+
+    for record in read_run(tmp_path).records:
+        assert record.values["grad/pair/head/connected"] == 1
+        assert record.values["grad/pair/head/upstream"] > 0
+        assert record.values["grad/pair/head/intensity_ratio"] == pytest.approx(
+            record.values["grad/pair/head/intensity"] / record.values["grad/pair/head/host_intensity"]
+        )
+        assert record.values["grad/entropy/norm"] > 0
+    actual = torchrl_models.fingerprint(program)
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []

@@ -139,6 +139,8 @@ FIXED: Mapping[str, float] = {
     "lstm/gate/f/mean": 0.6,
     "lstm/gate/f/sat_lo": 0.02,
     "lstm/gate/f/sat_hi": 0.2,
+    "lstm/gate/i/sat_lo": 0.01,
+    "lstm/gate/o/sat_lo": 0.01,
     "lstm/timescale/median": 4.0,
     "lstm/staleness": 0.15,
     "lstm/staleness_first": 1e-7,

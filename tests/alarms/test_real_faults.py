@@ -71,6 +71,14 @@ def recall_lstm() -> PPO:
     return PPO(make_env("cue-recall", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
 
 
+@torch.no_grad()
+def shut_output_gates(trainer: PPO) -> None:
+    """The gates are packed as [i, f, g, o]."""
+    for core in trainer.policy.cores().values():
+        for cell in core.cells:
+            cell.get_parameter("bias_ih_l0")[3 * core.size :] = -10.0
+
+
 def pendulum() -> PPO:
     """Continuous actions."""
     settings: dict[str, Any] = {"num_steps": 64, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,)}
@@ -213,6 +221,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
         3,
     ),
     "norm/off": (lambda: other_normalizer(cartpole(normalize_observations=True)), 4),
+    "lstm/gate_closed": (lambda: breaking(recall_lstm(), 4, shut_output_gates), 12),
     "lstm/empty": (
         lambda: falsified(recall_lstm(), RolloutEnd, 1, lambda event: replace(event, states=event.states * 0)),
         8,
@@ -228,7 +237,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
 }
 """By type: a trainer that goes wrong, and after how many updates it should have been told."""
 
-SAMPLED = {"integrity/equation", "integrity/actions", "opt/state_lost"}
+SAMPLED = {"integrity/equation", "integrity/actions", "opt/state_lost", "lstm/gate_closed"}
 """Types that sampled updates show, which at DEBUG all are; the others are raised from what NORMAL measures in every update."""
 
 SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {

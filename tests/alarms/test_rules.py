@@ -139,6 +139,7 @@ CASES: dict[str, Case] = {
     "repr/rank_collapse": Case(set_to({"repr/effective_rank": 2.0}), 1),
     "repr/norm_growth": Case(growing("repr/feature_norm", 1.5), 12),
     "lstm/forget_closed": Case(set_to({"lstm/gate/f/sat_lo": 0.95, "lstm/timescale/median": 1.0})),
+    "lstm/gate_closed": Case(set_to({"lstm/gate/o/sat_lo": 0.99})),
     "lstm/forget_open": Case(set_to({"lstm/gate/f/sat_hi": 0.99})),
     "lstm/cell_drift": Case(multiplied({"lstm/c/rms": 10})),
     "lstm/stale_state": Case(set_to({"lstm/staleness_first": 1.0})),

@@ -279,7 +279,7 @@ def begin_by_hand(run_dir: Path) -> None:
         (put_another_checkpoint, "does not fit: its env is CartPole-v1, here it is Pendulum-v1"),
         (unlink_journal, "run is not a run directory: it holds no journal.jsonl"),
         (lose_the_head, "run/journal.jsonl has no line that describes the run"),
-        (begin_by_hand, "run is not a run of esper-telemetry train: its settings say nothing of activation"),
+        (begin_by_hand, "run is not a run of esper-telemetry train: its settings say nothing of checkpoint_every"),
         (shutil.rmtree, "there is no run directory run"),
     ],
 )
@@ -296,6 +296,21 @@ def test_a_directory_that_cannot_be_resumed_says_why(
     assert err.startswith("esper-telemetry: ") and err.count("\n") == 1
     assert sentence in err
     assert contents(here) == before
+
+
+def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
+    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(half_done, "run")
+    journal = here / "run" / "journal.jsonl"
+    text = journal.read_text()
+    assert text.count(',"stop_on_nonfinite":false') == 1
+    journal.write_text(text.replace(',"stop_on_nonfinite":false', ""))
+
+    code, out, err = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
+
+    assert (code, err) == (0, "")
+    assert "run goes on after update 2" in out
 
 
 def test_a_run_that_is_still_trained_is_not_resumed(

@@ -33,6 +33,10 @@ NAMES = ("actor.weight", "actor.bias", "critic.weight")
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "advantage_stats": ((A,), {"valid": VALID}),
+    "bonus_gradient": (
+        ({"a": LOGITS},),
+        {"log_std": {"b": numbers(N, 2)}, "relevant": {"b": VALID}, "valid": VALID, "entropy_coef": 0.1},
+    ),
     "buffer_age": ((3, 1), {}),
     "entropy_rows": (({"a": LOGITS}, {"a": MASK}), {"log_std": {"b": numbers(N, 2)}, "relevant": {"b": VALID}}),
     "entropy_stats": (({"a": LOGITS}, {"a": MASK}), {"relevant": {"a": VALID}, "valid": VALID}),
@@ -40,7 +44,9 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "gae_identity": ((A, B, C), {"valid": VALID}),
     "gradient_norms": ((NORMS, NAMES), {"nonfinite": torch.zeros(2, 3), "applied": NORMS / 2}),
     "gradient_zeros": (([A, B, C], NAMES), {}),
+    "head_interference": (({"a": [A, LOGITS], "b": [B, LOGITS + 1]}, ("bias", "weight")), {}),
     "interference": ((A.abs(), B.abs()), {"coefs": C.abs(), "dots": D}),
+    "layer_interference": (([A, LOGITS], [B, LOGITS + 1], ("bias", "weight")), {}),
     "leaf_interference": (([LOGITS, LOGITS], [LOGITS + 1, LOGITS]), {"coefs": torch.tensor([0.5, 1.0])}),
     "loss_terms": ((A, B, C, D), {"count": E.abs()}),
     "mask_violation": (({"a": CHOSEN}, {"a": ~MASK}), {"relevant": {"a": VALID}, "valid": VALID}),
@@ -169,6 +175,9 @@ def test_what_holds_no_numbers_is_quoted(value: Any, error: type[Exception], tex
 
 
 WRONG_SHAPES: dict[str, Callable[[], object]] = {
+    "bonus_gradient": lambda: metrics.bonus_gradient({"a": LOGITS}, entropy_coef=0.1, valid=VALID[:5]),
+    "head_interference": lambda: metrics.head_interference({"a": [A], "b": [B[:5]]}, ("bias",)),
+    "layer_interference": lambda: metrics.layer_interference([A], [B[:5]], ("bias",)),
     "advantage_stats": lambda: metrics.advantage_stats(A, valid=VALID[:5]),
     "entropy_rows": lambda: metrics.entropy_rows({"a": LOGITS}, {"a": MASK[:5]}),
     "entropy_rows of relevance": lambda: metrics.entropy_stats({"a": LOGITS}, relevant={"a": VALID[:5]}),

@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from esper_telemetry.metrics.actions import gaussian_stats
 from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
+from esper_telemetry.metrics.gradients.actor_critic import bonus_gradient
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
 from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
 
@@ -208,3 +209,33 @@ def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
     )
 
     assert stats.values() == {"policy/entropy_grad_ratio": pytest.approx(float(torch.stack(ratios).mean()))}
+
+
+def test_the_gradient_of_the_bonus_is_that_of_autograd_for_any_mixture_of_heads() -> None:
+    """c ‖∂H/∂z‖ of a masked categorical head and of a Gaussian one that matters in two of four rows, one of which does not count."""
+    mask, relevant = random_mask(4, 3), torch.tensor([True, False, True, False])
+    valid = torch.tensor([True, True, False, True])
+    z, log_std = logits(4, 3).requires_grad_(), logits(4, 2, seed=1).requires_grad_()
+    categorical = Categorical(logits=z.masked_fill(~mask, -1e30)).entropy()
+    gaussian = Independent(Normal(torch.zeros(4, 2), log_std.exp()), 1).entropy()
+    (0.3 * (categorical + gaussian * relevant)[valid].mean()).backward()
+    expected = torch.cat([torch.as_tensor(z.grad).flatten(), torch.as_tensor(log_std.grad).flatten()]).norm()
+
+    group = bonus_gradient(
+        {"a": z.detach()},
+        log_std={"b": log_std.detach()},
+        entropy_coef=0.3,
+        action_masks={"a": mask},
+        relevant={"b": relevant},
+        valid=valid,
+    )
+
+    assert group.values() == {"grad/entropy/norm": pytest.approx(float(expected), rel=1e-9)}
+
+
+def test_the_gradient_of_a_gaussian_bonus_does_not_depend_on_the_policy() -> None:
+    """Each of 3 log standard deviations in each of 12 rows has the gradient c / 12: c √(36) / 12 = c / 2."""
+    values = bonus_gradient({}, log_std={"action": logits(12, 3)}, entropy_coef=0.02).values()
+
+    assert values == {"grad/entropy/norm": pytest.approx(0.01)}
+    assert bonus_gradient({}, log_std={"action": logits(12, 3)}, entropy_coef=0.0).values() == {}

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from esper_telemetry.metrics.gradients.actor_critic import (
+    MAX_COMPARED_HEADS,
     group_interference,
+    head_interference,
     interference,
+    layer_interference,
     leaf_interference,
     parameter_interference,
 )
@@ -52,6 +55,44 @@ def test_separate_networks_are_compared_by_their_parameters() -> None:
     assert values["grad/interference/actor_effective"] == pytest.approx(0.6, rel=1e-6)
     assert values["grad/interference/critic_share"] == pytest.approx(16 / 25)
     assert group_interference(result, critic="value").values() == {}
+
+
+def test_agreement_by_layer_of_actor_and_critic() -> None:
+    """(3, 4) and (4, 3): 24/25. Opposite directions: -1. A zero gradient has none, a matrix counts as one vector."""
+    actor = [torch.tensor([3.0, 4.0]), torch.ones(2, 2), torch.zeros(3)]
+    critic = [torch.tensor([4.0, 3.0]), -2 * torch.ones(2, 2), torch.ones(3)]
+
+    assert layer_interference(actor, critic, ["trunk.0.bias", "trunk.0.weight", "trunk.2.bias"]).values() == {
+        "grad/layer/trunk_0_bias/interference_cos": pytest.approx(0.96),
+        "grad/layer/trunk_0_weight/interference_cos": pytest.approx(-1.0),
+    }
+    assert layer_interference([], [], []).values() == {}
+    with pytest.raises(ValueError, match="gradients of 3 parameters need as many names, got 1"):
+        layer_interference(actor, critic, ["trunk.0.bias"])
+
+
+def test_agreement_of_heads() -> None:
+    """Heads a and b agree in the first layer and conflict in the second, which is twice as large: (1 - 4) / 5. Head c is orthogonal to a
+    in the first layer and reaches nothing in the second.
+    """
+    first, second = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    heads = {"a": [first, second], "b": [first, -second], "c": [torch.tensor([0.0, 1.0]), torch.zeros(2)]}
+
+    groups = head_interference(heads, ["one", "two"])
+
+    assert groups.pairs.values() == {
+        "grad/heads/a_vs_b/cos": pytest.approx(-0.6),
+        "grad/heads/a_vs_c/cos": 0.0,
+        "grad/heads/b_vs_c/cos": 0.0,
+    }
+    assert groups.layers.values() == {"grad/layer/one/heads_cos": 0.0, "grad/layer/two/heads_cos": pytest.approx(-1.0)}
+    assert [group.values() for group in head_interference({"a": [first]}, ["one"])] == [{}, {}]
+
+
+def test_only_the_first_heads_are_compared() -> None:
+    heads = {f"h{place}": [torch.ones(2)] for place in range(MAX_COMPARED_HEADS + 2)}
+
+    assert len(head_interference(heads, ["one"]).pairs.values()) == MAX_COMPARED_HEADS * (MAX_COMPARED_HEADS - 1) // 2
 
 
 def test_nothing_is_lost_where_nothing_is_clipped() -> None:

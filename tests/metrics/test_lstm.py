@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.metrics.lstm.gates import Gates, gate_stats, gates_between, lstm_gates, lstm_weights, timescales
+from esper_telemetry.metrics.lstm.gates import (
+    Gates,
+    GRUGates,
+    gate_stats,
+    gates_between,
+    gru_gates,
+    gru_weights,
+    lstm_gates,
+    lstm_weights,
+    timescales,
+)
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, bucket_width, cell_growth, memory_use
 from esper_telemetry.metrics.lstm.states import (
     first_staleness,
@@ -86,6 +96,39 @@ def test_layers_one_by_one_give_what_a_stack_of_them_gives(layers: int, bias: bo
         result = gates.h
 
     torch.testing.assert_close(result, expected.transpose(0, 1) if batch_first else expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_gates_give_the_states_of_the_stock_gru(bias: bool) -> None:
+    """One step of the stock cell at a time, from states with resets; z interpolates between the candidate and the old state."""
+    torch.manual_seed(0)
+    cell = nn.GRU(INPUTS, UNITS, bias=bias).double()
+    inputs, before = torch.randn(STEPS, ENVS, INPUTS).double(), torch.randn(STEPS, ENVS, UNITS).double()
+    before[3] = 0.0
+    after = torch.stack([cell(x[None], h[None])[0][0] for x, h in zip(inputs, before, strict=True)])
+
+    gates = gru_gates(gru_weights(cell), inputs, before)
+
+    torch.testing.assert_close(gates.h, after, rtol=0, atol=1e-12)
+    torch.testing.assert_close((1 - gates.z) * gates.n + gates.z * before, after, rtol=0, atol=1e-12)
+
+
+def test_the_update_gate_of_a_gru_decides_what_it_remembers() -> None:
+    """z of 0.95 and 0.05 in two units: they remember 20 and 1.05 steps; one gate in two is wide open, one shut. r is 0.5."""
+    z = torch.tensor([0.95, 0.05], dtype=torch.float64).expand(4, 3, 2)
+    half = torch.full_like(z, 0.5)
+
+    groups = gate_stats(GRUGates(r=half, z=z, n=half, h=half), torch.zeros(4, 3, dtype=torch.bool), bptt_length=4)
+
+    assert groups.gates.values() == {
+        **{f"lstm/gate/r/{name}": value for name, value in (("mean", 0.5), ("sat_lo", 0.0), ("sat_hi", 0.0))},
+        **{f"lstm/gate/z/{name}": 0.5 for name in ("mean", "sat_lo", "sat_hi")},
+    }
+    values = groups.cell.values()
+    assert values["lstm/timescale/median"] == pytest.approx((20 + 1 / 0.95) / 2)
+    assert values["lstm/timescale/frac_beyond_bptt"] == 0.5
+    assert values["lstm/cell_log_gain"] == pytest.approx(4 * (math.log(0.95) + math.log(0.05)) / 2)
 
 
 def test_weights_are_copies() -> None:

@@ -12,10 +12,10 @@ import torch
 from ppo_builders import EventLog, cartpole, pendulum
 from torch import Tensor
 
-from esper_telemetry.events import TrunkBackward
+from esper_telemetry.events import HeadsBackward, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
-from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments import CueRecall, make_env
 from esper_telemetry.ppo.networks import mlp
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.objective import TrunkOutputs, backward_losses, backward_trunks
@@ -126,6 +126,33 @@ def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
 
     for ours, parameter in zip(observed[0], alone.actor.parameters(), strict=True):
         assert parameter.grad is not None and torch.allclose(ours, parameter.grad, atol=1e-8)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_gradients_through_the_heads_are_those_of_one_head_at_a_time(shared: bool) -> None:
+    """Together they are the actor's gradient at the trunk's output. One head's is what is left when the others' scores are detached; the
+    ratio of a factored policy is a product, so it still has their values. Nothing of it shows in the weights.
+    """
+    config = PPOConfig(num_steps=16, num_minibatches=2, hidden_sizes=(8,), shared_trunk=shared, entropy_coef=0.1)
+    watched, alone, bare = (PPO(CueRecall(8, seed=0), config) for _ in range(3))
+    through: list[HeadsBackward] = []
+    whole: list[Tensor] = []
+    watched.hooks.on(HeadsBackward, through.append)
+    watched.hooks.on(TrunkBackward, lambda event: whole.append(event.actor))
+    alone.steps = replace(
+        alone.steps, scores=lambda scores: {name: z if name == "op" else z.detach() for name, z in scores.items()}
+    )
+    without: list[Tensor] = []
+    alone.hooks.on(TrunkBackward, lambda event: without.append(event.actor))
+    for trainer in (watched, alone, bare):
+        trainer.learn(128)
+
+    assert [set(event.heads) for event in through] == [{"op", "arg"}] * len(whole)
+    for event, gradient in zip(through, whole, strict=True):
+        torch.testing.assert_close(sum(event.heads.values()), gradient, rtol=0, atol=1e-7)
+    torch.testing.assert_close(through[0].heads["op"], without[0], rtol=0, atol=1e-7)
+    assert list(through[0].parameters) == [f"actor.{name}" for name, _ in watched.policy.actor.named_parameters()]
+    assert all(map(torch.equal, watched.policy.parameters(), bare.policy.parameters()))
 
 
 def test_separate_networks_share_nothing() -> None:

@@ -25,6 +25,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     FirstMinibatch,
+    HeadsBackward,
     Hooks,
     MinibatchEnd,
     MinibatchesEnd,
@@ -347,7 +348,7 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
 
 
 def test_every_documented_event_is_emitted() -> None:
-    others = {"Hooks", "PolicyReplay", "StateGradients", "Activations", "Outputs", "Copy"}
+    others = {"Hooks", "PolicyReplay", "StateGradients", "Activations", "Outputs", "Copy", "ObservedSource"}
     documented = {
         value
         for name, value in vars(events).items()
@@ -371,6 +372,7 @@ def test_every_documented_event_is_emitted() -> None:
         *EVENTS,
         EvaluationEnd,
         FirstMinibatch,
+        HeadsBackward,
         RecurrentForward,
         Rollback,
         UpdateStart,

@@ -84,6 +84,71 @@ def telemetry_lines(result: ProcessResult) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("esper-telemetry: ")]
 
 
+LOSS_AND_STEP = """                optimizer.zero_grad()
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+"""
+APART = """                first.zero_grad()
+                (pg_loss - args.ent_coef * entropy_loss).backward()
+                norm = nn.utils.clip_grad_norm_(agent.actor.parameters(), args.max_grad_norm)
+                first.step()
+                second.zero_grad()
+                v_loss.backward()
+                second.step()
+"""
+OPTIMIZER = "optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)"
+
+
+@pytest.mark.parametrize(
+    ("made", "stepped"),
+    [
+        (  # a group each
+            'optimizer = optim.Adam([{"params": agent.actor.parameters()}, {"params": agent.critic.parameters(), "lr": 3e-3}], lr=1e-3)',
+            LOSS_AND_STEP,
+        ),
+        (  # an optimizer each after one backward pass: their variables' names say whose they are
+            "pi_opt, vf_opt = optim.Adam(agent.actor.parameters(), lr=1e-3), optim.Adam(agent.critic.parameters(), lr=3e-3)",
+            LOSS_AND_STEP.replace("optimizer.zero_grad()", "agent.zero_grad()").replace(
+                "optimizer.step()", "pi_opt.step(); vf_opt.step()"
+            ),
+        ),
+        (  # an optimizer and a loss each
+            "first, second = optim.Adam(agent.actor.parameters(), lr=1e-3), optim.Adam(agent.critic.parameters(), lr=3e-3)",
+            APART,
+        ),
+    ],
+)
+def test_learning_rates_of_actor_and_critic(tmp_path: Path, made: str, stepped: str) -> None:
+    source = (SCRIPTS / "categorical.py").read_text()
+    assert OPTIMIZER in source and LOSS_AND_STEP in source
+    (tmp_path / "script.py").write_text(source.replace(OPTIMIZER, made).replace(LOSS_AND_STEP, stepped))
+    with_telemetry(tmp_path, "script.py", "--total_timesteps=512")
+
+    records = read_run(tmp_path / "run").records
+    assert len(records) == 2
+    for record in records:
+        rates = {key: value for key, value in record.values.items() if key.startswith("opt/lr")}
+        assert rates == {"opt/lr": 1e-3, "opt/lr/actor": 1e-3, "opt/lr/critic": 3e-3}
+
+
+def test_the_gradient_of_an_entropy_bonus_whose_weight_has_no_name(tmp_path: Path) -> None:
+    """The graph of the loss has the weight: doubled in the second script, it doubles the gradient."""
+    source = (SCRIPTS / "categorical.py").read_text()
+    norms = []
+    for weight in ("0.01", "0.02"):
+        directory = tmp_path / weight
+        directory.mkdir()
+        text = source.replace("args.ent_coef * entropy_loss", f"{weight} * entropy_loss").replace("ent_coef", "unused")
+        (directory / "script.py").write_text(text)
+        with_telemetry(directory, "script.py", "--total_timesteps=256")
+        (record,) = read_run(directory / "run").records
+        assert record.values["loss/entropy_coef"] == pytest.approx(float(weight))
+        norms.append(record.values["grad/entropy/norm"])
+
+    assert norms[1] == pytest.approx(2 * norms[0], rel=0.05)  # the policies differ after the first step
+
+
 COMMON = {
     "policy/kl",
     "policy/clip_frac",

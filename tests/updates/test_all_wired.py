@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import Level, template_of
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.testing import MemorySink
 
@@ -31,11 +34,17 @@ def keys_of(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[
 
 
 def sources() -> list[PPO]:
-    """A shared trunk with memory and several heads, and separate networks."""
+    """A shared trunk with memory and several heads, and separate networks, whose critic learns twice as fast."""
     common: dict[str, Any] = {"num_steps": 32, "num_epochs": 2, "num_minibatches": 2, "entropy_coef": 0.01}
+    common["anneal_learning_rate"] = False
     recall = PPOConfig(policy="lstm", lstm_size=8, hidden_sizes=(8,), shared_trunk=True, **common)
     plain = PPOConfig(hidden_sizes=(8,), **common)
-    return [PPO(CueRecall(8, seed=0), recall), PPO(make_env("CartPole-v1", num_envs=4), plain)]
+    apart = PPO(make_env("CartPole-v1", num_envs=4), plain)
+    groups = apart.policy.groups()
+    parts = [{"params": [apart.parameters[name] for name in groups[part]]} for part in ("actor", "critic")]
+    apart.optimizer = torch.optim.Adam(parts, lr=1e-3)
+    apart.hooks.on(RolloutEnd, lambda _: apart.optimizer.param_groups[1].update(lr=2 * plain.learning_rate))
+    return [PPO(CueRecall(8, seed=0), recall), apart]
 
 
 def declared(level: Level) -> set[str]:
@@ -53,6 +62,19 @@ def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> N
 
     assert declared(Level.NORMAL) - keys <= {"grad/gns/b_simple"}  # two estimates of the signal may both be negative
     assert not keys & (declared(Level.DEBUG) - declared(Level.NORMAL))
+
+
+def test_the_rates_of_two_parameter_groups_are_theirs(tmp_path: Path) -> None:
+    """The trainer sets one rate for all; a hook then doubles the critic's. `opt/lr` is the first one's."""
+    _, apart = sources()
+    with Telemetry(run_dir=tmp_path, detect=False, offload=True) as telemetry:
+        attach(telemetry, apart)
+        apart.learn(200)
+
+    rate = apart.config.learning_rate
+    expected = {"opt/lr": rate, "opt/lr/actor": rate, "opt/lr/critic": 2 * rate}
+    for record in read_run(tmp_path).records:
+        assert {key: value for key, value in record.values.items() if key.startswith("opt/lr")} == expected
 
 
 def test_minimal_reports_the_headlines(tmp_path: Path) -> None:

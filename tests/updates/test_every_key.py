@@ -27,6 +27,7 @@ ELSEWHERE = {
     "{key}/cusum": LATER,
     "{key}/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
     "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/metrics/integrity/test_effects.py",
+    "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,
     "perf/memory/device_frac": ON_A_DEVICE,
     "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/metrics/integrity/test_equations.py",

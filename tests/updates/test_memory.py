@@ -16,7 +16,7 @@ from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
-from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
+from esper_telemetry.metrics.lstm.gates import cell_weights, gates_of
 from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
 from esper_telemetry.updates.data import UpdateData, in_grid
@@ -71,10 +71,17 @@ def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environme
         assert values["integrity/ratio_init"] < 1e-5
 
 
-def test_a_gru_has_one_part_and_no_gates_of_that_kind(tmp_path: Path) -> None:
-    last = records_of(tmp_path, trainer(masked_cartpole, policy="gru"))[-1]
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_gru_has_one_part_and_two_gates(tmp_path: Path, layers: int) -> None:
+    records = records_of(
+        tmp_path, trainer(masked_cartpole, policy="gru", lstm_layers=layers), updates=1 + INITIAL_PERIOD
+    )
 
-    assert starting(last, "lstm/") == {key for key in STATES if "/h/" in key} | RESETS - {"lstm/c_growth"}
+    states = {key for key in STATES if "/h/" in key} | RESETS - {"lstm/c_growth"}
+    gates = {f"lstm/gate/{gate}/{name}" for gate in "rz" for name in ("mean", "sat_lo", "sat_hi")}
+    for values in records[::INITIAL_PERIOD]:
+        assert starting(values, "lstm/") - THROUGH_TIME == states | gates | CELL | REPLAYED
+    assert starting(records[1], "lstm/") == states
 
 
 def test_a_policy_without_memory_reports_none(tmp_path: Path) -> None:
@@ -113,16 +120,17 @@ def test_memory_that_is_never_reset_shows_at_once(tmp_path: Path) -> None:
     assert [values["lstm/age/max"] for values in records] == [31, 63, 95]
 
 
-def test_gates_are_those_of_the_weights_that_collected() -> None:
+@pytest.mark.parametrize("policy", ["lstm", "gru"])
+def test_gates_are_those_of_the_weights_that_collected(policy: str) -> None:
     """Read at the event, the gates lead from each stored state to the next."""
-    source = trainer(masked_cartpole, policy="lstm", lstm_layers=2)
+    source = trainer(masked_cartpole, policy=policy, lstm_layers=2)
     worst: list[float] = []
 
     def check(event: RecurrentForward) -> None:
         for cell, inputs, states in zip(event.cells, event.inputs, event.states, strict=True):
-            gates = gates_between(lstm_weights(cell), inputs, states[:, 0], states[:, 1])
-            goes_on = states[1:, 1].any(-1, keepdim=True)
-            worst.append(float(((gates.c[:-1] - states[1:, 1]) * goes_on).abs().max()))
+            gates = gates_of(cell_weights(cell), inputs, *states.unbind(1), *([None] if policy == "gru" else []))
+            goes_on = states[1:, 0].any(-1, keepdim=True)
+            worst.append(float(((gates.h[:-1] - states[1:, 0]) * goes_on).abs().max()))
 
     source.hooks.on(RecurrentForward, check)
     source.learn(3 * 128)

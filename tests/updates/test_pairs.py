@@ -55,6 +55,55 @@ def test_what_arrives_at_the_module_is_the_gradient_of_its_output(tmp_path: Path
     assert values["grad/pair/head/upstream"] == pytest.approx(sum(norms[-2:]) / 2)
 
 
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Intensities are root mean squares of the gradients before clipping, and what arrives is the gradient at the head's output.
+
+    The loss is Σ y²/2 at y = 1, so that is y itself, of 8 rows and 2 outputs: √16. The bias's gradient is 8 in each output.
+    """
+    trunk, head = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.ModuleList([trunk, head])
+    nn.init.zeros_(head.weight)
+    nn.init.ones_(head.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        watched = telemetry.watch(model, optimizer)
+        stop = watch_pair(telemetry, watched, "head", module=head, host=trunk)
+        for update in range(2):
+            hidden = trunk(torch.ones(8, 3))
+            optimizer.zero_grad()
+            (head(hidden).square().sum() / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            telemetry.flush(env_step=update + 1)
+            stop()
+
+    first, second = (record.values for record in read_run(tmp_path).records)
+    weight = 8 * hidden[0].detach().double()  # gradient of each output's weights
+    squares = 2 * float(weight.square().sum()) + 2 * 8.0**2
+    assert first["grad/pair/head/upstream"] == pytest.approx(4.0)
+    assert first["grad/pair/head/intensity"] == pytest.approx((squares / 10) ** 0.5)
+    assert first["grad/pair/head/host_intensity"] == 0.0  # the head's weights are zero
+    assert not [key for key in second if key.startswith("grad/pair/")]
+
+
+def test_module_and_host_need_one_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trunk, head = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.ModuleList([trunk, head])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        _, watched = [telemetry.watch(model, optimizer) for optimizer in optimizers]
+        watch_pair(telemetry, watched, "head", module=head, host=trunk)
+        head(trunk(torch.ones(8, 3))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        telemetry.flush(env_step=1)
+
+    assert not [key for record in read_run(tmp_path).records for key in record.values if "grad/pair/" in key]
+    assert caplog.messages == [
+        "pair 'head' is not measured: its module and its host need parameters that the same optimizer trains"
+    ]
+
+
 def test_a_frozen_module_is_disconnected_and_the_journal_says_so(tmp_path: Path) -> None:
     source = trainer()
     source.policy.heads["action"].requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,18 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.adapters import attach as attach_module
 from esper_telemetry.adapters import sampled
 from esper_telemetry.adapters.sampled import GradientProbe
-from esper_telemetry.events import BackwardEnd, Hooks, MinibatchStart, OptimizerStep, RolloutEnd, RunStart, UpdateEnd
+from esper_telemetry.core.metric import segment
+from esper_telemetry.events import (
+    BackwardEnd,
+    HeadsBackward,
+    Hooks,
+    MinibatchStart,
+    OptimizerStep,
+    RolloutEnd,
+    RunStart,
+    TrunkBackward,
+    UpdateEnd,
+)
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.ppo.objective import TrunkOutputs
 from esper_telemetry.updates import groups
@@ -316,3 +327,35 @@ def test_a_worker_shows_the_rollout_to_a_copy_of_the_policy(
 
 def no_pass(*arguments: object) -> None:
     raise AssertionError("the policy itself passes the rollout")
+
+
+def test_debug_shows_in_which_layer_actor_and_critic_or_two_heads_conflict(tmp_path: Path) -> None:
+    """The cosines of the first minibatch's gradients, which the test takes on to each parameter itself."""
+    source = recall(shared_trunk=True, entropy_coef=0.01)
+    names = {id(parameter): segment(name) for name, parameter in source.parameters.items()}
+    expected: dict[str, float] = {}
+
+    def by_layer(output: Tensor, parameters: Sequence[Tensor], one: Tensor, other: Tensor) -> dict[str, float]:
+        gradients = (torch.autograd.grad(output, parameters, g, retain_graph=True) for g in (one, other))
+        cosines = [
+            nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in zip(*gradients, strict=True)
+        ]
+        return {names[id(parameter)]: float(cos) for parameter, cos in zip(parameters, cosines, strict=True)}
+
+    def of_losses(event: TrunkBackward) -> None:
+        if event.step == 0:
+            cosines = by_layer(event.outputs[0], event.shared, event.actor, event.critic)
+            expected.update({f"grad/layer/{layer}/interference_cos": cos for layer, cos in cosines.items()})
+
+    def of_heads(event: HeadsBackward) -> None:
+        if event.step == 0:
+            cosines = by_layer(event.output, list(event.parameters.values()), event.heads["op"], event.heads["arg"])
+            expected.update({f"grad/layer/{layer}/heads_cos": cos for layer, cos in cosines.items()})
+
+    source.hooks.on(TrunkBackward, of_losses)
+    source.hooks.on(HeadsBackward, of_heads)
+    (values,) = values_of(tmp_path, source, updates=1, level="debug")
+
+    assert len(expected) == 2 * len(list(source.policy.actor.parameters()))
+    assert {key: values[key] for key in expected} == pytest.approx(expected, abs=1e-5)
+    assert -1 <= values["grad/heads/op_vs_arg/cos"] <= 1

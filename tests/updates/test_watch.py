@@ -230,6 +230,79 @@ def test_two_optimizers_are_one_network() -> None:
     assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]), rel=1e-5)
 
 
+def test_learning_rates_of_actor_and_critic() -> None:
+    """Two optimizers, then one with two groups; a scheduler halves the critic's rate. `opt/lr` is the first one's."""
+    with loop() as own:
+        actor, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
+        stops = [
+            own.telemetry.watch(own.agent, actor, actor="actor"),
+            own.telemetry.watch(own.agent, critic, critic="critic"),
+        ]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(critic, 0.5)
+        records = []
+        for _ in range(2):
+            own.loss(0).backward()
+            actor.step()
+            critic.step()
+            records.append(own.record().values)
+            schedule.step()
+        for stop in stops:
+            stop()
+        groups = [
+            {"params": part.parameters(), "lr": rate}
+            for part, rate in ((own.agent.critic, 0.3), (own.agent.actor, 0.4))
+        ]
+        both = torch.optim.SGD(groups)
+        own.telemetry.watch(own.agent, both)
+        own.loss(0).backward()
+        both.step()
+        records.append(own.record().values)
+
+    rates = [{key: value for key, value in values.items() if key.startswith("opt/lr")} for values in records]
+    assert rates == [
+        {"opt/lr": 0.1},
+        {"opt/lr": 0.1, "opt/lr/actor": 0.1, "opt/lr/critic": 0.05},
+        {"opt/lr": 0.3, "opt/lr/critic": 0.3, "opt/lr/actor": 0.4},
+    ]
+
+
+def test_a_backward_pass_stops_at_the_first_gradient_that_is_not_finite() -> None:
+    """The actor's loss is NaN, so the pass stops in the actor; without the option it does not, nor after the watch has ended."""
+    with loop() as own:
+
+        def backward() -> None:
+            own.optimizer.zero_grad()
+            (own.agent.critic(own.inputs[0]).sum() + own.agent.actor(own.inputs[0]).sum() * torch.nan).backward()
+
+        own.telemetry.watch(own.agent, own.optimizer)
+        backward()
+        watched = own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite=True)
+        with pytest.raises(FloatingPointError) as raised:
+            backward()
+        torch.autograd.grad(own.loss(0) * torch.nan, list(own.agent.parameters()))  # adds to no gradient
+        copied = copy.deepcopy(own.agent)
+        torch.save(own.agent, io.BytesIO())
+        watched()
+        backward()
+
+    assert str(raised.value).startswith("the gradient of actor.")
+    assert "is not finite" in str(raised.value)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in copied.parameters())
+
+
+def test_a_sparse_gradient_that_is_not_finite() -> None:
+    """Also with a sparse gradient, of two rows of two entries each."""
+    table = nn.Embedding(4, 2, sparse=True)
+    with loop() as own:
+        own.agent.add_module("table", table)
+        own.telemetry.watch(own.agent, sgd(own.agent.parameters()), stop_on_nonfinite=True)
+        table(torch.tensor([1, 1, 3])).sum().backward()
+        with pytest.raises(FloatingPointError, match=r"the gradient of table\.weight is not finite \(4 of 8 entries\)"):
+            (table(torch.tensor([1, 1, 3])).sum() * torch.tensor(torch.inf)).backward()
+        with pytest.raises(ValueError, match="stop_on_nonfinite must be True or False, got 'no'"):
+            own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite="no")  # type: ignore[arg-type]  # on purpose
+
+
 def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
     with loop() as own:

@@ -184,6 +184,10 @@ def test_a_browser_without_network_draws_the_page_on_a_screen_a_phone_and_paper(
     chromium.get(path.as_uri())
     drawn = chromium.find_elements("css selector", ".plot svg.main-svg")
     bands = chromium.find_elements("css selector", ".plot path[fill-rule]")
+    layers = chromium.find_element("css selector", "[data-height]")
+    chromium.execute_script("arguments[0].scrollIntoView()", layers)
+    eventually(lambda: layers.find_elements("css selector", ".heatmaplayer image"), what="a picture of the layers")
+    assert "encoder_weight" in layers.text
     chromium.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )

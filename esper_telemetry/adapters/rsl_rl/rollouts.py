@@ -121,11 +121,11 @@ class StorageRolloutRecorder:
 
 
 def recurrent_event(alg: Any, states: Tensor | None) -> RecurrentForward | None:
-    """Return the event of the actor's LSTM in a quarter of the environments; None without an LSTM of one layer."""
+    """Return the event of the actor's LSTM or GRU in a quarter of the environments; None without one of a single layer."""
     actor: Any = raw_model(alg, "actor")
     cell = getattr(getattr(actor, "rnn", None), "rnn", None)
     observations = observations_of(alg)
-    if not isinstance(cell, nn.LSTM) or cell.num_layers > 1 or states is None or observations is None:
+    if not isinstance(cell, nn.LSTM | nn.GRU) or cell.num_layers > 1 or states is None or observations is None:
         return None
     envs = max(1, observations.shape[1] // 4)
     with torch.no_grad():

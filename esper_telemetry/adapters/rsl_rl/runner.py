@@ -13,15 +13,17 @@ import torch
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
-from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, nonfinite_candidates
+from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, groups_of, nonfinite_candidates, parameters_of
 from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
 from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
 from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipping
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     BackwardsEnd,
     Hooks,
     MinibatchesEnd,
+    ObservedSource,
     RecurrentForward,
     Remover,
     RolloutEnd,
@@ -217,6 +219,7 @@ class RunnerListener:
                 coefficients={"value": 2 * float(alg.value_loss_coef), "entropy": float(alg.entropy_coef)},
                 cpu_seconds=self._cpu_seconds,
                 beta2=None if betas is None else float(betas[1]),
+                learning_rates=rates_by_name(group_rates(alg.optimizer), parameters_of(alg), lambda: groups_of(alg)),
             )
         )
         self._seconds, self._cpu_seconds = {}, {}
@@ -249,8 +252,8 @@ class LearnTap(Tap):
             self._end()
 
 
-def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
-    """Make `telemetry` record every update of an `OnPolicyRunner` with PPO; returns the function that ends this.
+def attach_runner(telemetry: Telemetry, runner: Any) -> ObservedSource:
+    """Make `telemetry` record every update of an `OnPolicyRunner` with PPO; a call of the result ends this.
 
         runner = OnPolicyRunner(env, config, log_dir)
         attach_runner(telemetry, runner)
@@ -265,7 +268,7 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
     if not isinstance(telemetry, Telemetry):
         raise TypeError(f"attach_runner takes a Telemetry and a runner, got {type(telemetry).__name__}")
     if telemetry.level is Level.OFF:
-        return lambda: None
+        return ObservedSource(Hooks(), lambda: None)
     session = session_of(telemetry)
     listener = new_listener(telemetry, runner)
 
@@ -280,7 +283,7 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> Remover:
         tap.remove()
 
     session.on_close(detach)
-    return detach
+    return ObservedSource(listener.hooks, detach)
 
 
 def new_listener(telemetry: Telemetry, runner: Any) -> RunnerListener:

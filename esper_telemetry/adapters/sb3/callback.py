@@ -47,6 +47,7 @@ from esper_telemetry.adapters.sb3.rollouts import (
     rollout_event,
 )
 from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     AfterUpdate,
@@ -185,6 +186,11 @@ class ModelListener:
                 coefficients={"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)},
                 cpu_seconds=cpu_seconds,
                 beta2=None if betas is None else float(betas[1]),
+                learning_rates=rates_by_name(
+                    group_rates(model.policy.optimizer),
+                    parameters_by_name(model.policy),
+                    lambda: groups_of(model.policy),
+                ),
             )
         )
 
@@ -285,7 +291,7 @@ class ModelListener:
             lambda: self._stop_following(),
         ]
         if self._hooks.wants(TrunkBackward):
-            trunk = TrunkListener(policy, self._hooks, minibatches.place, self._session.attempt)
+            trunk = TrunkListener(policy, self._heads, self._hooks, minibatches.place, self._session.attempt)
             for head, network in {"actor": policy.action_net, "critic": policy.value_net}.items():
                 taps.append(self._listen(network, "forward", partial(trunk.after_head, head)))
             if groups_of(policy).get("shared"):

@@ -25,10 +25,13 @@ from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import without_trace
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
-from esper_telemetry.events import FirstMinibatch, Hooks, Shard, TrunkBackward
+from esper_telemetry.events import FirstMinibatch, HeadsBackward, Hooks, Shard, TrunkBackward
 
 LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
 """Beginnings of the modules whose policies evaluate actions as they should."""
+
+HEAD_PARAMETERS = ("action_net", "log_std")
+"""Parameters of the actor that belong to its heads alone."""
 
 MAX_PADDING = 1e-8
 """Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
@@ -58,9 +61,10 @@ class HeadNorms:
 
 
 class TrunkListener:
-    """Emits `TrunkBackward` for one forward pass at a time, from the features to the heads and back.
+    """Emits `TrunkBackward` and `HeadsBackward` for one forward pass at a time, from the features to the heads and back.
 
     Args:
+        heads: whose scores are the outputs of `action_net`.
         place: returns epoch and step of the minibatch, and its mask of padding.
         attempt: calls a function with an argument and handles its exceptions.
     """
@@ -68,12 +72,15 @@ class TrunkListener:
     def __init__(
         self,
         policy: Any,
+        heads: ActionHeads,
         hooks: Hooks,
         place: Callable[[], tuple[int, int, Tensor | None]],
         attempt: Callable[..., object],
     ) -> None:
         self._policy, self._hooks, self._place, self._attempt = policy, hooks, place, attempt
+        self._heads = heads
         self._shared = groups_of(policy).get("shared", [])
+        self._latent: Tensor | None = None
         self._clear()
 
     def after_features(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -87,12 +94,15 @@ class TrunkListener:
         skipped = not torch.is_grad_enabled() or (first_only and self._place()[1] > 0)
         if skipped or not self._hooks.wants(TrunkBackward) or not result.requires_grad:
             return
+        if head == "actor":
+            self._latent = args[0]
         output = self._features if self._shared and self._features is not None else args[0]
         self._outputs[head] = self._awaited[head] = output
         result.register_hook(lambda gradient: self._attempt(partial(self._receive, head, result), gradient))
 
     def _clear(self, features: Tensor | None = None) -> None:
         self._features = features
+        self._latent = None
         self._outputs: dict[str, Tensor] = {}
         self._awaited: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -108,8 +118,26 @@ class TrunkListener:
         else:
             at_output = torch.zeros_like(output)
         self._gradients[head] = at_output.detach()
+        if head == "actor" and len(self._heads.names) > 1 and self._hooks.wants(HeadsBackward):
+            self._emit_heads(scores, gradient)
         if len(self._gradients) == 2:
             self._emit()
+
+    def _emit_heads(self, scores: Tensor, gradient: Tensor) -> None:
+        """Emit the gradient of each head's columns of the scores, at the input of `action_net`."""
+        output, counts = self._latent, self._heads.score_counts(scores.shape[-1])
+        if output is None or not output.requires_grad or not counts:
+            return
+        columns = torch.eye(len(counts)).repeat_interleave(torch.tensor(counts), 1).to(gradient)  # [heads, scores]
+        gradients = [torch.autograd.grad(scores, output, gradient * own, retain_graph=True)[0] for own in columns]
+        groups = groups_of(self._policy)
+        own = (
+            name for name in (*groups.get("shared", ()), *groups["actor"]) if name.split(".")[0] not in HEAD_PARAMETERS
+        )
+        named = parameters_by_name(self._policy)
+        epoch, step, _ = self._place()
+        by_head = dict(zip(self._heads.names, gradients, strict=True))
+        self._hooks.emit(HeadsBackward(epoch, step, output, by_head, {name: named[name] for name in own}))
 
     def _emit(self) -> None:
         actor, critic = self._outputs["actor"], self._outputs["critic"]

@@ -50,6 +50,7 @@ from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, Row
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
+from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -133,6 +134,8 @@ class ScriptListener:
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._steps_of: Counter[int] = Counter()  # of the optimizers of a parameter, of which scripts may make new ones
         self._learning_rate = self._seconds = 0.0
+        self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
+        self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._first_rate: float | None = None
         self._early: list[set[int]] = [set(), {0}]
         self._last_steps = 3
@@ -143,6 +146,7 @@ class ScriptListener:
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
+        self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -182,8 +186,11 @@ class ScriptListener:
             self._begin_update(variables, readings)
         self._call = OptimizerCall(optimizer, variables, readings)
         if self._step == 0:
+            self._rates = {}
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
             self._first_rate = self._learning_rate if self._first_rate is None else self._first_rate
+        if id(optimizer) not in self._rates:
+            self._rates[id(optimizer)] = self._rates_of(optimizer, variables, readings)
         self._epoch = self._pass_of(variables)
         self._optimizers.add(optimizer)
         self._several = self._several or len(self._optimizers) > 1
@@ -381,9 +388,29 @@ class ScriptListener:
                 learning_rate=self._learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
-                coefficients=self._coefficients,
+                coefficients=self._read_weights | self._coefficients,
+                learning_rates=self._rates_by_name(),
             )
         )
+
+    def _rates_of(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> list[GroupRate]:
+        """Return the rates of an optimizer; an only one has the name of the network whose loss it follows, or of its variable."""
+        rates = group_rates(optimizer)
+        if len(rates) != 1:
+            return rates
+        if optimizer not in self._owners:
+            alone = (one for one in readings if one.policy is None or one.value is None)
+            owners = {"critic" if one.policy is None else "actor" for one in alone}
+            if len(owners) != 1:
+                own = names.groups_of(name for name, value in variables.named_values() if value is optimizer)
+                owners = own.keys() & {"actor", "critic"}
+            self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
+        return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
+
+    def _rates_by_name(self) -> dict[str, float | Tensor]:
+        """Return the learning rates of this update by name, if they differ."""
+        rates = [rate for own in self._rates.values() for rate in own]
+        return rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {}))
 
     def after_env_step(self, env: Any, result: Any, action: Any, *, foreign: bool = False) -> None:
         """The script has taken a step of an environment."""
@@ -578,6 +605,13 @@ class ScriptListener:
             if reading.value is not None:
                 self._minibatches.add_value(reading.value)
             return
+        if (
+            reading.entropy is not None
+            and reading.entropy.weight
+            and policy.weight
+            and "entropy" not in self._weights()
+        ):
+            self._read_weights = {"entropy": float(f"{reading.entropy.weight / policy.weight:.6g}")}
         count = len(policy.advantages)
         if not self.updates:
             self._passes.add(variables.integers(), count)

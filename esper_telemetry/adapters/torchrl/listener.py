@@ -27,12 +27,14 @@ from esper_telemetry.adapters.torchrl.facts import (
     environment_facts,
     facts_of,
     gamma_of,
+    groups_of,
     is_squared,
     nonfinite_candidates,
     parameters_of,
 )
 from esper_telemetry.adapters.torchrl.rollouts import columns_of, rollout_event
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     BackwardEnd,
@@ -216,6 +218,11 @@ class LossListener:
                 coefficients=self._coefficients(),
                 cpu_seconds=self._cpu_seconds,
                 beta2=None if betas is None else float(betas[1]),
+                learning_rates=rates_by_name(
+                    [rate for optimizer in self._optimizers for rate in group_rates(optimizer)],
+                    self._parameters,
+                    lambda: groups_of(self._loss, self._parameters),
+                ),
             )
         )
         self._seconds, self._cpu_seconds, self._logged = {}, {}, {}

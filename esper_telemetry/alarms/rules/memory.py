@@ -307,6 +307,22 @@ class ResetMissingJudge:
         ).with_text(lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended")
 
 
+GATE_CLOSED = Ramp("gate_closed", 0.85, 0.95, "share of input or output gates below 0.1")
+
+
+def gate_closed(view: View) -> Iterator[Finding]:
+    """Input gates through which nothing is written, and output gates through which nothing is read."""
+    for gate, effect in (("input", "nothing is written to the memory"), ("output", "the policy reads nothing from it")):
+        key = f"lstm/gate/{gate[0]}/sat_lo"
+        share = view.get(key)
+        if share is not None:
+            text = f"{percent(share)} of the {gate} gates are shut: {effect}"
+            severity = view.limits.severity(GATE_CLOSED, share)
+            yield Finding(severity, key, share, view.limits.middle(GATE_CLOSED), instance=gate).with_text(
+                partial(str, text)
+            )
+
+
 memory_alarm = partial(AlarmRule, debug_updates=5, pieces=("transitions",))
 """Declare an alarm of a recurrent policy."""
 
@@ -324,6 +340,20 @@ RULES = (
         histories=(LARGEST, CELL_HISTORY),
         applies=remembers,
         evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
+    ),
+    memory_alarm(
+        type="lstm/gate_closed",
+        inputs=("lstm/gate/{gate}/sat_lo",),
+        meaning="The input or the output gate is shut: nothing enters the memory, or nothing leaves it.",
+        action="Initialise the biases of the gates at 0, lower the learning rate, normalise inputs.",
+        judge=gate_closed,
+        bounds=(GATE_CLOSED,),
+        source="Karpathy 2015, 1506.02078. Healthy runs stay below 0.03; biases of -10 give 0.99.",
+        rank=204,
+        required=("lstm/gate/i/sat_lo", "lstm/gate/o/sat_lo"),
+        applies=remembers,
+        evidence=("lstm/gate/i/*", "lstm/gate/o/*", "lstm/h/*"),
+        sampled=True,
     ),
     memory_alarm(
         type="lstm/forget_open",

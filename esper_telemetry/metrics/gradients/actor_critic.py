@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.gradients.health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
 from esper_telemetry.metrics.losses import entropy_slope
 from esper_telemetry.metrics.statistics import defined, defined_together, same_shape
+
+MAX_COMPARED_HEADS = 8
+"""Heads whose gradients are compared, each of which takes a backward pass through the trunk: 28 pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +240,77 @@ class ParameterInterference(MetricGroup):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInterference(MetricGroup):
+    """Agreement of the actor's and the critic's gradients of every parameter tensor that they share, on a sampled minibatch."""
+
+    layer: tuple[str, ...] = label()
+    cos: Mean | None = reports(
+        Metric.cosine(
+            "grad/layer/{layer}/interference_cos",
+            526,
+            "agreement of actor and critic on a layer",
+            level=Level.DEBUG,
+            cost="debug",
+        )
+        .asks("In which layer do actor and critic pull in opposite directions? Judge its average only.")
+        .bounds(
+            healthy="> -0.3",
+            warn="< -0.7",
+            source="as grad/interference/cos; chance is 0 ± 1/√(entries of the tensor)",
+        )
+        .absent("actor and critic do not share this tensor, or either gradient is zero or not finite")
+        .advises("Give actor and critic networks of their own from this layer on, or lower value_coef.")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPairs(MetricGroup):
+    """Agreement of the gradients of two heads of the policy on the parameters that they share, on a sampled minibatch."""
+
+    pair: tuple[str, ...] = label()
+    cos: Mean | None = reports(
+        Metric.cosine("grad/heads/{pair}/cos", 536, "agreement of two heads", level=Level.DEBUG, cost="debug")
+        .asks(
+            "Do two heads of the policy pull the parameters that they share in the same direction? Judge its average only."
+        )
+        .bounds(
+            healthy="> -0.3",
+            warn="< -0.7",
+            source="conflict is a negative cosine (PCGrad 2001.06782); bounds as grad/interference/cos",
+        )
+        .absent(
+            f"the policy has one head, the source does not tell heads apart, or a gradient is zero or not finite; of more than "
+            f"{MAX_COMPARED_HEADS} heads the first ones are compared"
+        )
+        .advises("Give the heads hidden layers of their own, or a wider trunk.")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads(MetricGroup):
+    """Worst agreement of two heads on every parameter tensor that they share, on a sampled minibatch."""
+
+    layer: tuple[str, ...] = label()
+    cos: Mean | None = reports(
+        Metric.cosine(
+            "grad/layer/{layer}/heads_cos",
+            527,
+            "worst agreement of two heads on a layer",
+            level=Level.DEBUG,
+            cost="debug",
+        )
+        .asks("In which layer do two heads of the policy pull in opposite directions? The smallest cosine of any two.")
+        .bounds(
+            healthy="> -0.3",
+            warn="< -0.7",
+            source="as grad/heads/{pair}/cos; the smallest of many cosines is below 0 by chance",
+        )
+        .absent("fewer than two heads have a gradient in this tensor that is finite and not zero")
+        .advises("Give the heads hidden layers of their own from this layer on, or a wider trunk.")
+    )
+
+
 class LeafGradients(NamedTuple):
     """Sizes of the gradients at the trunk's outputs.
 
@@ -342,6 +418,69 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
     )
 
 
+@no_grad
+def layer_interference(
+    actor: Sequence[ArrayLike], critic: Sequence[ArrayLike], names: Sequence[str]
+) -> LayerInterference:
+    """Return the cosine of the actor's and the critic's gradients of each shared parameter.
+
+    Args:
+        actor: gradient of the actor's loss with respect to each of K shared parameters.
+        critic: of the critic's, its loss coefficient included.
+        names: of the K parameters.
+    """
+    if not names:
+        return LayerInterference(())
+    cosines = _cosines(_vectors(actor, names), _vectors(critic, names))
+    return LayerInterference(tuple(map(segment, names)), defined(cosines[None]))
+
+
+class HeadGroups(NamedTuple):
+    """The groups of the agreement of heads."""
+
+    pairs: HeadPairs
+    layers: LayerHeads
+
+
+@no_grad
+def head_interference(heads: Mapping[str, Sequence[ArrayLike]], names: Sequence[str]) -> HeadGroups:
+    """Return the cosines of the gradients of all pairs of heads, over all shared parameters and the smallest one of each.
+
+    Args:
+        heads: per head the gradient of the actor's loss through it, with respect to each of K shared parameters.
+        names: of the K parameters.
+    """
+    compared_heads = list(heads)[:MAX_COMPARED_HEADS]
+    if len(compared_heads) < 2 or not names:
+        return HeadGroups(HeadPairs(()), LayerHeads(()))
+    parts = [_vectors(heads[head], names) for head in compared_heads]
+    places = list(combinations(range(len(parts)), 2))
+    whole = [torch.cat(own) for own in parts]
+    by_layer = torch.stack([_cosines(parts[one], parts[other]) for one, other in places])
+    pairs = torch.stack([cosine(whole[one], whole[other]) for one, other in places])
+    worst = torch.where(torch.isnan(by_layer), torch.inf, by_layer).min(0).values
+    labels = [f"{compared_heads[one]}_vs_{compared_heads[other]}" for one, other in places]
+    return HeadGroups(
+        HeadPairs(tuple(map(segment, labels)), defined(pairs[None])),
+        LayerHeads(tuple(map(segment, names)), defined(worst[None])),
+    )
+
+
+def _vectors(gradients: Sequence[ArrayLike], names: Sequence[str]) -> list[Tensor]:
+    """Return the gradient of each named parameter as a vector."""
+    vectors = [gradient.detach().reshape(-1).double() for gradient in as_tensors(gradients)]
+    if len(vectors) != len(names):
+        raise ValueError(f"gradients of {len(vectors)} parameters need as many names, got {len(names)}")
+    return vectors
+
+
+def _cosines(some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return the cosine of each pair of vectors, [K]."""
+    for one, other in zip(some, others, strict=True):
+        same_shape(one=one, other=other)
+    return torch.stack([cosine(*pair) for pair in zip(some, others, strict=True)])
+
+
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosine of two float64 vectors over the last axis; NaN where one is zero or not finite."""
     norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
@@ -387,43 +526,59 @@ class BonusGradient(MetricGroup):
 
     entropy: BonusNorm | None = reports(
         Metric.gradient_norm("grad/entropy/norm", 523, "gradient norm of the entropy bonus")
-        .asks("How large is the gradient of the entropy bonus, where it enters the policy?")
-        .bounds(healthy="near its own history")
-        .absent("no entropy bonus, or no categorical head")
+        .asks(
+            "How large is the gradient of the entropy bonus at the outputs of the policy: logits, log standard deviations?"
+        )
+        .bounds(
+            healthy="near its own history; c √(dimensions / rows) for Gaussian heads, whatever they output",
+            source="∂H/∂z of a row is -p (ln p + H) for logits z, and 1 for each log standard deviation",
+        )
+        .absent("no entropy bonus, its weight or the policy's distributions are not known, or actions are squashed")
     )
 
 
 @no_grad
 def bonus_gradient(
-    logits: Mapping[str, Tensor],
+    logits: Mapping[str, ArrayLike],
     *,
     entropy_coef: float,
-    action_masks: Mapping[str, Tensor] | None = None,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
+    log_std: Mapping[str, ArrayLike] | None = None,
+    action_masks: Mapping[str, ArrayLike] | None = None,
+    relevant: Mapping[str, ArrayLike] | None = None,
+    valid: ArrayLike | None = None,
 ) -> BonusGradient:
-    """Return the norm c ‖∂H/∂z‖ over the logits z of all heads, with H the mean over rows of the heads' entropies.
+    """Return the norm c ‖∂H/∂z‖ over the outputs z of all heads, with H the mean over rows of the heads' entropies.
+
+    The outputs are logits, and for each row the logarithms of its standard deviations, also if all rows share them.
 
     Args:
-        logits: per categorical head [M, N, A].
-        entropy_coef: c, weight of the bonus; without one there is no gradient and nothing is reported.
-        action_masks: per restricted head [M, N, A], bool.
-        relevant: per head that is not always relevant [M, N], bool.
-        valid: [M, N], bool; None where every row counts.
+        logits: per categorical head [M, N, A], or [N, A] for one minibatch.
+        entropy_coef: c, weight of the bonus; if it is 0, nothing is reported.
+        log_std: per Gaussian head [M, N, D] or [N, D].
+        action_masks: per restricted head, as `logits`, bool.
+        relevant: per head that is not always relevant [M, N] or [N], bool.
+        valid: [M, N] or [N], bool; None if every row counts.
     """
     from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
 
-    if not logits or not entropy_coef > 0:
+    if not entropy_coef > 0:
         return BonusGradient()
-    masks, matters = action_masks or {}, relevant or {}
-    squares = []
-    for head, scores in logits.items():
-        slope = entropy_slope(mask_logits(scores.double(), masks.get(head)))
-        square = slope.square().sum(-1)
-        flags = [flag for flag in (matters.get(head), valid) if flag is not None]
-        squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
-    rows = torch.full_like(squares[0][..., 0], squares[0].shape[-1]) if valid is None else valid.sum(-1)
-    total = entropy_coef**2 * torch.stack(squares).sum((0, -1))
+    masks, matters, counted = masks_by_head(action_masks), masks_by_head(relevant), as_mask(valid)
+    squares: dict[str, Tensor] = {}
+    for head, z in by_head(logits).items():
+        squares[head] = entropy_slope(mask_logits(z.double(), masks.get(head))).square().sum(-1)
+    for head, z in by_head(log_std).items():
+        squares[head] = z.new_full(z.shape[:-1], z.shape[-1], dtype=torch.float64)
+    if not squares:
+        return BonusGradient()
+    named = [("rows of", squares), ("relevant", matters)]
+    same_shape(**{f"{name} {head}": rows for name, heads in named for head, rows in heads.items()}, valid=counted)
+    parts = []
+    for head, square in squares.items():
+        flags = [flag for flag in (matters.get(head), counted) if flag is not None]
+        parts.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
+    rows = torch.full_like(parts[0][..., 0], parts[0].shape[-1]) if counted is None else counted.sum(-1)
+    total = entropy_coef**2 * torch.stack(parts).sum((0, -1))
     norm = total.sqrt() / rows
     defined = torch.isfinite(norm)
     return BonusGradient(BonusNorm(torch.where(defined, norm, 0.0), defined, total, rows))

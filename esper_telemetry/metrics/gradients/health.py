@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 from esper_telemetry.core.arrays import shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.gradients.norms import FrozenGroups, Groups, belongs, check_limit, frozen, gradient_norms
+from esper_telemetry.core.rates import belongs
+from esper_telemetry.metrics.gradients.norms import FrozenGroups, Groups, check_limit, frozen, gradient_norms
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,6 +15,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
+from esper_telemetry.core.rates import belongs
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.metrics.statistics import defined, same_shape
@@ -290,11 +291,6 @@ def _membership(
 def frozen(groups: Groups) -> FrozenGroups:
     """Return the groups as a hashable value."""
     return tuple([(name, tuple(members)) for name, members in groups.items()])
-
-
-def belongs(name: str, members: Sequence[str]) -> bool:
-    """Return True where `members` names the parameter or one of its modules."""
-    return any(name == member or name.startswith(f"{member}.") for member in members)
 
 
 UNTOUCHED = 1 - 1e-5

@@ -9,9 +9,13 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.lstm.gates import GateGroups as GateGroups
     from esper_telemetry.metrics.lstm.gates import Gates as Gates
     from esper_telemetry.metrics.lstm.gates import GateStats as GateStats
+    from esper_telemetry.metrics.lstm.gates import GRUGates as GRUGates
+    from esper_telemetry.metrics.lstm.gates import GRUWeights as GRUWeights
     from esper_telemetry.metrics.lstm.gates import LSTMWeights as LSTMWeights
     from esper_telemetry.metrics.lstm.gates import gate_stats as gate_stats
     from esper_telemetry.metrics.lstm.gates import gates_between as gates_between
+    from esper_telemetry.metrics.lstm.gates import gru_gates as gru_gates
+    from esper_telemetry.metrics.lstm.gates import gru_weights as gru_weights
     from esper_telemetry.metrics.lstm.gates import lstm_gates as lstm_gates
     from esper_telemetry.metrics.lstm.gates import lstm_weights as lstm_weights
     from esper_telemetry.metrics.lstm.gates import timescales as timescales
@@ -39,12 +43,16 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         "esper_telemetry.metrics.lstm.gates": (
             "CellStats",
+            "GRUGates",
+            "GRUWeights",
             "GateGroups",
             "GateStats",
             "Gates",
             "LSTMWeights",
             "gate_stats",
             "gates_between",
+            "gru_gates",
+            "gru_weights",
             "lstm_gates",
             "lstm_weights",
             "timescales",

@@ -1,13 +1,15 @@
-"""Gates of an LSTM, recomputed exactly from the inputs and outputs of a stock `nn.LSTM`.
+"""Gates of an LSTM or a GRU, recomputed exactly from the inputs and outputs of a stock `nn.LSTM` or `nn.GRU`.
 
-torch packs the weights of the gates in the order [i, f, g, o]. Inputs and outputs of all steps are known, so all gates of a sequence are
-one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
+torch packs the weights of the gates in the order [i, f, g, o], of a GRU [r, z, n]. Inputs and outputs of all steps are known, so all gates
+of a sequence are one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
+
+A GRU keeps the share z of its state, h = z h + (1 - z) n, so z has the role of an LSTM's forget gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
 """Gates below `LOW` or above `HIGH`, and candidates above `CANDIDATE_HIGH` in magnitude, are saturated (Karpathy 2015)."""
 LONGEST = 2.0**24
@@ -38,36 +39,41 @@ LONGEST = 2.0**24
 
 @dataclass(frozen=True, slots=True)
 class GateStats(MetricGroup):
-    """Activation of the input, forget and output gates."""
+    """Activation of the gates: i, f and o of an LSTM, r and z of a GRU."""
 
     gate: tuple[str, ...] = label()
     mean: Mean = reports(
         Metric.quantity(
             "lstm/gate/{gate}/mean", 711, "mean of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
-        .asks("How far is this gate open on average: i writes, f keeps, o reads?")
-        .absent("no valid step, or a policy without an LSTM")
+        .asks(
+            "How far is this gate open on average: i writes, f keeps, o reads; z of a GRU keeps, r reads the old state?"
+        )
+        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_lo: Mean = reports(
         Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut", cost="sampled")
         .asks("How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.")
         .bounds(
-            healthy="f: < 0.5", warn="f: > 0.7; i, o: > 0.9", critical="f: > 0.9", source="Karpathy 2015, 1506.02078"
+            healthy="f, i, o: < 0.5",
+            warn="f: > 0.7; i, o: > 0.9",
+            critical="f: > 0.9; i, o: > 0.95",
+            source="Karpathy 2015, 1506.02078; i and o of healthy runs below 0.03",
         )
-        .absent("no valid step, or a policy without an LSTM")
+        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_hi: Mean = reports(
         Metric.fraction("lstm/gate/{gate}/sat_hi", 713, "share of time that a gate is wide open", cost="sampled")
         .asks("How often is this gate wide open, above 0.9? An f that is always open never forgets.")
         .bounds(healthy="f: < 0.8", warn="f: > 0.9", source="Karpathy 2015, 1506.02078; healthy runs 0 to 0.53")
-        .absent("no valid step, or a policy without an LSTM")
+        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     activations: Counts = reports(
         Metric.quantity(
             "lstm/gate/{gate}/hist", 715, "histogram of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
         .asks("How are this gate's activations distributed, from shut to open?")
-        .absent("no valid step, or a policy without an LSTM")
+        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
 
 
@@ -78,22 +84,22 @@ class CellStats(MetricGroup):
     saturated: Mean = reports(
         Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
         .asks("How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.")
-        .bounds(source="heuristic")
-        .absent("no valid step, or a policy without an LSTM")
+        .bounds(source="no bound: healthy runs reach 0.25")
+        .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     timescales: Quantiles = reports(
         Metric.steps("lstm/timescale/median", 721, "median of timescales", low=1.0, of="p50", cost="sampled")
-        .asks("For how many steps does the median unit remember, 1 / (1 - mean f)?")
+        .asks("For how many steps does the median unit remember, 1 / (1 - mean f), z instead of f for a GRU?")
         .bounds(
             healthy="at least half the horizon that the task needs",
             critical="< 1.2",
             source="Tallec & Ollivier 2018, 1804.11188",
         )
-        .absent("no valid step, or a policy without an LSTM"),
+        .absent("no valid step, or a policy without an LSTM or a GRU"),
         Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90", cost="sampled")
         .asks("For how many steps do the units with the longest memory remember, the upper 10 %?")
         .bounds(source="Tallec & Ollivier 2018, 1804.11188")
-        .absent("no valid step, or a policy without an LSTM"),
+        .absent("no valid step, or a policy without an LSTM or a GRU"),
     )
     beyond: Mean | None = reports(
         Metric.fraction(
@@ -101,7 +107,7 @@ class CellStats(MetricGroup):
         )
         .asks("Which share of the units remembers longer than the sequences through which gradients flow?")
         .bounds(warn="> 0.5: such memory cannot be trained", source="heuristic")
-        .absent("no valid step, or a policy without an LSTM, or the length of the sequences is unknown")
+        .absent("no valid step, or a policy without an LSTM or a GRU, or the length of the sequences is unknown")
         .advises("Train on longer sequences (num_steps), or accept that so much memory is not trained.")
     )
     log_gain: Mean = reports(
@@ -139,7 +145,7 @@ class LSTMWeights(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Activations of one layer, each [T, B, H]: gates i, f and o, candidate g, and the states h and c after each step."""
+    """Activations of one LSTM layer, each [T, B, H]: gates i, f and o, candidate g, and the states h and c after each step."""
 
     i: Tensor
     f: Tensor
@@ -147,6 +153,63 @@ class Gates(NamedTuple):
     g: Tensor
     h: Tensor
     c: Tensor
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The gates by name."""
+        return {"i": self.i, "f": self.f, "o": self.o}
+
+    @property
+    def keep_gate(self) -> Tensor:
+        """The gate that decides how much of the state is kept."""
+        return self.f
+
+    @property
+    def candidate(self) -> Tensor:
+        """What would be written."""
+        return self.g
+
+
+class GRUWeights(NamedTuple):
+    """Weights of a single-layer GRU, gates in torch's order [r, z, n].
+
+    Attributes:
+        inputs: [3H, I].
+        hidden: [3H, H].
+        input_bias, hidden_bias: [3H].
+    """
+
+    inputs: Tensor
+    hidden: Tensor
+    input_bias: Tensor
+    hidden_bias: Tensor
+
+
+class GRUGates(NamedTuple):
+    """Activations of one GRU layer, each [T, B, H]: reset gate r, update gate z, candidate n, and the state h after each step."""
+
+    r: Tensor
+    z: Tensor
+    n: Tensor
+    h: Tensor
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The gates by name."""
+        return {"r": self.r, "z": self.z}
+
+    @property
+    def keep_gate(self) -> Tensor:
+        """The gate that decides how much of the state is kept."""
+        return self.z
+
+    @property
+    def candidate(self) -> Tensor:
+        """What would be written."""
+        return self.n
+
+
+Weights: TypeAlias = LSTMWeights | GRUWeights
 
 
 @no_grad
@@ -156,8 +219,7 @@ def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     Raises:
         ValueError: for several layers, whose inner outputs torch hides, both directions, or projected states.
     """
-    if cell.num_layers != 1 or cell.bidirectional or cell.proj_size:
-        raise ValueError(f"gates are known for one layer, one direction and no projection, got {cell}")
+    _check_layer(cell)
     hidden = cell.get_parameter("weight_hh_l0").clone()
     bias = hidden.new_zeros(len(hidden))
     if cell.bias:
@@ -165,14 +227,63 @@ def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     return LSTMWeights(cell.get_parameter("weight_ih_l0").clone(), hidden, bias)
 
 
+@no_grad
+def gru_weights(cell: nn.GRU) -> GRUWeights:
+    """Return copies of a cell's present weights; raise ValueError for several layers and both directions."""
+    _check_layer(cell)
+    hidden = cell.get_parameter("weight_hh_l0").clone()
+    biases = [hidden.new_zeros(len(hidden)) for _ in range(2)]
+    if cell.bias:
+        biases = [cell.get_parameter(name).clone() for name in ("bias_ih_l0", "bias_hh_l0")]
+    return GRUWeights(cell.get_parameter("weight_ih_l0").clone(), hidden, *biases)
+
+
+def cell_weights(cell: nn.LSTM | nn.GRU) -> Weights:
+    """Return copies of the present weights of an LSTM or a GRU; raise ValueError as `lstm_weights`."""
+    return lstm_weights(cell) if isinstance(cell, torch.nn.LSTM) else gru_weights(cell)
+
+
+def _check_layer(cell: nn.LSTM | nn.GRU) -> None:
+    if cell.num_layers != 1 or cell.bidirectional or cell.proj_size:
+        raise ValueError(f"gates are known for one layer, one direction and no projection, got {cell}")
+
+
+def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates | GRUGates:
+    """Return the gates of an LSTM or a GRU whose state before every step is known; `memory` is the c of an LSTM."""
+    if isinstance(weights, GRUWeights):
+        return gru_gates(weights, inputs, hidden)
+    assert memory is not None
+    return gates_between(weights, inputs, hidden, memory)
+
+
+@inference_mode
+def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
+    """Return the gates of a GRU.
+
+    Args:
+        weights: from `gru_weights`.
+        inputs: [T, B, I] what the cell was given.
+        hidden: [T, B, H] its state before each step, zero if memory was reset.
+    """
+    linear = torch.nn.functional.linear
+    ours, before = (
+        linear(inputs, weights.inputs, weights.input_bias),
+        linear(hidden, weights.hidden, weights.hidden_bias),
+    )
+    (r, z, n), (r_before, z_before, n_before) = ours.chunk(3, -1), before.chunk(3, -1)
+    r, z = (r + r_before).sigmoid(), (z + z_before).sigmoid()
+    n = (n + r * n_before).tanh()
+    return GRUGates(r, z, n, torch.lerp(n, hidden, z))
+
+
 @inference_mode
 def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
-    """Return the gates where the state before every step is known: it needs no pass over time.
+    """Return the gates of an LSTM whose state before every step is known: it needs no pass over time.
 
     Args:
         weights: from `lstm_weights`.
         inputs: [T, B, I] what the cell was given.
-        hidden, memory: [T, B, H] its states h and c before each step, zero where memory was reset.
+        hidden, memory: [T, B, H] its states h and c before each step, zero if memory was reset.
     """
     i, f, g, o = _activations(weights, inputs, hidden)
     c = f * memory + i * g
@@ -218,27 +329,29 @@ class GateGroups(NamedTuple):
 
 @inference_mode
 def gate_stats(
-    gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
+    gates: Gates | GRUGates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
 ) -> GateGroups:
     """Return saturation of the gates, timescales and the gain along the cell state.
 
     Args:
-        gates: of T steps, from `lstm_gates` or `gates_between`.
+        gates: of T steps, from `lstm_gates`, `gates_between` or `gru_gates`.
         resets: [T, B] bool: memory is reset at this step.
         bptt_length: steps through which gradients flow; None where it is unknown.
         valid: [T, B] bool; None where every step is.
 
-    Timescales are those of single units, 1 / (1 - mean f), and quantiles over units: one unit that never forgets would own a mean.
+    Timescales are 1 / (1 - mean f) of each unit, z instead of f for a GRU, and quantiles over units: one unit that never forgets would
+    dominate a mean.
     """
     counts = torch.ones_like(resets, dtype=torch.bool) if valid is None else valid.bool()
     return GateGroups(_openness(gates, counts), _cell_stats(gates, resets.bool(), bptt_length, counts))
 
 
-def _openness(gates: Gates, valid: Tensor) -> GateStats:
-    x = torch.stack([gates.i, gates.f, gates.o]).flatten(1)
-    s = keep(x.double(), _per_unit(valid, gates.i).flatten())
+def _openness(gates: Gates | GRUGates, valid: Tensor) -> GateStats:
+    by_name = gates.by_name
+    x = torch.stack(list(by_name.values())).flatten(1)
+    s = keep(x.double(), _per_unit(valid, gates.keep_gate).flatten())
     return GateStats(
-        gate=GATES,
+        gate=tuple(by_name),
         mean=s.mean(s.values),
         sat_lo=s.share(s.values < LOW),
         sat_hi=s.share(s.values > HIGH),
@@ -246,13 +359,13 @@ def _openness(gates: Gates, valid: Tensor) -> GateStats:
     )
 
 
-def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
-    written = keep(gates.g.flatten().double(), _per_unit(valid, gates.g).flatten())
-    units = timescales(gates.f, valid=valid)
-    at_levels = quantiles(ascending(units), units.count, levels_for(gates.f))
+def _cell_stats(gates: Gates | GRUGates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
+    written = keep(gates.candidate.flatten().double(), _per_unit(valid, gates.candidate).flatten())
+    units = timescales(gates.keep_gate, valid=valid)
+    at_levels = quantiles(ascending(units), units.count, levels_for(gates.keep_gate))
     # the logarithm of a shut gate is that of the smallest number of its type
-    log_f = gates.f.clamp(min=torch.finfo(gates.f.dtype).tiny).double().log()
-    lasting = keep(log_f.flatten(), _per_unit(valid & ~resets, gates.f).flatten())
+    log_keep = gates.keep_gate.clamp(min=torch.finfo(gates.keep_gate.dtype).tiny).double().log()
+    lasting = keep(log_keep.flatten(), _per_unit(valid & ~resets, gates.keep_gate).flatten())
     gain = lasting.mean(lasting.values)
     return CellStats(
         saturated=written.share(written.values.abs() > CANDIDATE_HIGH),

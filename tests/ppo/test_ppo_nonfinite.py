@@ -1,0 +1,73 @@
+"""`stop_on_nonfinite`: training ends at the first gradient that is not finite, in the order of the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ppo_builders import cartpole, equal, weights
+from test_ppo_watchdog import poisoned
+from torch import Tensor
+
+from esper_telemetry import PPOConfig, Telemetry, attach, read_run
+from esper_telemetry.events import UpdateEnd
+
+
+def infinite(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    return (log_ratio * torch.inf).sum()
+
+
+def test_the_first_gradient_of_the_pass_is_named_and_no_step_is_taken(tmp_path: Path) -> None:
+    """A reward of the second rollout is NaN, so every loss is: the pass reaches a head first, and no weight changes."""
+    trainer = cartpole(stop_on_nonfinite=True)
+    trainer.steps = replace(trainer.steps, rewards=poisoned({2}))
+    states: list[list[Tensor]] = []
+    trainer.hooks.on(UpdateEnd, lambda _: states.append(weights(trainer)))
+
+    with (
+        pytest.raises(
+            FloatingPointError, match=r"the gradient of (heads|value)\.\S+ is not finite \(\d+ of \d+ entries\)"
+        ),
+        Telemetry(run_dir=tmp_path) as telemetry,
+    ):
+        attach(telemetry, trainer)
+        trainer.learn(10_000)
+
+    (before,) = states
+    assert equal(weights(trainer), before)
+    (failure,) = [event for event in read_run(tmp_path).events if event.type == "failure"]
+    assert failure.data["exception"] == "FloatingPointError"
+
+
+def test_only_the_faulty_part_of_a_loss_is_named() -> None:
+    """The policy loss alone is infinite: the value head's gradients come first and are finite."""
+    trainer = cartpole(stop_on_nonfinite=True)
+    trainer.steps = replace(trainer.steps, policy_loss=infinite)
+
+    with pytest.raises(FloatingPointError, match=r"the gradient of heads\.action\.\S+ is not finite"):
+        trainer.learn(10_000)
+
+
+def test_without_the_option_the_update_is_finished() -> None:
+    trainer = cartpole()
+    trainer.steps = replace(trainer.steps, rewards=poisoned({1}))
+
+    with pytest.raises(FloatingPointError, match="weights are not finite after this update"):
+        trainer.learn(10_000)
+
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.policy.parameters())
+
+
+def test_healthy_training_is_the_same() -> None:
+    checked, plain = cartpole(stop_on_nonfinite=True), cartpole()
+    for trainer in (checked, plain):
+        trainer.learn(1_000)
+
+    assert equal(weights(checked), weights(plain))
+
+
+def test_it_does_not_go_with_the_watchdog() -> None:
+    with pytest.raises(ValueError, match="watchdog repairs what stop_on_nonfinite stops at: choose one of them"):
+        PPOConfig(watchdog=True, stop_on_nonfinite=True)
