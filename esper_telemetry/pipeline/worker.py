@@ -84,8 +84,8 @@ PIPE_BYTES: Final = 1 << 20
 """Size of the pipe: the descriptions of all metrics, and several updates besides their tensors."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Bytes that may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
-MAX_LATE_MESSAGES: Final = 8
-LATE_SECONDS: Final = 1.0
+MAX_LATE_MESSAGES: Final = 32
+LATE_SECONDS: Final = 2.0
 """A worker that has had more messages to answer for so long is late: a fast run may send several between two of its looks."""
 MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""

@@ -136,7 +136,7 @@ def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, mon
     """Steps are checked in every sample, here in every second update; a pass counts as expensive from 0 seconds on, and the next one is two
     samples later.
     """
-    monkeypatch.setattr(Sampling, "adopt", lambda self, every: setattr(self, "every", min(every, 2)))
+    monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_SECONDS", 0.0)
     monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_PERIOD", 2)
 
