@@ -42,6 +42,7 @@ from esper_telemetry.history.deviations import (
 )
 from esper_telemetry.history.gradients import GradientHistory
 from esper_telemetry.history.pairs import PairHistories
+from esper_telemetry.history.recent_return import RecentMean, recent_return
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 
 TEST_EVERY_UPDATES = 10
@@ -234,9 +235,11 @@ class RunHistory:
             [segment(name) for name in facts.get("groups", ())], facts.get("max_grad_norm")
         )
         self._temporal = KeyHistories(facts)
+        self._return = RecentMean()
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """The derived values of a record with these measured ones, as far as they belong to `level`."""
+        """Return the derived values of a record with these measured ones, as far as they belong to `level`."""
+        returns = recent_return(values, self._return)
         entropy: dict[str, float] = {}
         if "policy/entropy" in values:
             self._entropies.append(values["policy/entropy"])
@@ -244,13 +247,14 @@ class RunHistory:
         advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
         shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {
+            **returns,
             **self._critic(values, level),
             **advantage_scale(*advantages).values(level),
             **entropy,
             **largest_shift(shifts).values(level),
             **self.gradients.derive(values, level),
             **self.pairs.derive(values, level),
-            **self._temporal.derive(values, level),
+            **self._temporal.derive({**values, **returns} if returns else values, level),
         }
 
     def _critic(self, values: Mapping[str, float], level: Level) -> dict[str, float]:

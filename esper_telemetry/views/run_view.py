@@ -273,7 +273,7 @@ class RunView:
         if self._judge:
             self._judge.record(record)
         else:
-            self._outcome.add(record)
+            self._outcome.step(record)
         if self._equations:
             self._equations.add(record)
 
@@ -336,7 +336,7 @@ class RunView:
         # before the end the journal has an outcome only where its kind changes
         is_written = OUTCOME in self.latest and self.status is not None
         if self.updates and not is_written and not self.sampled:
-            outcome = self._outcome.end(None)
+            outcome = self._outcome.so_far()
         elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
                 outcome = Outcome.of(self.latest[OUTCOME].data)
