@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.protocol import Place, check_options
 
@@ -49,15 +50,17 @@ def takes_output(console: Any) -> bool:
 
 
 class Column(NamedTuple):
-    """A number of the line: its label, its keys (the first present is shown), and its format."""
+    """A number of the line: its label, its keys (the first present is shown), and its format; not shown next to `unless`."""
 
     label: str
     keys: tuple[str, ...]
     style: str = ".3g"
+    unless: str = ""
 
 
 COLUMNS: Final = (
-    Column("return", ("episode/return_mean_100", "episode/return_mean"), ".1f"),
+    Column("return", (RECENT_RETURN,), ".1f"),
+    Column("return of the update", (UPDATE_RETURN,), ".1f", unless=RECENT_RETURN),
     Column("steps/s", ("train/env_steps_per_second",), ",.0f"),
     Column("kl", ("policy/kl",)),
     Column("explained", ("value/explained_variance",), ".2f"),
@@ -280,7 +283,7 @@ def numbers(record: Record) -> list[str]:
     texts = []
     for column in COLUMNS:
         value = next((record.values[key] for key in column.keys if key in record.values), None)
-        if value is not None:
+        if value is not None and column.unless not in record.values:
             texts.append(f"[dim]{column.label}[/dim] {format(value, column.style)}")
     return texts
 

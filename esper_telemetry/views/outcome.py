@@ -16,6 +16,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record
+from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.end_block import RunEnd, print_lines
@@ -178,7 +179,7 @@ SHARE: Final = "perf/telemetry_frac"
 """Shown as the mean of the run: an update that is sampled in full takes many times what others take."""
 
 SUMMARY_LINES: Final = (
-    SummaryLine("return, last 100 episodes", "episode/return_mean_100", ".1f"),
+    SummaryLine("return (last 100 episodes, or all)", RECENT_RETURN, ".1f"),
     SummaryLine("policy moved per update (KL)", "policy/kl"),
     SummaryLine("ratios clipped", "policy/clip_frac", ".1%"),
     SummaryLine("exploration left (entropy)", "policy/entropy_norm", ".0%"),

@@ -16,6 +16,7 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.views.compare import comparison
@@ -92,18 +93,18 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
     """Yield the table of all runs and their curves in one chart for each key that decides."""
     rows = []
     for number, view in enumerate(views, 1):
-        outcome, curve = view.outcome, return_key(view)
+        outcome = view.outcome
         rows.append(
             [
                 f'<a href="#run-{number}">{_text(view.name)}</a>',
                 f'<span class="{_style(view)}">{_text(str(outcome.kind))}</span>',
-                _text(number_text(view.last[curve]) if curve in view.last else ""),
+                _text(return_text(view)),
                 f"{view.axes.env_step if view.axes else 0:,}",
                 str(len(view.incidents)),
                 _text(", ".join(dict.fromkeys(incident.cause for incident in view.incidents[:3]))),
             ]
         )
-    headings = ("run", "outcome", "last return", "environment steps", "incidents", "causes")
+    headings = ("run", "outcome", "return", "environment steps", "incidents", "causes")
     yield f'<div class="card scroll">{_table(headings, rows)}</div>'
     references = [
         charts.line(place, key, view.series(key), view.name, TIMELINE_POINTS)
@@ -176,7 +177,7 @@ def position(view: RunView) -> dict[str, str]:
     done = "" if progress.fraction is None else f" of {progress.total_steps:,} ({progress.fraction:.0%})"
     rows = {
         "status": status,
-        NAMES.get(curve, curve): number_text(view.last[curve]) if curve in view.last else "",
+        NAMES.get(curve, curve): return_text(view),
         "updates": f"{view.updates:,}",
         view.x_label: f"{progress.env_step:,}{done}",
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(view.info.started)) if view.info.started else "",
@@ -191,9 +192,18 @@ def position(view: RunView) -> dict[str, str]:
 
 
 def return_key(view: RunView) -> str:
-    """Return the key whose values decided the outcome, else that of the returns."""
-    candidates = (view.outcome.key, "episode/return_mean_100", "episode/return_mean", "reward/mean")
+    """Return the key of the curve that decided the outcome, which is the return if there are returns."""
+    decided = view.outcome.key
+    decided = RECENT_RETURN if decided == UPDATE_RETURN else decided
+    candidates = (decided, RECENT_RETURN, UPDATE_RETURN, "reward/mean")
     return next((key for key in candidates if key in view.last), "")
+
+
+def return_text(view: RunView) -> str:
+    """Return the last level of the curve that decided the outcome; empty without any."""
+    level = view.outcome.last
+    level = view.last.get(return_key(view)) if level is None else level
+    return "" if level is None else number_text(level)
 
 
 def duration_text(seconds: float) -> str:

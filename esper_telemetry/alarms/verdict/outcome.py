@@ -221,6 +221,10 @@ class OutcomeJudge:
         judged = self._judged()
         return self.so_far() if judged.kind is OutcomeKind.TOO_SHORT else judged
 
+    def recent(self, key: str) -> float:
+        """Return the mean of a key over the last hundred episodes; NaN before its first value."""
+        return self._recent[key].mean if key in self._recent else math.nan
+
     def so_far(self) -> Outcome:
         """Return the outcome of a run that goes on, by the numbers of all records."""
         return self._confirmed(self._judged())[0]
