@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
+from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.outcome import NAMES
 from esper_telemetry.core.messages import redacted
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
@@ -23,7 +24,7 @@ from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.page import comparison_section
 from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.equations import EquationRow
-from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
+from esper_telemetry.views.outcome import capitalized, critical_lines, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, EvidenceRow, IncidentView, number_text
 from esper_telemetry.views.run_view import RunView, open_view
@@ -157,6 +158,7 @@ def _head(view: RunView) -> Iterator[str]:
     yield f'<p class="dim">{more}{_text(capitalized(diagnosis.summary.rpartition("; ")[2]))}</p>'
     if diagnosis.gradients_alone:
         yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
+    yield from _folded(critical_lines(diagnosis), is_open=True)
     if diagnosis.shows_remarks:
         yield from _folded(unexplained_lines(diagnosis), is_open=diagnosis.unexplained)
     yield "</div>"
@@ -426,8 +428,9 @@ def _markdown(view: RunView) -> Iterator[str]:
         yield f"{safe(incident.text)}\n"
         if incident.advice:
             yield f"**Try:** {safe(incident.advice)}\n"
-    if diagnosis.shows_remarks:
-        yield from (f"- {safe(line.strip())}" for line in unexplained_lines(diagnosis))
+    lines = [*critical_lines(diagnosis), *(unexplained_lines(diagnosis) if diagnosis.shows_remarks else ())]
+    yield from (f"- {safe(line.strip())}" for line in lines)
+    if lines:
         yield ""
     for row in view.equations():
         if row.state == "differs":
@@ -438,13 +441,8 @@ def _markdown(view: RunView) -> Iterator[str]:
 
 
 def _style(view: RunView) -> str:
-    """Return the colour of a run: bad, warn with lasting alarms or a bad outcome, good where it learns, else none."""
-    kind = view.outcome.kind
-    if view.ending or any(one.until is None and one.level is AlarmLevel.CRITICAL for one in view.incidents):
-        return "bad"
-    if kind in BAD or any(one.until is None and one.level is not AlarmLevel.INFO for one in view.incidents):
-        return "warn"
-    return "good" if kind in GOOD else "dim"
+    """Return the colour of a run."""
+    return {Tone.OPEN: "dim"}.get(view.diagnosis.tone, str(view.diagnosis.tone))
 
 
 def _judged(judgement: str) -> str:
