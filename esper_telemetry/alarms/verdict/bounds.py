@@ -1,10 +1,10 @@
-"""State of a value beside the bounds of its metric, which are words with plain numbers in them.
+"""State of a value beside the bounds of its metric. A bound is text with plain numbers:
 
-> 0.1                                          a bound
-|.| > 0.5                                      of the size
-0.002 to 0.02                                  a range
-< 0.1 with policy/entropy_marginal_norm < 0.5  only while another metric, which has to be known, is beyond a bound of its own
-< 0 unless value/loss_norm < 0.1               not while another metric is known to be beyond its own
+> 0.1                                             a bound
+|.| > 0.5                                         of the size
+0.002 to 0.02                                     a range
+< 0.1 with policy/entropy_marginal_norm < 0.5     holds if the other metric is known to be beyond that bound
+< 0 unless value/loss_norm < 0.1                  holds unless the other metric is known to be beyond that bound
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMB
 LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
 CONDITIONAL: Final = re.compile(rf"(.+) (with|unless) (\S+) ([<>]=? {NUMBER})")
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
-"""What follows a number that is in units of another value: no bound of the value itself."""
+"""What follows a number in units of another value, which does not bound the value itself."""
 
 LATEST_RECORDS: Final = 10
 """Records over which a value that is critical for longer than a moment is the median."""
@@ -44,8 +44,8 @@ class HealthyRange:
     """Healthy values of a metric as far as its declaration gives plain numbers.
 
     Attributes:
-        low, high: ends; None where there is none.
-        condition: words behind the numbers, such as "late in training": then a value outside need not be unhealthy.
+        low, high: ends; None for a range that is open there.
+        condition: words after the numbers, such as "late in training": then a value outside need not be unhealthy.
     """
 
     low: float | None
@@ -53,7 +53,7 @@ class HealthyRange:
     condition: str = ""
 
     def contains(self, value: float) -> bool:
-        """Return True where a value lies within the range, ends included."""
+        """Return whether a value is within the range, ends included."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     @classmethod
@@ -107,7 +107,7 @@ def distance_beyond(text: str, value: float, other: Other = lambda key: None) ->
 
 
 def beyond_bound(text: str, value: float) -> float | None:
-    """Return the decades by which a value lies on the bad side of `> 0.03`, at least a little; 0 on the other; None for other texts."""
+    """Return the decades by which a value is on the bad side of `> 0.03`, at least a little; 0 on the good side; None for other texts."""
     match = BOUND.fullmatch(text)
     if not match:
         return None

@@ -1,7 +1,7 @@
 """Outcome of a run or of a part of it: solved, learning, converged, flat, declining, failed, or too short to tell.
 
 Judged on the records alone, so a journal gives the verdict that the live run had. The series that decides is the mean return of the
-episodes of an update; where a run has none, that of evaluations or the mean reward; where all returns are equal, success or length.
+episodes of an update. Without returns it is the return in evaluation or the mean reward; if all returns are equal, success or length.
 
 - failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
   records, and it has not learned;
@@ -22,8 +22,8 @@ it has lost a clear part of its best.
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
 which is strict if few blocks rise slowly. `Blocks.shift` compares the first episodes with the last fifth of the updates.
 
-While a run goes on, another kind must be found in `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the run before it replaces the
-last one, unless the numbers contradict the last one. The verdict at the end is by all records.
+While a run goes on, a new kind replaces the last one when it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the
+run, or at once if the numbers contradict the last one. The verdict at the end is by all records.
 """
 
 from __future__ import annotations
