@@ -275,8 +275,8 @@ class RunJudge:
 
 @lru_cache(maxsize=1)
 def described_keys() -> Mapping[str, MetricInfo]:
-    """Return the descriptions of all declared metrics without a label."""
-    return {metric.key: metric.info() for metric in catalogue() if "{" not in metric.key}
+    """Return the descriptions of all declared metrics by key or template."""
+    return {metric.key: metric.info() for metric in catalogue()}
 
 
 def is_course(kind: str, data: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.messages import number
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record
+from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
@@ -85,7 +85,7 @@ def critical_lines(diagnosis: Diagnosis) -> Iterator[str]:
         count = len(diagnosis.critical)
         yield f"Beyond {'its critical bound' if count == 1 else 'their critical bounds'} lately ({count} value{'s'[: count > 1]}):"
         for key, value in diagnosis.critical.items():
-            info = described_keys().get(key)
+            info = described_keys().get(template_of(key, described_keys()))
             yield f"  {key}: {number(value)}" + (f" (critical: {info.critical})" if info else "")
 
 

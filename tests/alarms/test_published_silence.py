@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
+from esper_telemetry.alarms.diagnosis import described_keys
 from esper_telemetry.alarms.rule import patience_factor
+from esper_telemetry.alarms.verdict.bounds import critical_values
 from esper_telemetry.core.record import AlarmLevel, Record
 
 SINCE = 30
@@ -249,6 +251,24 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
     reported = [alarm for alarm in alarms(verdicts) if alarm.type == "value/never_fits"]
 
     assert [(alarm.axes.update, alarm.since) for alarm in reported] == [(30, 1)] * told
+
+
+@pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
+def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
+    """The head collapses in update 41, when the return has risen from 5 to 50. From update 43 on it is `after`; three updates raise it."""
+    same = {"policy/head/arg/entropy_norm": 0.0, "policy/head/arg/entropy_marginal_norm": 0.0}
+    varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
+
+    def head(metrics: Values, update: int) -> None:
+        metrics.update(same if update >= 40 else varied)
+        metrics["episode/return_mean"] = 5.0 + 45 * min(1.0, update / 30) if update < 42 else after
+
+    verdicts = judged(run(80, head, since=1))
+    told = [alarm.axes.update for alarm in alarms(verdicts) if alarm.type == "policy/entropy_collapse"]
+
+    assert told[:1] == ([first] if first else [])
+    records = [record.values for record in run(80, head, since=1)]
+    assert critical_values(records, described_keys()) == {"policy/head/arg/entropy_norm": 0.0}
 
 
 UNKNOWN_LENGTH = {name: value for name, value in FACTS.items() if name != "total_steps"}

@@ -33,6 +33,7 @@ CONDITIONAL: Final = re.compile(rf"(.+) (with|unless) (\S+) ([<>]=? {NUMBER})")
 RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
 """What follows a number in units of another value, which does not bound the value itself."""
 
+HEAD: Final = "{head}"
 LATEST_RECORDS: Final = 10
 """Records over which a value that is critical for longer than a moment is the median."""
 MIN_LATEST_VALUES: Final = 3
@@ -128,7 +129,7 @@ def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str
 
     Args:
         records: values of the latest records, of which the last `LATEST_RECORDS` count; a single one is judged alone.
-        metrics: descriptions by key; keys of single heads, groups and layers have templates only and are left out.
+        metrics: descriptions by key or template; keys of groups and layers are left out, keys of heads are judged.
     """
     latest = [*records][-LATEST_RECORDS:]
     least = min(MIN_LATEST_VALUES, len(latest))
@@ -137,4 +138,15 @@ def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str
         for key, value in values.items():
             columns.setdefault(key, []).append(value)
     medians = {key: statistics.median(column) for key, column in columns.items() if len(column) >= least}
-    return {key: value for key, value in medians.items() if judge(metrics.get(key), value, medians.get) == "critical"}
+    heads = {
+        re.compile(re.escape(template).replace(re.escape(HEAD), "([^/]+)")): info
+        for template, info in metrics.items()
+        if HEAD in template and info.critical
+    }
+    critical = {}
+    for key, value in medians.items():
+        matches = ((info, match[1]) for pattern, info in heads.items() if (match := pattern.fullmatch(key)))
+        info, head = (metrics[key], "") if key in metrics else next(matches, (None, ""))
+        if judge(info, value, lambda other, head=head: medians.get(other.replace(HEAD, head))) == "critical":  # type: ignore[misc]
+            critical[key] = value
+    return critical
