@@ -372,6 +372,9 @@ def alarm_values(severities: Mapping[str, float], active: int) -> dict[str, floa
 CAP: Final = 20
 """Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
 
+ESCALATION: Final = "escalation"
+"""Fact of a run whose user has set the updates at DEBUG that follow a critical alarm."""
+
 COOLDOWN_FACTOR: Final = 2
 """After a window, its type opens no other for so many times its duration."""
 
@@ -409,6 +412,14 @@ class Escalation:
     remaining: int = 0
     streak: int = 0
     ends: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: Iterable[AlarmRule], updates: object = None) -> Escalation:
+        """Return the state at the start: rules ask for their own number of updates, or for `updates` if that is one."""
+        durations = {rule.type: rule.debug_updates for rule in rules if rule.debug_updates}
+        if isinstance(updates, int) and updates >= 0:
+            return cls(dict.fromkeys(durations, updates), cap=max(CAP, updates))
+        return cls(durations)
 
     def step(self, raised: Collection[str] = ()) -> EscalationStep:
         """Add one update with the types of alarm raised in it; a type without a duration raises no level."""

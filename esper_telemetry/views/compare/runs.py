@@ -182,7 +182,7 @@ def _flat(run: Run) -> dict[str, str]:
     add(plain(run.info.config), "")
     names = {name.rpartition(".")[2] for name in flat}
     facts = plain(run.info.facts)
-    names |= {"level", "thresholds"}  # of telemetry
+    names |= {"level", "thresholds", "escalation"}  # of telemetry
     add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)}, "")
     return flat
 
