@@ -34,7 +34,7 @@ class CriticFit(Derived):
             healthy="> 0.5 late in training",
             warn="< 0.1 unless value/loss_norm < 0.1",
             critical="< 0 unless value/loss_norm < 0.1",
-            source="bounds of esper-lite; noise where returns vary much less than before (baselines#454, ray#10159)",
+            source="bounds of esper-lite; noise while returns vary much less than before (baselines#454, ray#10159)",
         )
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
@@ -58,7 +58,7 @@ class CriticFit(Derived):
             healthy="|.| < 0.1",
             warn="|.| > 0.5 unless value/loss_norm < 0.1",
             critical="|.| > 1 unless value/loss_norm < 0.1",
-            source="heuristic; noise where returns vary much less than before",
+            source="heuristic; noise while returns vary much less than before",
         )
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
@@ -77,7 +77,7 @@ class CriticFit(Derived):
             healthy="< 0.7",
             warn="> 1 unless value/loss_norm < 0.1",
             critical="> 2 unless value/loss_norm < 0.1",
-            source="RMSE / (σ_R + √floor); noise where returns vary much less than before",
+            source="RMSE / (σ_R + √floor); noise while returns vary much less than before",
         )
         .absent("returns do not vary, or by less than a millionth of their average variance")
         .advises(

@@ -50,7 +50,7 @@ def test_a_loop_that_reports_its_episodes_has_the_return_in_every_later_record()
     assert [values.get(KEY) for values in derived] == [10.0, 10.0, 20.0, None]
 
 
-def test_the_return_that_a_trainer_reports_stands_and_a_resumed_run_continues() -> None:
+def test_the_return_that_a_trainer_reports_is_kept_and_a_resumed_run_continues() -> None:
     """A journal holds derived values too: a run that reads it knows the earlier episodes."""
     history = RunHistory()
     first = {"episode/return_mean": 10.0, "episode/count": 50.0}

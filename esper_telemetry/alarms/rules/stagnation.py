@@ -179,7 +179,7 @@ class UnexplainedReturns:
         ).with_text(
             lambda: (
                 f"the critic has explained next to nothing of the returns in {len(fits)} updates: its explained variance is "
-                f"{number(median(fits))}, where {'more than ' if expected <= 0 else 'at least '}{number(expected)} can be expected by now"
+                f"{number(median(fits))}; {'more than ' if expected <= 0 else 'at least '}{number(expected)} can be expected by now"
             )
         )
 

@@ -1,4 +1,4 @@
-"""State of a value beside the bounds of its metric. A bound is text with plain numbers:
+"""State of a value by the bounds of its metric. A bound is text with plain numbers:
 
 > 0.1                                             a bound
 |.| > 0.5                                         of the size
@@ -19,7 +19,7 @@ from typing import Final, Literal
 from esper_telemetry.core.record import MetricInfo
 
 Judgement = Literal["", "outside", "warn", "critical"]
-"""State of a value beside its metric's bounds; empty within them or without plain bounds."""
+"""State of a value by its metric's bounds; empty within them or without plain bounds."""
 
 Other = Callable[[str], float | None]
 """Returns the value of another metric at the same time, by its key or template."""
@@ -82,7 +82,7 @@ def _float(text: str) -> float:
 
 
 def judge(info: MetricInfo | None, value: float, other: Other = lambda key: None) -> Judgement:
-    """Return the state of a value beside the bounds that its metric declares in plain numbers."""
+    """Return the state of a value by the bounds that its metric declares in plain numbers."""
     if info is None or not math.isfinite(value):
         return ""
     if distance_beyond(info.critical, value, other):

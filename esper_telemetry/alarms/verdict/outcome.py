@@ -22,7 +22,7 @@ it has lost a clear part of its best.
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
 which is strict if few blocks rise slowly. `Blocks.shift` compares the first episodes with the last fifth of the updates.
 
-While a run goes on, a new kind replaces the last one when it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the
+During a run a new kind replaces the last one when it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the
 run, or at once if the numbers contradict the last one. The verdict at the end is by all records.
 """
 
@@ -226,7 +226,7 @@ class OutcomeJudge:
         return self._recent[key].mean if key in self._recent else math.nan
 
     def so_far(self) -> Outcome:
-        """Return the outcome of a run that goes on, by the numbers of all records."""
+        """Return the outcome of a run that has not ended, by the numbers of all records."""
         return self._confirmed(self._judged())[0]
 
     def _changed(self, before: OutcomeKind) -> Outcome | None:
