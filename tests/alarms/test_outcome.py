@@ -221,6 +221,18 @@ def test_an_outcome_changes_when_the_new_one_lasts() -> None:
     assert changes <= 4
 
 
+def test_the_first_episodes_replace_the_rewards_by_which_a_run_was_judged() -> None:
+    """Forty updates whose mean reward rises, and then the first update in which an episode ends."""
+    judge = OutcomeJudge({"normalize_rewards": False})
+    for record in records(np.zeros(40)):
+        judge.step(replace(record, values={"reward/mean": float(record.seq), "episode/count": 0.0}))
+    assert judge.so_far().text == "learning: mean reward 2.5 -> 30.5 in 40 updates"
+
+    judge.step(Record(41, Axes(41, 41_000, 0, 0.0), {"episode/return_mean": 7.0, "episode/count": 2.0}))
+
+    assert judge.so_far().text.startswith("too short to tell: 2 episodes in 0 blocks of updates")
+
+
 def test_a_run_that_has_learned_is_not_too_short_again() -> None:
     """CartPole: three updates rise clearly, the fourth blurs it by its spread, and so on; events are for what lasts."""
     means, spreads = [20.0, 30, 52, 42, 75, 80, 90, 110], [9.0, 15, 20, 30, 40, 45, 50, 50]

@@ -88,7 +88,10 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
         in text
     )
     assert "questions could not be answered, as values were not reported; --all lists them." in text
-    assert "reward/constant: no record has reward/std; supplied by telemetry.observe(reward_stats(...))" in everything
+    assert (
+        "reward/constant: no record has reward/std, reward/absmax; supplied by telemetry.observe(reward_stats(...))"
+        in everything
+    )
     assert 'the run does not say its total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
     assert "lstm" not in everything
 

@@ -337,8 +337,10 @@ class OutcomeJudge:
         return self._worded(replace(judged, kind=before.kind, since=before.since)), candidate
 
     def _holds(self, kind: OutcomeKind, judged: Outcome) -> bool:
-        """Return whether the latest numbers allow a kind."""
-        return judged.last is None or kind is OutcomeKind.TOO_SHORT or self._consistent(kind, judged) is kind
+        """Return whether the latest numbers allow a kind; another series, of which little is known yet, has none."""
+        if kind is OutcomeKind.TOO_SHORT or judged.last is None:
+            return kind is OutcomeKind.TOO_SHORT
+        return self._consistent(kind, judged) is kind
 
     def _consistent(self, kind: OutcomeKind, levels: Outcome, shift: int = 0) -> OutcomeKind:
         """Return a kind that the first rollouts, the return and the best return do not contradict."""
