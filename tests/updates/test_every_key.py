@@ -19,7 +19,6 @@ LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"
 ELSEWHERE = {
     "{key}/cusum": LATER,
-    "opt/update_to_weight/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
     "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/metrics/integrity/test_effects.py",
     "perf/memory/device_mib": ON_A_DEVICE,
     "perf/memory/device_frac": ON_A_DEVICE,
