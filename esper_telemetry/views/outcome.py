@@ -194,7 +194,7 @@ SHARE: Final = "perf/telemetry_frac"
 """Shown as the mean of the run: an update that is sampled in full takes many times what others take."""
 
 SUMMARY_LINES: Final = (
-    SummaryLine("return (last 100 episodes, or all)", RECENT_RETURN, ".1f"),
+    SummaryLine("return, last 100 episodes (or all)", RECENT_RETURN, ".1f"),
     SummaryLine("policy moved per update (KL)", "policy/kl"),
     SummaryLine("ratios clipped", "policy/clip_frac", ".1%"),
     SummaryLine("exploration left (entropy)", "policy/entropy_norm", ".0%"),
