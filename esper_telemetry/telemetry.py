@@ -15,11 +15,12 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from esper_telemetry.alarms.alarm_state import ESCALATION
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
+from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
@@ -78,6 +79,7 @@ class Telemetry:
         budget: share of the wall time that telemetry may take on the training thread; costly metrics are measured in as many updates
             as that allows.
         detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
+        escalation: updates at DEBUG that follow a critical alarm; 0 for none. By default each alarm asks for its own number, 2 to 10.
         alarms: your own alarms, besides the built-in ones and those of installed plugins. The worker process needs to import them: one
             that the script itself defines is judged in this process.
         offload: whether records are made in a worker process. By default those of attached trainers and of adapters are, and those of
@@ -130,6 +132,7 @@ class Telemetry:
         close_timeout: float = MAX_CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
+        escalation: int | None = None,
         alarms: AlarmRule | Iterable[AlarmRule] = (),
         offload: bool | None = None,
         resume: bool = False,
@@ -162,7 +165,7 @@ class Telemetry:
             close_timeout=close_timeout,
             offload=offload,
             config=settings,
-            facts={**as_settings(facts, "facts"), **threshold_facts(detect)},
+            facts={**as_settings(facts, "facts"), **threshold_facts(detect), **escalation_facts(escalation)},
             all_ranks=ranks == "all",
             report=bool(report),
         )
@@ -358,6 +361,11 @@ def check_sendable(rules: Iterable[AlarmRule]) -> None:
 def threshold_facts(detect: Detect) -> dict[str, Any]:
     """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
     return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
+
+
+def escalation_facts(updates: int | None) -> dict[str, Any]:
+    """Return the fact about the updates at DEBUG that follow a critical alarm, if the user has set their number."""
+    return {} if updates is None else {ESCALATION: as_integer(updates, ESCALATION)}
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -279,7 +279,7 @@ class RuleCoverage:
             if facts:
                 reasons[rule.type] = f"the run does not say its {', '.join(facts)}"
             else:
-                reasons[rule.type] = f"no record has {', '.join(keys)}"
+                reasons[rule.type] = f"no record has {', '.join(' or '.join(names) for names in keys)}"
         return reasons
 
     def remedies(self) -> dict[str, str]:
@@ -287,7 +287,7 @@ class RuleCoverage:
         return {
             rule.type: fact_remedy(tuple(facts))
             if facts
-            else " and ".join(dict.fromkeys(key_remedy(key, self._facts) for key in keys))
+            else " and ".join(dict.fromkeys(key_remedy(names[0], self._facts) for names in keys))
             for rule, facts, keys in self._gaps(sampled=True)
         }
 
@@ -306,7 +306,7 @@ class RuleCoverage:
         Alarms themselves are always at hand.
         """
         if rule.required_keys:
-            return not all(map(self._has, rule.required_keys))
+            return not all(any(map(self._has, names)) for names in rule.required_keys)
         return not any(key.startswith("alarm/") or self._has(key) for key in rule.inputs)
 
     def _has(self, key: str) -> bool:
@@ -317,7 +317,7 @@ class RuleCoverage:
         end = rest.rpartition("}")[2]
         return any(seen.startswith(start) and seen.endswith(end) for seen in self._seen)
 
-    def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[str]]]:
+    def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[tuple[str, ...]]]]:
         """Yield the rules that cannot be judged, with the facts and the keys that they lack."""
         for rule in self._rules:
             if (
@@ -326,7 +326,7 @@ class RuleCoverage:
                 continue
             facts = self._lacking[rule.type]
             passed = rule.optional or (rule.sampled and not sampled)
-            keys = [] if passed else [key for key in rule.required_keys if not self._has(key)]
+            keys = [] if passed else [names for names in rule.required_keys if not any(map(self._has, names))]
             if facts or keys:
                 yield rule, facts, keys
 
@@ -372,6 +372,9 @@ def alarm_values(severities: Mapping[str, float], active: int) -> dict[str, floa
 CAP: Final = 20
 """Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
 
+ESCALATION: Final = "escalation"
+"""Fact of a run whose user has set the updates at DEBUG that follow a critical alarm."""
+
 COOLDOWN_FACTOR: Final = 2
 """After a window, its type opens no other for so many times its duration."""
 
@@ -409,6 +412,14 @@ class Escalation:
     remaining: int = 0
     streak: int = 0
     ends: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: Iterable[AlarmRule], updates: object = None) -> Escalation:
+        """Return the state at the start: rules ask for their own number of updates, or for `updates` if that is one."""
+        durations = {rule.type: rule.debug_updates for rule in rules if rule.debug_updates}
+        if isinstance(updates, int) and updates >= 0:
+            return cls(dict.fromkeys(durations, updates), cap=max(CAP, updates))
+        return cls(durations)
 
     def step(self, raised: Collection[str] = ()) -> EscalationStep:
         """Add one update with the types of alarm raised in it; a type without a duration raises no level."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_state import (
+    ESCALATION,
     LIMIT_CALM_UPDATES,
     LIMIT_WINDOW_UPDATES,
     AlarmChange,
@@ -158,7 +159,7 @@ class Detectors:
         self._states = {rule.type: AlarmState(rule, patience=self._view.patience) for rule in self.rules}
         self._order = CausalOrder(declared)
         self._incidents = Incidents(self._order)
-        self._escalation = Escalation({rule.type: rule.debug_updates for rule in self.rules if rule.debug_updates})
+        self._escalation = Escalation.of(self.rules, self.facts.get(ESCALATION))
         self._task = TaskEvents()
         self._remarks = Remarks()
         self._outcome = OutcomeJudge(self.facts)

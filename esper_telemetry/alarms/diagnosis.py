@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.rules.task import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
+from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
-from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, Record, RunStatus
+from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunStatus
 
 ACTIVE: Final = "alarm/active"
 """Key that every record has which was judged when it was written."""
@@ -78,6 +82,7 @@ class Diagnosis:
         effects: types of alarm that say how a run goes wrong and not why.
         unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
         killed: something outside the run has ended it.
+        critical: values beyond the critical bounds of their metrics over the latest records, by key.
     """
 
     updates: int
@@ -92,6 +97,14 @@ class Diagnosis:
     effects: frozenset[str] = frozenset()
     unusual: tuple[Unusual, ...] = ()
     killed: bool = False
+    critical: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tone(self) -> Tone:
+        """How the run is to be called, in one word."""
+        latest = {alarm.type: alarm for incident in self.incidents for alarm in incident.alarms}
+        lasting = [alarm.level for alarm in latest.values() if alarm.event is not AlarmEvent.CLEAR]
+        return tone_of(self.outcome.kind, lasting, self.critical)
 
     @property
     def unexplained(self) -> bool:
@@ -185,6 +198,7 @@ class RunJudge:
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._remarks: list[Mapping[str, Any]] = []
         self._updates, self._values = 0, RunValues()
+        self._latest: deque[Mapping[str, float]] = deque(maxlen=LATEST_RECORDS)
 
     def expect(self, alarms: Iterable[Alarm]) -> None:
         """Add alarms of the journal: those of rules that are not installed here join the verdict on their record as they are."""
@@ -211,6 +225,7 @@ class RunJudge:
         """Judge the next record."""
         self._updates += 1
         self._values.add(record)
+        self._latest.append(record.values)
         if self._as_recorded and self._updates == 1 and ACTIVE not in record.values:
             self._as_recorded = False
             self._recorded = deque(filter(self._is_taken, self._recorded))
@@ -253,8 +268,15 @@ class RunJudge:
             remarks=tuple(self._remarks),
             effects=frozenset(rule.type for rule in detectors.rules if rule.effect),
             killed=status is RunStatus.KILLED,
+            critical=critical_values(self._latest, described_keys()),
         )
         return replace(diagnosis, unusual=self._values.unusual(self._facts)) if diagnosis.shows_remarks else diagnosis
+
+
+@lru_cache(maxsize=1)
+def described_keys() -> Mapping[str, MetricInfo]:
+    """Return the descriptions of all declared metrics by key or template."""
+    return {metric.key: metric.info() for metric in catalogue()}
 
 
 def is_course(kind: str, data: Mapping[str, Any]) -> bool:

@@ -333,7 +333,7 @@ class AlarmRule:
         hard: the run is wrong for certain, however well it seems to learn.
         claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
         effect: says how a run goes wrong and not why: alone it does not explain a bad outcome.
-        required: keys without which there is no judgement; the first of `inputs` by default.
+        required: keys without which the alarm cannot be raised, the first of `inputs` by default; of a tuple of keys one is enough.
         facts: of the run, likewise.
         histories: keys whose history it compares with; `*` stands for a part of a segment.
         applies: says by a run's facts whether the question makes sense.
@@ -364,7 +364,7 @@ class AlarmRule:
     hard: bool = False
     claim: bool = False
     effect: bool = False
-    required: tuple[str, ...] | None = None
+    required: tuple[str | tuple[str, ...], ...] | None = None
     facts: tuple[str, ...] = ()
     histories: tuple[str | History, ...] = ()
     applies: Callable[[Mapping[str, Any]], bool] = always
@@ -384,9 +384,10 @@ class AlarmRule:
     settings: tuple[str, ...] = ()
 
     @property
-    def required_keys(self) -> tuple[str, ...]:
-        """Keys without which there is no judgement."""
-        return self.inputs[:1] if self.required is None else self.required
+    def required_keys(self) -> tuple[tuple[str, ...], ...]:
+        """Keys without which the alarm cannot be raised, as alternatives of which one is enough."""
+        required = self.inputs[:1] if self.required is None else self.required
+        return tuple([(keys,) if isinstance(keys, str) else keys for keys in required])
 
     @property
     def histogram_keys(self) -> tuple[str, ...]:

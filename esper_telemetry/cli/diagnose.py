@@ -13,7 +13,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis
 from esper_telemetry.alarms.diagnosis import diagnose as judge
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.outcome import OutcomeKind
+from esper_telemetry.alarms.verdict.outcome import BAD, OutcomeKind
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
 from esper_telemetry.importers.source import READERS, read_source
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
 
 FAILURE, INTERVENTION = "failure", "intervention"
+FLAT: Final = "flat"
+"""Level of `--fail-on` for the outcome alone."""
 
 FAILS_ON: Final = 3
 """Exit code of a run that has what `--fail-on` names."""
@@ -104,13 +106,21 @@ def _diagnose_logs(options: Diagnose) -> int:
 
 
 def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
-    """Return `FAILS_ON` for a run that failed, or has an alarm of that level or a higher one; 0 for others, and without a level."""
+    """Return `FAILS_ON` for a run that has what `level` names, 0 for others and without a level.
+
+    A run that failed has it at every level, one that is flat or declines at all but `critical`, which asks for critical alarms.
+    """
     if level is None:
         return 0
-    failed = bool(ending) or verdict.outcome.kind is OutcomeKind.FAILED
+    kind = verdict.outcome.kind
+    failed = bool(ending) or kind is OutcomeKind.FAILED
+    if failed or (kind in BAD and level != AlarmLevel.CRITICAL):
+        return FAILS_ON
+    if level == FLAT:
+        return 0
     least = CRITICAL_FROM if level == AlarmLevel.CRITICAL else WARN_FROM
     alarms = (alarm for incident in verdict.incidents for alarm in incident.alarms)
-    return FAILS_ON if failed or any(alarm.severity >= least for alarm in alarms) else 0
+    return FAILS_ON if any(alarm.severity >= least for alarm in alarms) else 0
 
 
 def _runs_within(directory: Path) -> dict[str, JournalContents]:

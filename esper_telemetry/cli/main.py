@@ -71,6 +71,8 @@ class Train:
     """Raise alarms where the numbers show that training goes wrong; --no-detect does not."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+    escalation: int | None = None
+    """Updates at DEBUG that follow a critical alarm, 0 for none; by default each alarm asks for its own number, 2 to 10"""
     telemetry_budget: float = 0.02
     """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
     close_timeout: float = 60.0
@@ -211,8 +213,9 @@ class Diagnose:
     """List the questions that could not be answered, and what supplies the input of each."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
-    fail_on: Literal["warn", "critical"] | None = None
-    """Exit with 3 if the run has an alarm of this level or a higher one, or if it failed, with or without an alarm."""
+    fail_on: Literal["warn", "critical", "flat"] | None = None
+    """Exit with 3 if the run failed or has an alarm of this level or a higher one; warn also if it is flat or declines. flat asks for
+    the outcome alone: failed, flat or declining"""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class ScriptRun:
     run_dir: str | None = None
     sink: tuple[str, ...] = ()
     level: str = "normal"
+    escalation: int | None = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +74,12 @@ def parser() -> Parser:
         "--sink", metavar="URI", action="append", default=[], help="as for train; only the journal by default"
     )
     parser.add_argument("--level", choices=LEVELS, default="normal", help="how much is measured")
+    parser.add_argument(
+        "--escalation",
+        metavar="N",
+        type=int,
+        help="updates at DEBUG that follow a critical alarm, 0 for none; by default each alarm asks for its own number",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the script, as you would give it to python")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
@@ -81,7 +88,9 @@ def parser() -> Parser:
 def parse(arguments: Sequence[str]) -> ScriptRun:
     """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
     given = parser().parse_args(list(arguments))
-    return ScriptRun(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level)
+    return ScriptRun(
+        given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level, given.escalation
+    )
 
 
 def run(options: ScriptRun) -> int:
@@ -108,6 +117,8 @@ def run(options: ScriptRun) -> int:
 
 def _check(options: ScriptRun) -> None:
     """Refuse what telemetry would refuse later, when the script is running."""
+    if options.escalation is not None and options.escalation < 0:
+        raise WrongUse(f"--escalation is a number of updates from 0, got {options.escalation}")
     if options.run_dir is not None:
         check_run_dir(options.run_dir)
     if options.sink:
@@ -223,6 +234,7 @@ class ScriptTelemetry:
             run_dir=directory or "auto",
             name=Path(self.options.script).stem,
             level=self.options.level,
+            escalation=self.options.escalation,
             ranks="alone",
         )
         if telemetry.run_dir is not None:

@@ -166,6 +166,7 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         budget=options.telemetry_budget,
         close_timeout=options.close_timeout,
         detect=options.detect and _thresholds(options),
+        escalation=options.escalation,
         config={**resume.config_of(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,
         report=options.report,

@@ -282,10 +282,11 @@ def template_of(key: str, templates: Mapping[str, object]) -> str:
     if key in templates:
         return key
     segments = key.split("/")
-    # a label is one segment anywhere, or a whole key of several segments at either end
-    places = [(start, 1) for start in range(len(segments))]
-    places += [(start, n) for n in range(len(segments) - 1, 1, -1) for start in (0, len(segments) - n)]
-    for start, length in places:
+    # A label is one segment anywhere, or a whole key at either end. The history of a declared key comes first: the layers of
+    # `opt/update_to_weight/{layer}` do not include `opt/update_to_weight/drift`.
+    whole = [(start, n) for n in range(len(segments) - 1, 1, -1) for start in (0, len(segments) - n)]
+    histories = [(0, n) for start, n in whole if start == 0 and "/".join(segments[:n]) in templates]
+    for start, length in [*histories, *((start, 1) for start in range(len(segments))), *whole]:
         for name in LABELS if length == 1 else WHOLE_KEYS:
             candidate = "/".join([*segments[:start], f"{{{name}}}", *segments[start + length :]])
             if candidate in templates:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from esper_telemetry.core.metric import Array, Derived, Metric, label, reports
+from esper_telemetry.core.metric import Array, Derived, Metric, reports
 
 CORRELATION_WINDOW = 50
 N_MIN = 20
@@ -36,28 +36,27 @@ class AdvantageGradient(Derived):
 
 @dataclass(frozen=True, slots=True)
 class LearningRateResponse(Derived):
-    """Correlation of the size of the updates with the learning rate."""
+    """Correlation of the optimizer's step size with the learning rate."""
 
-    sources: ClassVar[tuple[str, ...]] = ("opt/lr",)
-    key: str = label()
+    sources: ClassVar[tuple[str, ...]] = ("opt/lr", "opt/update_to_weight")
     lr_response: float | None = reports(
         Metric.quantity(
-            "{key}/lr_response",
-            914,
+            "opt/update_to_weight/lr_response",
+            612,  # 914 was the number of this series as a history of any key
             "response to the learning rate",
             unit="Spearman ρ",
             low=-1.0,
             high=1.0,
             cost="update",
         )
-        .asks("Do the updates shrink as the learning rate is lowered?")
+        .asks("Do the optimizer's steps shrink as the learning rate is lowered?")
         .bounds(
             healthy="> 0.5 while the learning rate decays",
             warn="<= 0: the schedule does not reach the optimizer",
             source="heuristic",
         )
-        .absent("a constant learning rate, or constant updates")
-        .advises("Updates do not follow the schedule: check that it sets the optimizer's learning rate.")
+        .absent("the learning rate or the size of the steps is constant, or fewer than 20 updates have both")
+        .advises("Check that the schedule sets the learning rate of the optimizer's parameter groups.")
     )
 
 
@@ -94,12 +93,11 @@ def advantage_gradient(
     return AdvantageGradient(spearman(x, y) if enough else None)
 
 
-def lr_response(lr: Array, update_norm: Array, *, key: str) -> LearningRateResponse:
-    """Rank correlation of the updates' sizes with the learning rate over one segment of its schedule.
+def lr_response(lr: Array, update_norm: Array) -> LearningRateResponse:
+    """Return the rank correlation of step sizes with the learning rate over one segment of its schedule.
 
     Args:
         lr: [n] learning rates, oldest first.
-        update_norm: [n] norms of the same updates; as logarithms have the same ranks, they may be either.
-        key: the metric that `update_norm` is.
+        update_norm: [n] step sizes of the same updates, or their logarithms, which have the same ranks.
     """
-    return LearningRateResponse(key, spearman(np.asarray(update_norm), np.asarray(lr)))
+    return LearningRateResponse(spearman(np.asarray(update_norm), np.asarray(lr)))

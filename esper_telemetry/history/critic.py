@@ -34,9 +34,9 @@ class CriticFit(Derived):
         )
         .bounds(
             healthy="> 0.5 late in training",
-            warn="< 0.1",
-            critical="< 0",
-            source="bounds of esper-lite; noisy in healthy runs (baselines#454, ray#10159)",
+            warn="< 0.1 unless value/loss_norm < 0.1",
+            critical="< 0 unless value/loss_norm < 0.1",
+            source="bounds of esper-lite; noise while returns vary much less than before (baselines#454, ray#10159)",
         )
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
@@ -56,7 +56,12 @@ class CriticFit(Derived):
     bias_over_std: float | None = reports(
         Metric.quantity("value/bias_over_std", 443, "bias of the critic in standard deviations of returns", unit="σ_R")
         .asks("How large is the critic's constant error, in units of the returns' spread?")
-        .bounds(healthy="|.| < 0.1", warn="|.| > 0.5", critical="|.| > 1", source="heuristic")
+        .bounds(
+            healthy="|.| < 0.1",
+            warn="|.| > 0.5 unless value/loss_norm < 0.1",
+            critical="|.| > 1 unless value/loss_norm < 0.1",
+            source="heuristic; noise while returns vary much less than before",
+        )
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     corr: float | None = reports(
@@ -70,7 +75,12 @@ class CriticFit(Derived):
             "value/nrmse", 444, "error of the critic in standard deviations of returns", unit="σ_R", low=0.0
         )
         .asks("How large is the critic's typical error, in units of the returns' spread?")
-        .bounds(healthy="< 0.7", warn="> 1", critical="> 2", source="RMSE / (σ_R + √floor)")
+        .bounds(
+            healthy="< 0.7",
+            warn="> 1 unless value/loss_norm < 0.1",
+            critical="> 2 unless value/loss_norm < 0.1",
+            source="RMSE / (σ_R + √floor); noise while returns vary much less than before",
+        )
         .absent("returns do not vary, or by less than a millionth of their average variance")
         .advises(
             "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here."

@@ -42,6 +42,7 @@ from esper_telemetry.history.deviations import (
 )
 from esper_telemetry.history.gradients import GradientHistory
 from esper_telemetry.history.pairs import PairHistories
+from esper_telemetry.history.recent_return import RecentMean, recent_return
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 
 TEST_EVERY_UPDATES = 10
@@ -100,8 +101,8 @@ DETECTOR_KEYS = (
 )
 """Keys that detectors read besides, and those that mean something only when they are averaged."""
 
-RESPONSE, RATE = "opt/update_to_weight", "opt/lr"
-"""A key that ought to follow the learning rate, and the learning rate."""
+STEP_SIZE, RATE = "opt/update_to_weight", "opt/lr"
+"""Keys of the size of the optimizer's steps and of the learning rate, which they should follow."""
 
 
 GROUP_NORM = "grad/{group}/norm_preclip"
@@ -115,8 +116,8 @@ def key_histories(groups: Iterable[str]) -> tuple[HistorySpec, ...]:
 
 
 def histories(key: str) -> tuple[str, ...]:
-    """The endings under which a key, or a template, has a history."""
-    rows = (*HEADLINES, *DETECTOR_KEYS, HistorySpec(GROUP_NORM, STEP_SUFFIXES), HistorySpec(RESPONSE, ("lr_response",)))
+    """Return the endings under which a key, or a template, has a history."""
+    rows = (*HEADLINES, *DETECTOR_KEYS, HistorySpec(GROUP_NORM, STEP_SUFFIXES))
     return tuple([suffix for row in rows if row.key == key.replace("{part}", "c") for suffix in row.suffixes])
 
 
@@ -191,13 +192,13 @@ class KeyHistories:
             yield KnownPeriod(keys, np.array(powers))
 
     def _response(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """Correlation of the updates with the learning rate, every tenth update."""
-        pair = np.array([values.get(RATE, np.nan), values.get(RESPONSE, np.nan)])
+        """Return the correlation of step sizes with the learning rate, every tenth update."""
+        pair = np.array([values.get(RATE, np.nan), values.get(STEP_SIZE, np.nan)])
         if np.isfinite(pair).all():
             self._pairs.push(pair)
         if self._updates % TEST_EVERY_UPDATES or self._pairs.count[0] < N_MIN:
             return {}
-        return lr_response(self._pairs.ordered(0), self._pairs.ordered(1), key=RESPONSE).values(level)
+        return lr_response(self._pairs.ordered(0), self._pairs.ordered(1)).values(level)
 
 
 def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
@@ -234,9 +235,11 @@ class RunHistory:
             [segment(name) for name in facts.get("groups", ())], facts.get("max_grad_norm")
         )
         self._temporal = KeyHistories(facts)
+        self._return = RecentMean()
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """The derived values of a record with these measured ones, as far as they belong to `level`."""
+        """Return the derived values of a record with these measured ones, as far as they belong to `level`."""
+        returns = recent_return(values, self._return)
         entropy: dict[str, float] = {}
         if "policy/entropy" in values:
             self._entropies.append(values["policy/entropy"])
@@ -244,13 +247,14 @@ class RunHistory:
         advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
         shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {
+            **returns,
             **self._critic(values, level),
             **advantage_scale(*advantages).values(level),
             **entropy,
             **largest_shift(shifts).values(level),
             **self.gradients.derive(values, level),
             **self.pairs.derive(values, level),
-            **self._temporal.derive(values, level),
+            **self._temporal.derive({**values, **returns} if returns else values, level),
         }
 
     def _critic(self, values: Mapping[str, float], level: Level) -> dict[str, float]:

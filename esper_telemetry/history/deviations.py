@@ -56,6 +56,11 @@ class RobustHistory:
         self.values = np.full((keys, window), np.nan)
         self.count = np.zeros(keys, dtype=np.int64)
 
+    def extend(self, keys: int) -> None:
+        """Add series without values."""
+        self.values = np.vstack((self.values, np.full((keys, self.values.shape[1]), np.nan)))
+        self.count = np.append(self.count, np.zeros(keys, dtype=np.int64))
+
     def push(self, x: Array, where: npt.NDArray[np.bool_] | None = None) -> None:
         """Add one value per series, [K]; NaN, and values outside `where`, are passed over."""
         chosen = np.isfinite(x) if where is None else np.isfinite(x) & where

@@ -247,6 +247,12 @@ class NormBaseline:
         self.rejected = np.zeros(len(groups), dtype=np.int64)
         self._history = RobustHistory(len(groups), window)
 
+    def extend(self, groups: tuple[str, ...]) -> None:
+        """Add groups without a history."""
+        self.groups += groups
+        self.rejected = np.append(self.rejected, np.zeros(len(groups), dtype=np.int64))
+        self._history.extend(len(groups))
+
     def step(self, mean: Array, peak: Array) -> tuple[GroupSeverity, npt.NDArray[np.bool_]]:
         """Compare one update with the updates before it.
 
@@ -421,25 +427,30 @@ class GradientHistory:
         return severity.values(level)
 
     def _health(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """Health over layers, each judged by its own history: a naturally small gradient is no fault."""
+        """Return the health over the layers that have a gradient, each compared with its own history.
+
+        A layer that is missing in an update keeps its history.
+        """
         layer_norms = {
             key[len(LAYER[0]) : -len(LAYER[1])]: value
             for key, value in values.items()
             if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
         }
         if tuple(layer_norms) != self._layers.groups:
-            self._layers = NormBaseline(tuple(layer_norms), self._limit)
+            known = dict.fromkeys(self._layers.groups)
+            self._layers.extend(tuple(name for name in layer_norms if name not in known))
         flawed = "grad/global/norm_preclip_nonfinite" in values
         if not layer_norms and not flawed:
             self.condition = GradientCondition()
             return {}
-        norms = np.array(list(layer_norms.values()))
+        norms = np.array([layer_norms.get(name, np.nan) for name in self._layers.groups])
         severity, _ = self._layers.step(norms, norms)
+        present = ~np.isnan(norms)
         self.condition = gradient_condition(
-            np.append(norms, np.inf) if flawed else norms,
-            tau_vanish=np.asarray(severity.threshold_vanish),
-            tau_explode=np.asarray(severity.threshold_explode),
+            np.append(norms[present], np.inf) if flawed else norms[present],
+            tau_vanish=np.asarray(severity.threshold_vanish)[present],
+            tau_explode=np.asarray(severity.threshold_explode)[present],
             zero_frac=values.get("grad/zero_frac"),
         )
-        layers = LayerSeverity(tuple(layer_norms), severity.severity_explode, severity.severity_vanish)
+        layers = LayerSeverity(self._layers.groups, severity.severity_explode, severity.severity_vanish)
         return {**self.condition.values(level), **layers.values(level)}

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
+from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
+from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.protocol import Place, check_options
 
@@ -49,15 +52,17 @@ def takes_output(console: Any) -> bool:
 
 
 class Column(NamedTuple):
-    """A number of the line: its label, its keys (the first present is shown), and its format."""
+    """A number of the line: its label, its keys (the first present is shown), and its format; not shown next to `unless`."""
 
     label: str
     keys: tuple[str, ...]
     style: str = ".3g"
+    unless: str = ""
 
 
 COLUMNS: Final = (
-    Column("return", ("episode/return_mean_100", "episode/return_mean"), ".1f"),
+    Column("return", (RECENT_RETURN,), ".1f"),
+    Column("return of the update", (UPDATE_RETURN,), ".1f", unless=RECENT_RETURN),
     Column("steps/s", ("train/env_steps_per_second",), ",.0f"),
     Column("kl", ("policy/kl",)),
     Column("explained", ("value/explained_variance",), ".2f"),
@@ -80,12 +85,6 @@ TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
 ALARM_COLOURS: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-OUTCOME_COLOURS: Final = {
-    **dict.fromkeys(("solved", "learning", "converged"), "green"),
-    **dict.fromkeys(("flat", "declining"), "yellow"),
-    "failed": "red",
-}
-STATUS_COLOURS: Final = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
 
 
 @dataclass
@@ -101,6 +100,8 @@ class ConsoleSink:
     every_seconds: float = 1.0
     _output: _Output | None = field(default=None, init=False, repr=False, compare=False)
     _last_outcome: str = field(default="", init=False, repr=False, compare=False)
+    _kind: str = field(default="", init=False, repr=False, compare=False)
+    _active: dict[str, AlarmLevel] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = True
     inline: ClassVar[bool] = True
@@ -135,20 +136,28 @@ class ConsoleSink:
 
     def alarm(self, alarm: Alarm) -> None:
         """Print one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
+        if alarm.event is AlarmEvent.CLEAR:
+            self._active.pop(alarm.type, None)
+        else:
+            self._active[alarm.type] = alarm.level
         if self._output and alarm.event is not AlarmEvent.UPDATE:
             self._output.print(alarm_line(alarm))
 
     def outcome(self, event: JournalEvent) -> None:
         """Print what the run does now; not the same words twice, which a failure brings."""
-        text = str(event.data.get("text", ""))
+        text, self._kind = str(event.data.get("text", "")), str(event.data.get("outcome", ""))
         if self._output and text != self._last_outcome:
             self._last_outcome = text
-            self._output.print(outcome_line(event))
+            self._output.print(outcome_line(event, self._tone))
+
+    @property
+    def _tone(self) -> Tone:
+        return tone_of(self._kind, self._active.values())
 
     def close(self, status: RunStatus) -> None:
         """Print the last update if it is still to be shown, and how the run ended."""
         if self._output:
-            self._output.end(status)
+            self._output.end(status, self._tone)
             self._output = None
 
 
@@ -177,13 +186,13 @@ class _Output:
         self._lines.append(text)
         self._write_lines()
 
-    def end(self, status: RunStatus) -> None:
-        """Show what waits, and how the run ended."""
+    def end(self, status: RunStatus, tone: Tone) -> None:
+        """Show what waits, and how the run ended: in green only if it has learned something and nothing is wrong."""
         if self._waiting is not None:
             self._show_waiting()
         if self._bar is not None and takes_output(self._console):
             self._bar.end()
-        colour = STATUS_COLOURS.get(status, "yellow")
+        colour = TONE_COLOURS[Tone.BAD if status is RunStatus.FAILED else tone]
         reached = f" after {self._last.axes.update:,} updates, {self._last.axes.env_step:,} steps" if self._last else ""
         self.print(f"[{colour}]{status.value}[/{colour}]{reached}")
 
@@ -266,13 +275,13 @@ def alarm_line(alarm: Alarm) -> str:
     return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  {since}{text}"
 
 
-def outcome_line(event: JournalEvent) -> str:
-    """Return one line, in rich's markup, of what the run does."""
+def outcome_line(event: JournalEvent, tone: Tone) -> str:
+    """Return one line, in rich's markup, of what the run does, in the colour of its tone."""
     from rich.markup import escape
 
     text = escape(str(event.data.get("text", "")))
     place = "" if event.axes is None else f"  [dim]update {event.axes.update:,}[/dim]"
-    return f"[{OUTCOME_COLOURS.get(str(event.data.get('outcome')), 'cyan')}]outcome[/]{place}  {text}"
+    return f"[{TONE_COLOURS[tone]}]outcome[/]{place}  {text}"
 
 
 def numbers(record: Record) -> list[str]:
@@ -280,7 +289,7 @@ def numbers(record: Record) -> list[str]:
     texts = []
     for column in COLUMNS:
         value = next((record.values[key] for key in column.keys if key in record.values), None)
-        if value is not None:
+        if value is not None and column.unless not in record.values:
             texts.append(f"[dim]{column.label}[/dim] {format(value, column.style)}")
     return texts
 

@@ -12,11 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
+from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import outcome_of
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
-from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console, takes_output
+from esper_telemetry.sinks.console import ConsoleSink, make_console, takes_output
 from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
 from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
 
@@ -76,15 +78,14 @@ class RunEnd:
             yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
             return
         if text := cards.sentence():
-            outcome = str(cards.outcome.data.get("outcome", "")) if cards.outcome else None
-            colour = "" if outcome is None else OUTCOME_COLOURS.get(outcome, "cyan")
-            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else colour)
+            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else TONE_COLOURS[cards.tone])
         else:
             yield EndBlockLine(_outcome_of_short_run(self.run_dir))
         numbers = sorted({alarm.incident for alarm in cards.raised})
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
-            yield EndBlockLine("the journal holds no alarm" if self.loss else "no alarm was raised")
+            explained = "no alarm explains it" if cards.tone is Tone.WARN else "no alarm was raised"
+            yield EndBlockLine("the journal holds no alarm" if self.loss else explained)
         elif causes:
             yield EndBlockLine("what went wrong", "bold")
             for cause in causes[:MAX_INCIDENTS]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import JournalEvent
@@ -132,6 +133,18 @@ class IncidentCards:
         return "" if failed is None else alarm_text(failed)
 
     @property
+    def tone(self) -> Tone:
+        """How the run is to be called, in one word."""
+        kind = "" if self.outcome is None else str(self.outcome.data.get("outcome", ""))
+        return tone_of(kind, [alarm.level for alarm in self.active.values()])
+
+    @property
+    def quiet_text(self) -> str:
+        """The sentence on a run without alarms."""
+        explains_nothing = "No alarm explains it: esper-telemetry diagnose lists what is unusual."
+        return explains_nothing if self.tone is Tone.WARN else "No alarm was raised."
+
+    @property
     def numbers(self) -> list[int]:
         """The numbers of the incidents, in order."""
         return sorted({alarm.incident for alarm in self.alarms})
@@ -161,7 +174,7 @@ class IncidentCards:
         active = {alarm.incident for alarm in self.active.values()}
         first = next((cause for cause in causes if cause.incident in active), causes[0] if causes else None)
         if first is None:
-            reason = "" if self.failure else " (no alarms)"
+            reason = "" if self.failure else " (no alarm explains it)" if self.tone is Tone.WARN else " (no alarms)"
         else:
             over = "" if first.incident in active else ", over"
             reason = f" ({first.type} since update {first.since:,}{over})"
@@ -172,7 +185,7 @@ class IncidentCards:
         """Return the page of the verdict: what the run does, then the incidents, each with its cause first."""
         title = f"{self.sentence()[:1].upper()}{self.sentence()[1:]}" if self.outcome and not self.failure else ""
         heading = f"# {safe(title)}" if title else "# What went wrong" if self.alarms else "# No outcome yet"
-        quiet = [] if self.alarms else ["No alarm was raised."]
+        quiet = [] if self.alarms else [self.quiet_text]
         return "\n\n".join([heading, *self.headline(), *quiet, *map(self.incident, self.numbers)]) + "\n"
 
     def headline(self) -> list[str]:
@@ -232,7 +245,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
             for key in keys[:MAX_QUIET_VALUES]
             if record is not None
         ]
-        parts.append(f"No alarm was raised. {', '.join(values)[:1].upper()}{', '.join(values)[1:]}".strip())
+        parts.append(f"{cards.quiet_text} {', '.join(values)[:1].upper()}{', '.join(values)[1:]}".strip())
     if later := len(cards.numbers) - len(first):
         parts.append(f"{later} later incident{'s' * (later > 1)}: see the artifact or table of alarms.")
     if record is not None and keys:

@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
-from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
+from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record
+from esper_telemetry.core.messages import number
+from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, template_of
+from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.end_block import RunEnd, print_lines
@@ -30,6 +33,7 @@ NOTHING_UNUSUAL: Final = "No value whose usual range is known is unusual"
 OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
 
 COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
+TONE_STYLES: Final = {Tone.GOOD: "green", Tone.OPEN: "default", Tone.WARN: "bold yellow", Tone.BAD: "bold red"}
 PANEL_COLOURS: Final = {**COLOURS, AlarmLevel.INFO: "blue"}
 
 
@@ -51,14 +55,14 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
     elif ending:  # the sentence of a failed run is the ending, which stands above
         console.print(Text(capitalized(diagnosis.summary.rpartition("; ")[2])))
     else:
-        kind = diagnosis.outcome.kind
-        calm = "green" if kind in GOOD and not diagnosis.incidents else "default"
-        console.print(Text(capitalized(diagnosis.summary), style="bold yellow" if kind in BAD else calm))
+        console.print(Text(capitalized(diagnosis.summary), style=TONE_STYLES[diagnosis.tone]))
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
     if diagnosis.gradients_alone:
         console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
+    for text in critical_lines(diagnosis):
+        console.print(text)
     if diagnosis.shows_remarks:
         for text in unexplained_lines(diagnosis):
             console.print(text)
@@ -73,6 +77,16 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
 def capitalized(text: str) -> str:
     """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
+
+
+def critical_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the values beyond their critical bounds over the latest updates, which no alarm need be about."""
+    if diagnosis.critical:
+        count = len(diagnosis.critical)
+        yield f"Beyond {'its critical bound' if count == 1 else 'their critical bounds'} lately ({count} value{'s'[: count > 1]}):"
+        for key, value in diagnosis.critical.items():
+            info = described_keys().get(template_of(key, described_keys()))
+            yield f"  {key}: {number(value)}" + (f" (critical: {info.critical})" if info else "")
 
 
 def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
@@ -128,6 +142,8 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
     return {
         **head,
         "outcome": diagnosis.outcome.data(),
+        "tone": str(diagnosis.tone),
+        "critical_values": dict(diagnosis.critical),
         "summary": diagnosis.summary,
         "checks": diagnosis.checks,
         "incidents": [
@@ -178,7 +194,7 @@ SHARE: Final = "perf/telemetry_frac"
 """Shown as the mean of the run: an update that is sampled in full takes many times what others take."""
 
 SUMMARY_LINES: Final = (
-    SummaryLine("return, last 100 episodes", "episode/return_mean_100", ".1f"),
+    SummaryLine("return, last 100 episodes (or all)", RECENT_RETURN, ".1f"),
     SummaryLine("policy moved per update (KL)", "policy/kl"),
     SummaryLine("ratios clipped", "policy/clip_frac", ".1%"),
     SummaryLine("exploration left (entropy)", "policy/entropy_norm", ".0%"),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.text import Text
 
+from esper_telemetry.alarms.verdict.outcome import BAD, OutcomeKind
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM
 from esper_telemetry.views.series import Judgement
 
@@ -157,7 +158,7 @@ class StripDeclaration:
     Attributes:
         name: unique name.
         item: returns the part, or None while there is nothing to say.
-        place: order in the strip, smallest first; the alarms have 0.
+        place: order in the strip, smallest first; the outcome has -10, the alarms have 0.
         keys: metrics or templates that it reads.
     """
 
@@ -285,6 +286,10 @@ PANELS: Final = (
 NONFINITE_GRADIENTS: Final = "grad/global/norm_preclip_nonfinite"
 EXPLODING: Final = re.compile(r"grad/(layer/)?[^/]+/severity_explode")
 ZERO_GRADIENTS: Final = re.compile(r"grad/layer/([^/]+)/zero_frac")
+STRIP_KEYS: Final = frozenset(
+    {NONFINITE_GRADIENTS, "policy/kl", "policy/entropy_norm", "perf/memory/process_frac", "perf/memory/device_frac"}
+)
+"""Keys that parts of the strip judge by bounds of their own."""
 MAX_EXPLODING_SEVERITY, MAX_KL, MAX_MEMORY_FRAC = 0.5, 0.05, 0.85
 
 
@@ -298,6 +303,18 @@ def strip_of_alarms(view: RunView) -> StripItem | None:
     is_critical = any(alarm.severity >= CRITICAL_FROM for alarm in active)
     cause = next((one.cause for one in view.diagnosis.incidents if one.number == first.incident), first.cause)
     return StripItem(f"{count}: {cause or first.type}", "critical" if is_critical else "warn")
+
+
+def _outcome(view: RunView) -> StripItem | None:
+    kind = view.outcome.kind
+    return StripItem(str(kind), "critical" if kind is OutcomeKind.FAILED else "warn") if kind in BAD else None
+
+
+def _critical_values(view: RunView) -> StripItem | None:
+    """Values beyond their critical bounds, but for those that other parts of the strip or active alarms are about."""
+    elsewhere = STRIP_KEYS | {alarm.key for alarm in view.active.values()}
+    keys = [key for key in view.critical_now if key not in elsewhere]
+    return StripItem(f"{len(keys)} critical value{'' if len(keys) == 1 else 's'}: {keys[0]}", "warn") if keys else None
 
 
 def current(view: RunView, key: str) -> float | None:
@@ -343,6 +360,7 @@ def _memory(view: RunView) -> StripItem | None:
 
 
 STRIP: Final = (
+    StripDeclaration("outcome", _outcome, -10),
     StripDeclaration("alarms", strip_of_alarms, 0),
     StripDeclaration("nonfinite", _nonfinite, 40, (NONFINITE_GRADIENTS,)),
     StripDeclaration(
@@ -351,6 +369,7 @@ STRIP: Final = (
     StripDeclaration("dead_layers", _dead_layers, 60, ("grad/layer/{layer}/zero_frac",)),
     StripDeclaration("policy", _policy, 70, ("policy/entropy_norm", "policy/entropy_marginal_norm", "policy/kl")),
     StripDeclaration("memory", _memory, 80, ("perf/memory/process_frac", "perf/memory/device_frac")),
+    StripDeclaration("critical_values", _critical_values, 90),
 )
 """The built-in parts of the anomaly strip, one line that says what is wrong with a run now; places between them are for plugins."""
 

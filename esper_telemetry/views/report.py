@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, NAMES
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel
+from esper_telemetry.alarms.verdict.headline import Tone
+from esper_telemetry.alarms.verdict.outcome import NAMES
+from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.core.redaction import redacted
+from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
 from esper_telemetry.views.compare import comparison
@@ -23,7 +25,7 @@ from esper_telemetry.views.compare.page import comparison_section
 from esper_telemetry.views.compare.runs import read_compared
 from esper_telemetry.views.equations import EquationRow
 from esper_telemetry.views.gradient_flow import WARN_SEVERITY, gradient_flow
-from esper_telemetry.views.outcome import capitalized, unanswered_by_reason, unexplained_lines
+from esper_telemetry.views.outcome import capitalized, critical_lines, unanswered_by_reason, unexplained_lines
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, EvidenceRow, IncidentView, number_text
 from esper_telemetry.views.run_view import RunView, open_view
@@ -95,18 +97,18 @@ def _several(views: Sequence[RunView], charts: ReportCharts, places: Sequence[in
     """Yield the table of all runs and their curves in one chart for each key that decides."""
     rows = []
     for number, view in enumerate(views, 1):
-        outcome, curve = view.outcome, return_key(view)
+        outcome = view.outcome
         rows.append(
             [
                 f'<a href="#run-{number}">{_text(view.name)}</a>',
                 f'<span class="{_style(view)}">{_text(str(outcome.kind))}</span>',
-                _text(number_text(view.last[curve]) if curve in view.last else ""),
+                _text(return_text(view)),
                 f"{view.axes.env_step if view.axes else 0:,}",
                 str(len(view.incidents)),
                 _text(", ".join(dict.fromkeys(incident.cause for incident in view.incidents[:3]))),
             ]
         )
-    headings = ("run", "outcome", "last return", "environment steps", "incidents", "causes")
+    headings = ("run", "outcome", "return", "environment steps", "incidents", "causes")
     yield f'<div class="card scroll">{_table(headings, rows)}</div>'
     references = [
         charts.line(place, key, view.series(key), view.name, TIMELINE_POINTS)
@@ -160,6 +162,7 @@ def _head(view: RunView) -> Iterator[str]:
     yield f'<p class="dim">{more}{_text(capitalized(diagnosis.summary.rpartition("; ")[2]))}</p>'
     if diagnosis.gradients_alone:
         yield f"<p>{_text(GRADIENTS_ALONE)}.</p>"
+    yield from _folded(critical_lines(diagnosis), is_open=True)
     if diagnosis.shows_remarks:
         yield from _folded(unexplained_lines(diagnosis), is_open=diagnosis.unexplained)
     yield "</div>"
@@ -180,7 +183,7 @@ def position(view: RunView) -> dict[str, str]:
     done = "" if progress.fraction is None else f" of {progress.total_steps:,} ({progress.fraction:.0%})"
     rows = {
         "status": status,
-        NAMES.get(curve, curve): number_text(view.last[curve]) if curve in view.last else "",
+        NAMES.get(curve, curve): return_text(view),
         "updates": f"{view.updates:,}",
         view.x_label: f"{progress.env_step:,}{done}",
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(view.info.started)) if view.info.started else "",
@@ -195,9 +198,18 @@ def position(view: RunView) -> dict[str, str]:
 
 
 def return_key(view: RunView) -> str:
-    """Return the key whose values decided the outcome, else that of the returns."""
-    candidates = (view.outcome.key, "episode/return_mean_100", "episode/return_mean", "reward/mean")
+    """Return the key of the curve that decided the outcome, which is the return if there are returns."""
+    decided = view.outcome.key
+    decided = RECENT_RETURN if decided == UPDATE_RETURN else decided
+    candidates = (decided, RECENT_RETURN, UPDATE_RETURN, "reward/mean")
     return next((key for key in candidates if key in view.last), "")
+
+
+def return_text(view: RunView) -> str:
+    """Return the last level of the curve that decided the outcome; empty without any."""
+    level = view.outcome.last
+    level = view.last.get(return_key(view)) if level is None else level
+    return "" if level is None else number_text(level)
 
 
 def duration_text(seconds: float) -> str:
@@ -443,8 +455,9 @@ def _markdown(view: RunView) -> Iterator[str]:
         yield f"{safe(incident.text)}\n"
         if incident.advice:
             yield f"**Try:** {safe(incident.advice)}\n"
-    if diagnosis.shows_remarks:
-        yield from (f"- {safe(line.strip())}" for line in unexplained_lines(diagnosis))
+    lines = [*critical_lines(diagnosis), *(unexplained_lines(diagnosis) if diagnosis.shows_remarks else ())]
+    yield from (f"- {safe(line.strip())}" for line in lines)
+    if lines:
         yield ""
     for row in view.equations():
         if row.state == "differs":
@@ -455,13 +468,8 @@ def _markdown(view: RunView) -> Iterator[str]:
 
 
 def _style(view: RunView) -> str:
-    """Return the colour of a run: bad, warn with lasting alarms or a bad outcome, good where it learns, else none."""
-    kind = view.outcome.kind
-    if view.ending or any(one.until is None and one.level is AlarmLevel.CRITICAL for one in view.incidents):
-        return "bad"
-    if kind in BAD or any(one.until is None and one.level is not AlarmLevel.INFO for one in view.incidents):
-        return "warn"
-    return "good" if kind in GOOD else "dim"
+    """Return the colour of a run."""
+    return {Tone.OPEN: "dim"}.get(view.diagnosis.tone, str(view.diagnosis.tone))
 
 
 def _judged(judgement: str) -> str:

@@ -25,6 +25,7 @@ from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
@@ -160,6 +161,7 @@ class RunView:
         self._course: list[tuple[str, Mapping[str, Any]]] = []
         self._remarks: list[Mapping[str, Any]] = []
         self._failures: list[Failure] = []
+        self._latest: deque[Mapping[str, float]] = deque(maxlen=LATEST_RECORDS)
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
         self._outcome = OutcomeJudge(info.facts)
         self._judge = RunJudge(info.facts, as_recorded=True) if judged else None
@@ -272,11 +274,12 @@ class RunView:
                 buffer = self._buffers[key] = SeriesBuffer(self._max_points)
             buffer.add(axes.update, axes.env_step, value)
         self.last.update(record.values)
+        self._latest.append(record.values)
         self._clock.append((axes.env_step, axes.wall_time))
         if self._judge:
             self._judge.record(record)
         else:
-            self._outcome.add(record)
+            self._outcome.step(record)
         if self._equations:
             self._equations.add(record)
 
@@ -339,7 +342,7 @@ class RunView:
         # before the end the journal has an outcome only where its kind changes
         is_written = OUTCOME in self.latest and self.status is not None
         if self.updates and not is_written and not self.sampled:
-            outcome = self._outcome.end(None)
+            outcome = self._outcome.so_far()
         elif OUTCOME in self.latest:
             with suppress(ValueError):  # a kind of a later version
                 outcome = Outcome.of(self.latest[OUTCOME].data)
@@ -353,12 +356,18 @@ class RunView:
             dict(unanswered.data.get("questions", {})) if unanswered else {},
             remarks=tuple(self._remarks),
             outcome=outcome,
+            critical=critical_values(self._latest, self.info.metrics),
         )
 
     @property
     def outcome(self) -> Outcome:
         """What the run does so far."""
         return self.diagnosis.outcome
+
+    @property
+    def critical_now(self) -> Mapping[str, float]:
+        """Values of the last record that are beyond the critical bounds of their metrics, by key."""
+        return critical_values([*self._latest][-1:], self.info.metrics)
 
     @property
     def ending(self) -> str:

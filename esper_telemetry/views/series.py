@@ -1,33 +1,21 @@
-"""Values of one key over the updates of a run, in bounded memory, and the healthy range that its metric declares."""
+"""Values of one key over the updates of a run, in bounded memory."""
 
 from __future__ import annotations
 
 import math
-import re
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from esper_telemetry.alarms.verdict.unusual import BOUND, NUMBER, RANGE, beyond_bound
-from esper_telemetry.core.record import MetricInfo
+from esper_telemetry.alarms.verdict.bounds import HealthyRange as HealthyRange
+from esper_telemetry.alarms.verdict.bounds import Judgement as Judgement
+from esper_telemetry.alarms.verdict.bounds import judge as judge
 
 DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
 MIN_POINTS: Final = 6
 MAX_PENDING: Final = 32
 VALUE: Final = itemgetter(2)
-
-Judgement = Literal["", "outside", "warn", "critical"]
-"""State of a value beside its metric's bounds; empty within them or without plain bounds."""
-
-LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
-LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
-CONDITIONAL: Final = re.compile(rf"(.+) with (\S+) ([<>]=? {NUMBER})")
-"""A bound that holds while another metric is beyond a bound of its own."""
-RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
-"""What follows a number that is in units of another value: no bound of the value itself."""
 
 
 class Series(NamedTuple):
@@ -117,73 +105,3 @@ class SeriesBuffer:
             tuple(int(point[1]) for point in ordered),
             tuple(point[2] for point in ordered),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class HealthyRange:
-    """Healthy values of a metric as far as its declaration gives plain numbers.
-
-    Attributes:
-        low, high: ends; None where there is none.
-        condition: words behind the numbers, such as "late in training": then a value outside need not be unhealthy.
-    """
-
-    low: float | None
-    high: float | None
-    condition: str = ""
-
-    def contains(self, value: float) -> bool:
-        """Return True where a value lies within the range, ends included."""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    @classmethod
-    def parse(cls, text: str) -> HealthyRange | None:
-        """Return the range of a declaration such as `0.002 to 0.02` or `> 0.9; lower late in training`; None for other texts."""
-        low: float | None
-        high: float | None
-        if match := LEADING_RANGE.match(text):
-            low, high, size = _float(match[1]), _float(match[2]), None
-        elif match := LEADING_BOUND.match(text):
-            size, limit = match[1], _float(match[3])
-            low, high = (limit, None) if match[2] in (">", ">=", "≥") else (None, limit)
-            if size:
-                low, high = (None, None) if high is None else (-high, high)
-        else:
-            return None
-        rest = text[match.end() :]
-        if RELATIVE.match(rest) or (low is None and high is None):
-            return None
-        return cls(low, high, rest.strip(" ;,:()"))
-
-
-def _float(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
-def judge(info: MetricInfo | None, value: float, other: Callable[[str], float | None] = lambda key: None) -> Judgement:
-    """Return the state of a value beside the bounds that its metric declares in plain numbers.
-
-    Args:
-        info: description of the metric.
-        value: of it.
-        other: returns the value of another metric at the same time, by its key or template: `< 0.1 with policy/kl > 0.05` needs it.
-    """
-    if info is None or not math.isfinite(value):
-        return ""
-    if _is_beyond(info.critical, value, other):
-        return "critical"
-    if _is_beyond(info.warn, value, other):
-        return "warn"
-    healthy = HealthyRange.parse(info.healthy)
-    is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
-    return (
-        "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
-    )
-
-
-def _is_beyond(bound: str, value: float, other: Callable[[str], float | None]) -> bool:
-    condition = CONDITIONAL.fullmatch(bound)
-    if condition is None:
-        return bool(beyond_bound(bound, value))
-    second = other(condition[2])
-    return second is not None and bool(beyond_bound(condition[1], value)) and bool(beyond_bound(condition[3], second))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 from healthy_run import FACTS, Values, alarms, judged, multiplied, raised, record, run, set_to, values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import Detectors, Thresholds, diagnose
 from esper_telemetry.alarms.alarm_state import CAP
 from esper_telemetry.alarms.baselines import power
-from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Level, Record
 
 
 def during(updates: range, changes: dict[str, float]) -> list[Record]:
@@ -228,6 +231,40 @@ def test_critical_alarms_raise_the_level_for_their_number_of_updates() -> None:
 
     assert [verdict.remaining for verdict in verdicts[28:41]] == [0, *range(10, 0, -1), 0, 0]
     assert [verdict.values["telemetry/escalation_remaining"] for verdict in verdicts[28:31]] == [0.0, 10.0, 9.0]
+
+
+@pytest.mark.parametrize(("updates", "remaining"), [(3, [3, 2, 1, 0]), (0, [0, 0]), (30, [*range(30, 0, -1), 0])])
+def test_the_user_sets_for_how_many_updates(updates: int, remaining: list[int]) -> None:
+    """Also more than the twenty that alarms may ask for together."""
+    verdicts = judged(during(range(30, 31), {"integrity/gae_identity": 0.5}), {**FACTS, "escalation": updates})
+
+    assert [verdict.remaining for verdict in verdicts[29 : 29 + len(remaining)]] == remaining
+
+
+@pytest.mark.parametrize(("updates", "raised_levels"), [(None, 10), (2, 2), (0, 0)])
+def test_a_run_is_measured_at_debug_as_its_user_asks(updates: int | None, raised_levels: int, tmp_path: Path) -> None:
+    """An identity that is broken in the third of 20 updates raises the level of those that follow its record."""
+    with Telemetry(run_dir=tmp_path, escalation=updates, offload=False) as telemetry:
+        for update in range(1, 21):
+            telemetry.log({"integrity/gae_identity": 0.5 if update == 3 else 1e-8})
+            telemetry.flush(env_step=update)
+
+    run = read_run(tmp_path)
+    levels = [record.values["telemetry/level"] for record in run.records]
+    assert levels.count(Level.DEBUG) == raised_levels
+    assert run.info.facts.get("escalation") == updates
+    verdicts = judged(run.records, run.info.facts)
+    assert [verdict.remaining for verdict in verdicts] == [
+        record.values["telemetry/escalation_remaining"] for record in run.records
+    ]
+
+
+@pytest.mark.parametrize(("updates", "error"), [(-1, ValueError), (2.5, ValueError), ("many", TypeError)])
+def test_a_wrong_number_of_updates_is_refused(updates: Any, error: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(error, match="escalation must be"):
+        Telemetry(run_dir=tmp_path / "run", escalation=updates)
+
+    assert not (tmp_path / "run").exists()
 
 
 def test_warnings_raise_no_level_until_they_are_critical() -> None:

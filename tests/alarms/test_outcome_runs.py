@@ -13,6 +13,9 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.views.compare.runs import read_compared
+from esper_telemetry.views.report import position
+from esper_telemetry.views.run_view import open_view
 
 
 def train(run_dir: Path, steps: int, **settings: Any) -> MemorySink:
@@ -85,6 +88,27 @@ def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: 
         in text
     )
     assert "questions could not be answered, as values were not reported; --all lists them." in text
-    assert "reward/constant: no record has reward/std; supplied by telemetry.observe(reward_stats(...))" in everything
+    assert (
+        "reward/constant: no record has reward/std, reward/absmax; supplied by telemetry.observe(reward_stats(...))"
+        in everything
+    )
     assert 'the run does not say its total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
     assert "lstm" not in everything
+
+
+def test_the_return_is_one_number_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirty updates of 12 episodes with returns of 10, 20, ..., 300: the last hundred have a mean of 263.2, as in `test_outcome.py`."""
+    memory = MemorySink()
+    with Telemetry(["console", memory], run_dir=tmp_path / "run") as telemetry:
+        for update in range(1, 31):
+            telemetry.observe(episode_stats([10.0 * update] * 12, [10 * update] * 12))
+            telemetry.flush(env_step=1200 * update)
+    printed = capsys.readouterr().out
+
+    view, run = open_view(tmp_path / "run"), read_compared(str(tmp_path / "run"))
+    last = last_outcome(tmp_path / "run")
+    assert last is not None and last.data["last"] == 263.2
+    assert view.outcome.last == view.last["episode/return_mean_100"] == run.final_return("episode/return_mean", 1e9)
+    assert memory.records[-1].values["episode/return_mean_100"] == 263.2
+    assert position(view)["return"] == "263.2"
+    assert "return 263.2" in printed and "Learning: return 20 -> 263 in 30 updates" in printed

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
+from esper_telemetry.alarms.diagnosis import described_keys
 from esper_telemetry.alarms.rule import patience_factor
+from esper_telemetry.alarms.verdict.bounds import critical_values
 from esper_telemetry.core.record import AlarmLevel, Record
 
 SINCE = 30
@@ -243,12 +245,76 @@ def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
 
     def critic(metrics: Values, ago: int) -> None:
         metrics["value/r2"] = {"far": -5.0, "near": -1.0, "climbs": -50.0 * 0.93**ago - 1.0}[course]
-        metrics["value/explained_variance"] = -1.0
+        metrics["value/explained_variance"] = 0.5
 
     verdicts = judged(run(60, both(critic, returns(5.0, end)), since=1))
     reported = [alarm for alarm in alarms(verdicts) if alarm.type == "value/never_fits"]
 
     assert [(alarm.axes.update, alarm.since) for alarm in reported] == [(30, 1)] * told
+
+
+@pytest.mark.parametrize(("after", "first"), [(50.0, None), (45.0, 45), (55.0, None)])
+def test_a_head_that_collapses_after_the_return_has_risen(after: float, first: int | None) -> None:
+    """The head collapses in update 41, when the return has risen from 5 to 50. From update 43 on it is `after`; three updates raise it."""
+    same = {"policy/head/arg/entropy_norm": 0.0, "policy/head/arg/entropy_marginal_norm": 0.0}
+    varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
+
+    def head(metrics: Values, update: int) -> None:
+        metrics.update(same if update >= 40 else varied)
+        metrics["episode/return_mean"] = 5.0 + 45 * min(1.0, update / 30) if update < 42 else after
+
+    verdicts = judged(run(80, head, since=1))
+    told = [alarm.axes.update for alarm in alarms(verdicts) if alarm.type == "policy/entropy_collapse"]
+
+    assert told[:1] == ([first] if first else [])
+    records = [record.values for record in run(80, head, since=1)]
+    assert critical_values(records, described_keys()) == {"policy/head/arg/entropy_norm": 0.0}
+
+
+UNKNOWN_LENGTH = {name: value for name, value in FACTS.items() if name != "total_steps"}
+
+
+@pytest.mark.parametrize(
+    ("explained", "facts", "update"),
+    [(-0.23, FACTS, 37), (0.0, FACTS, 52), (-0.23, UNKNOWN_LENGTH, 30), (0.0, UNKNOWN_LENGTH, 53), (0.3, FACTS, None)],
+)
+def test_a_critic_that_explains_less_than_its_phase_lets_expect(
+    explained: float, facts: Mapping[str, Any], update: int | None
+) -> None:
+    """Of 100 updates. -0.23 is enough for the first 9, and 0 for the first 24; of 30 updates two may be such."""
+    critic = set_to({"value/explained_variance": explained, "value/r2": explained, "value/loss_norm": 0.5})
+
+    found = alarms(judged(run(100, critic, since=1), facts))
+
+    assert [(alarm.type, alarm.axes.update, alarm.level) for alarm in found] == (
+        [("value/never_fits", update, AlarmLevel.WARN)] if update else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("fit", "loss"),
+    [(0.0, 0.05), (0.0, 0.97), (0.99, 0.5), (1.01, 0.5)],
+    ids=["returns hardly vary", "the error falls", "fits now and then", "the fit rises"],
+)
+def test_a_critic_that_explains_little_for_a_reason_is_left_alone(fit: float, loss: float) -> None:
+    def critic(metrics: Values, ago: int) -> None:
+        explained = 0.0 if fit < 1 else 0.003 * ago
+        metrics["value/explained_variance"] = metrics["value/r2"] = 0.5 if fit == 0.99 and ago % 7 == 0 else explained
+        metrics["value/loss_norm"] = 2 * loss**ago if loss > 0.9 else loss
+
+    assert raised(judged(run(100, critic, since=1))) == {}
+
+
+@pytest.mark.parametrize("facts", [FACTS, UNKNOWN_LENGTH], ids=["known length", "own loop"])
+def test_a_loop_that_reports_no_losses_is_told_that_its_critic_has_lost_its_fit(facts: Mapping[str, Any]) -> None:
+    """Explained variance of 0.97 before and 0 after, and an error of 0.015 and 0.5 of the variance of returns."""
+
+    def critic(metrics: Values, update: int) -> None:
+        del metrics["loss/value"]
+        fit, loss = (0.97, 0.015) if update < SINCE else (0.001, 0.5)
+        metrics.update({"value/explained_variance": fit, "value/r2": fit, "value/loss_norm": loss})
+
+    assert raised(judged(run(60, critic, since=1), facts))["value/fit_collapse"] == SINCE + 2
 
 
 def test_a_critic_of_equal_returns_is_not_far_off() -> None:

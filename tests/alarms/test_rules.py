@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -158,7 +158,11 @@ CASES: dict[str, Case] = {
     "policy/wrong_direction": Case(set_to({"policy/surrogate_gain": -0.03}), lag=2),
     "policy/dead_head": Case(set_to({"grad/head/op/norm": 0.0}), 2),
     "value/fit_collapse": Case(
-        both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5})), 1
+        both(
+            set_to({"value/r2": -1.0, "value/explained_variance": -0.9}),
+            multiplied({"loss/value": 5, "value/loss_norm": 5}),
+        ),
+        1,
     ),
     "value/loss_jump": Case(multiplied({"loss/value": 1000})),
     "value/bias": Case(set_to({"value/bias": 6.0, "value/bias_over_std": 3.0}), 9),
@@ -256,3 +260,36 @@ def test_the_keys_that_decide_are_declared_and_the_first_that_is_declared_decide
 
     assert [key for key in keys if not any(is_instance(key, template) for template in rule.inputs)] == []
     assert any(is_instance(key, rule.inputs[0]) for key in keys)
+
+
+def with_keys(records: list[Any], keeps: Callable[[str], bool]) -> list[Any]:
+    return [replace(one, values={key: value for key, value in one.values.items() if keeps(key)}) for one in records]
+
+
+def is_raised(kind: str, records: list[Any]) -> bool:
+    case = CASES[kind]
+    return any(alarm.type == kind for alarm in alarms(judged(records, case.facts, case.thresholds)))
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in alarm_rules() if rule.type in CASES and rule.required_keys], ids=lambda rule: rule.type
+)
+def test_a_rule_requires_what_its_judge_reads(rule: Any) -> None:
+    """With the required keys alone it is raised, so a passed check was one; without any of them it is not."""
+    records = case_records(rule.type)
+    required = [key for keys in rule.required_keys for key in keys]
+
+    assert is_raised(rule.type, with_keys(records, lambda key: any(is_instance(key, name) for name in required)))
+    for keys in rule.required_keys:
+        instances = {key for one in records for key in one.values if any(is_instance(key, name) for name in keys)}
+        assert not is_raised(rule.type, with_keys(records, lambda key, gone=instances: key not in gone))  # type: ignore[misc]
+
+
+def test_a_rule_without_required_keys_judges_whatever_there_is() -> None:
+    """Tests of actions in any of five ways; keys that have been there. The end of a run is no record."""
+    assert {rule.type for rule in alarm_rules() if not rule.required_keys} == {
+        "integrity/actions",
+        "telemetry/missing_metric",
+        "telemetry/storm",
+        RUN_FAILED,
+    }

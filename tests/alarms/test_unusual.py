@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from esper_telemetry.alarms.verdict.bounds import beyond_bound, critical_values, distance_beyond
 from esper_telemetry.alarms.verdict.unusual import (
     RunValues,
-    beyond_bound,
     fact_remedy,
     healthy_values,
     judge_value,
@@ -17,7 +17,7 @@ from esper_telemetry.alarms.verdict.unusual import (
     suppliers,
 )
 from esper_telemetry.core.metric import Metric
-from esper_telemetry.core.record import Axes, Record
+from esper_telemetry.core.record import Axes, MetricInfo, Record
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,34 @@ from esper_telemetry.core.record import Axes, Record
 def test_bounds_that_are_plain_numbers_are_read(text: str, value: float, decades: float | None) -> None:
     """The distance is in decades where both are positive; a text with a condition says nothing."""
     assert beyond_bound(text, value) == (None if decades is None else pytest.approx(decades))
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "is_beyond"),
+    [
+        ("< 0 with policy/kl > 1", 2.0, True),
+        ("< 0 with policy/kl > 1", 0.5, False),
+        ("< 0 with policy/kl > 1", None, False),
+        ("< 0 unless policy/kl > 1", 2.0, False),
+        ("< 0 unless policy/kl > 1", 0.5, True),
+        ("< 0 unless policy/kl > 1", None, True),
+    ],
+)
+def test_a_bound_holds_on_its_condition(text: str, other: float | None, is_beyond: bool) -> None:
+    """A condition with `with` has to be known to hold, one with `unless` must not be known to."""
+    assert bool(distance_beyond(text, -1.0, {"policy/kl": other}.get)) is is_beyond
+    assert not distance_beyond(text, 1.0, {"policy/kl": other}.get)
+
+
+def test_a_value_is_critical_by_the_median_of_the_latest_records() -> None:
+    """Of the last ten KL divergences six are beyond 0.1, of the last three learning rates one; nothing is known of other keys."""
+    metrics = {"policy/kl": MetricInfo("nats", "?", critical="> 0.1"), "opt/lr": MetricInfo("1", "?", critical="> 1")}
+    records = [{"policy/kl": 9.0}] * 20 + [{"policy/kl": 0.01, "my/key": 9.0}] * 4
+    records += [{"policy/kl": 0.3, "opt/lr": rate} for rate in (0.0, 0.0, 2.0)] + [{"policy/kl": 0.3}] * 3
+
+    assert critical_values(records, metrics) == {"policy/kl": 0.3}
+    assert critical_values([{"policy/kl": 0.3, "opt/lr": 2.0}], metrics) == {"policy/kl": 0.3, "opt/lr": 2.0}
+    assert critical_values([], metrics) == {}
 
 
 def test_quantiles_weigh_runs_alike() -> None:

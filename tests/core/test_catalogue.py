@@ -17,6 +17,10 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, declared, label_field, reports
 from esper_telemetry.core.record import LABELS, WHOLE_KEYS, Level, check_key, template_of
 from esper_telemetry.core.reduction import Mean
+from esper_telemetry.history.derive import RunHistory, key_histories
+
+RETIRED_NUMBERS = {914}
+"""Numbers of metrics that are no longer declared; a number is never used again."""
 
 
 def test_keys_and_numbers_are_unique_and_sorted() -> None:
@@ -25,6 +29,7 @@ def test_keys_and_numbers_are_unique_and_sorted() -> None:
 
     assert sorted(set(keys)) == sorted(keys)
     assert numbers == sorted(set(numbers))
+    assert not RETIRED_NUMBERS & set(numbers)
 
 
 @pytest.mark.parametrize("metric", catalogue(), ids=lambda metric: metric.key)
@@ -66,6 +71,43 @@ def test_readers_of_records_have_every_label() -> None:
 def test_a_key_is_traced_to_the_template_it_was_made_from(key: str, template: str) -> None:
     """A label of temporal suffixes is a whole key, of however many segments."""
     assert template_of(key, {metric.key: metric for metric in catalogue()}) == template
+
+
+def test_no_label_takes_a_key_of_another_declaration() -> None:
+    """Every declared key, with a plain label, and every history that a run derives."""
+    declared_keys = {metric.key: metric for metric in catalogue()}
+    plain = {
+        re.sub(r"\{(\w+)\}", lambda m: "policy/kl" if m[1] in WHOLE_KEYS else "x", key): key for key in declared_keys
+    }
+    histories = {f"{row.key}/{end}": f"{{key}}/{end}" for row in key_histories(["actor"]) for end in row.suffixes}
+
+    wrong = {
+        key: template_of(key, declared_keys)
+        for key, template in {**plain, **histories}.items()
+        if template_of(key, declared_keys) != template
+    }
+
+    assert wrong == {}
+
+
+def test_every_key_that_is_derived_from_earlier_updates_has_its_own_declaration() -> None:
+    """Twenty updates whose rate and step size fall: a layer named `lr_response` would be judged as a step size."""
+    history, values = RunHistory({"groups": ("actor",)}), {row.key: 0.5 for row in key_histories(["actor"])}
+    declared_keys = {metric.key: metric for metric in catalogue()}
+    for update in range(1, 21):
+        derived = history.derive({**values, "opt/lr": 1 / update, "opt/update_to_weight": 1 / update}, Level.DEBUG)
+
+    assert derived["opt/update_to_weight/lr_response"] == 1
+    owners = {key: template_of(key, declared_keys) for key in derived}
+    assert {owner.rpartition("/")[2] for key, owner in owners.items()} == {key.rpartition("/")[2] for key in owners}
+
+
+def test_the_history_of_a_declared_key_is_not_a_layer() -> None:
+    """As in journals in which a history has no declaration of its own."""
+    templates = dict.fromkeys(["opt/update_to_weight", "opt/update_to_weight/{layer}", "{key}/lr_response"])
+
+    assert template_of("opt/update_to_weight/lr_response", templates) == "{key}/lr_response"
+    assert template_of("opt/update_to_weight/trunk", templates) == "opt/update_to_weight/{layer}"
 
 
 def test_declarations_need_no_torch() -> None:

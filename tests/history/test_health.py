@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esper_telemetry.core.record import Level
 from esper_telemetry.history.gradients import (
+    DECADES_EXPLODE,
     FACTOR_WEIGHTS,
+    GradientHistory,
     NoiseAverage,
     NormBaseline,
     adaptive_thresholds,
@@ -120,6 +123,23 @@ def test_group_without_gradients_has_no_severity_and_one_that_is_not_finite_expl
 
     assert "grad/actor/severity_explode" not in result.values()
     assert result.values()["grad/critic/severity_explode"] == 1.0
+
+
+def test_layer_that_is_missing_in_an_update_keeps_its_history_and_those_of_the_others() -> None:
+    """Norms of 0.1, so a layer explodes from 2 on, without a history from 10 on. A norm of 30 is log10(15) decades above."""
+    history = GradientHistory((), max_grad_norm=1.0)
+    both = {"grad/layer/encoder/norm": 0.1, "grad/layer/head/norm": 0.1}
+    for _ in range(30):
+        history.derive(both, Level.DEBUG)
+
+    alone = history.derive({"grad/layer/encoder/norm": 30.0}, Level.DEBUG)
+    again = history.derive({"grad/layer/head/norm": 30.0, "grad/layer/encoder/norm": 0.1}, Level.DEBUG)
+
+    severity = math.log10(15) / DECADES_EXPLODE
+    assert alone["grad/health"] == pytest.approx(1 - severity)
+    assert "grad/layer/head/severity_explode" not in alone
+    assert again["grad/layer/head/severity_explode"] == pytest.approx(severity)
+    assert again["grad/layer/encoder/severity_explode"] == 0
 
 
 def test_intensity_does_not_depend_on_the_modules_sizes() -> None:

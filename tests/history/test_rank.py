@@ -37,5 +37,5 @@ def test_leak_of_the_advantages_scale_needs_twenty_updates_and_looks_at_the_last
 def test_updates_that_follow_the_schedule() -> None:
     lr = np.linspace(1e-3, 1e-5, 10)
 
-    assert lr_response(lr, lr**2, key="opt/update_to_weight").values() == {"opt/update_to_weight/lr_response": 1.0}
-    assert lr_response(np.full(10, 1e-3), lr, key="opt/update_to_weight").values() == {}
+    assert lr_response(lr, lr**2).values() == {"opt/update_to_weight/lr_response": 1.0}
+    assert lr_response(np.full(10, 1e-3), lr).values() == {}

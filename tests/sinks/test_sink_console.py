@@ -18,10 +18,27 @@ def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[s
     sink = ConsoleSink()
     sink.open(run_info())
     sink.write(
-        [record(1, {"episode/return_mean": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})]
+        [record(1, {"episode/return_mean_100": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})]
     )
 
     assert printed(capsys) == ["update 1  step 1,000  return 21.0  steps/s 9,000  clipped 8%"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"episode/return_mean": 30.0, "episode/return_mean_100": 21.0}, "return 21.0"),
+        ({"episode/return_mean": 30.0}, "return of the update 30.0"),
+    ],
+)
+def test_the_return_is_that_of_the_last_hundred_episodes_or_says_what_it_is(
+    values: dict[str, float], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = ConsoleSink()
+    sink.open(run_info())
+    sink.write([record(1, values)])
+
+    assert printed(capsys) == [f"update 1  step 1,000  {text}"]
 
 
 def test_a_line_a_second_is_enough_but_the_last_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:

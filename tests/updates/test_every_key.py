@@ -25,7 +25,6 @@ LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"
 ELSEWHERE = {
     "{key}/cusum": LATER,
-    "{key}/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
     "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/metrics/integrity/test_effects.py",
     "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,

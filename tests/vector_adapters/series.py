@@ -132,7 +132,7 @@ def page_hinkley(inputs: Inputs) -> Values:
 def response(inputs: Inputs) -> Values:
     """T7."""
     norms = array(inputs["update_norm"])
-    return {"*/lr_response": lr_response(array(inputs["lr"]), norms, key="x").lr_response}
+    return {"*/lr_response": lr_response(array(inputs["lr"]), norms).lr_response}
 
 
 def leak(inputs: Inputs) -> Values:

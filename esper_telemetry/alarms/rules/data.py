@@ -273,6 +273,7 @@ RULES = (
         action="Clip or normalise rewards, use more steps per update; if all rewards are equal, check that they are wired.",
         judge=degenerate_advantages,
         bounds=(PARTICIPATION, ADVANTAGE_OUTLIER),
+        required=("adv/participation", "adv/raw/absmax_over_std"),
         source="A rare success is a large outlier for an update or two; five in a row are no rare success.",
         rank=170,
         warmup=3,
@@ -303,6 +304,7 @@ RULES = (
         action="Check the reward function and its wrappers: clipped away, or not wired.",
         judge=ConstantRewardJudge(),
         bounds=(CONSTANT_STEPS, NEVER_STEPS),
+        required=("reward/std", "reward/absmax"),
         source="A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before, or "
         "come with episodes that are all as long as each other; or be a penalty in a task whose threshold is above 0.",
         rank=140,

@@ -49,13 +49,16 @@ MIN_HEAD_DECISIONS = 0.05
 class EntropyCollapseJudge:
     """The same action everywhere: little entropy, and little in the mix of actions over all states; of the policy, or of one head.
 
-    A solved task may need one action of a head only, so heads and the warning wait for a return that does not rise.
+    A solved task may need one action of a head only, so the warning waits for a return that has not risen, and a head for one that has
+    not risen or has fallen since the head collapsed.
 
     Attributes:
         highest: largest normalised entropy of each head so far.
+        levels: return when each head collapsed, as `ReturnLevel.moments`.
     """
 
     highest: dict[str, float] = field(default_factory=dict)
+    levels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         limits = view.limits
@@ -90,7 +93,12 @@ class EntropyCollapseJudge:
                 continue
             highest = self.highest[head] = max(self.highest.get(head, 0.0), entropy)
             same = mix < limits[ENTROPY_MARGINAL] and entropy < limits[ENTROPY_COLLAPSE]
-            lost = same and highest > HEAD_WAS and view.course.risen is False
+            if not same:
+                self.levels.pop(head, None)
+            elif view.course.latest.full:
+                self.levels.setdefault(head, view.course.latest.moments())
+            fallen = head in self.levels and view.course.fallen_from(self.levels[head])
+            lost = same and highest > HEAD_WAS and (view.course.risen is False or fallen)
             yield (
                 Finding(WARNING * hard(lost), key, entropy, limits[ENTROPY_COLLAPSE], instance=head)
                 .with_advice(lambda: explore_advice(view))
@@ -421,7 +429,7 @@ RULES = (
         judge=EntropyCollapseJudge(),
         bounds=(ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL, ENTROPY_LOW),
         source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count. Some need one action of a head "
-        "alone: between 0.1 and 0.3, and for single heads, the return must not have risen.",
+        "alone: between 0.1 and 0.3 the return must not have risen; for a single head it must not have risen, or have fallen since.",
         settings=("learning_rate", "entropy_coef", "num_epochs"),
         required=("policy/entropy_norm", "policy/entropy_marginal_norm"),
         applies=categorical,
@@ -440,7 +448,7 @@ RULES = (
         bounds=(ENTROPY_CRASH, ENTROPY_PLUNGE),
         source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
         "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
-        required=("policy/entropy_rate", "policy/entropy_norm"),
+        required=("policy/entropy_rate", "policy/entropy_norm", "policy/kl"),
         facts=("total_steps",),
         settings=("learning_rate", "entropy_coef", "num_epochs"),
         warmup=5,
@@ -492,6 +500,7 @@ RULES = (
         action="Check the sign of the policy loss and that advantages belong to the actions beside them; lower the learning rate.",
         judge=WrongDirectionJudge(),
         bounds=(WRONG_DIRECTION, WRONG_LEAST, WRONG_CORRELATION),
+        required=("policy/surrogate_gain", "policy/ratio/std"),
         source="Single updates of healthy runs do so by chance, with correlations of up to 0.1: one in six of those that learn slowly.",
         rank=260,
         histories=("policy/surrogate_gain", "grad/clip/coef"),
@@ -508,7 +517,8 @@ RULES = (
         source="exactly zero, where another head has a gradient; else in three updates",
         rank=100,
         hard=True,
-        required=("grad/global/norm_preclip",),
+        required=("grad/head/{head}/norm", "policy/head/{head}/decision_frac"),
+        optional=True,
         n_off=1,
         debug_updates=5,
         evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),

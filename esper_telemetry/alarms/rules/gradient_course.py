@@ -218,6 +218,10 @@ RULES = (
         action="Lower the learning rate, use larger batches or fewer epochs.",
         judge=OscillationJudge(),
         bounds=(OSCILLATION, OPPOSED_ERRORS, RATE_SWING, PERIOD_P),
+        required=(
+            ("grad/align/successive_cos", "policy/kl/period/p"),
+            ("grad/align/successive_cos", "policy/kl/period/length"),
+        ),
         source="The same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series. Cosines of "
         "noise scatter by 0.5 where few steps make a gradient: of a hundred means of ten some are below -0.3.",
         warmup=20,

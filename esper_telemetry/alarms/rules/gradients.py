@@ -25,7 +25,7 @@ from esper_telemetry.alarms.rule import (
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
 
 LAYER, HEAD, NORM = "grad/layer/", "grad/head/", "/norm"
-PEAK = "grad/global/norm_preclip_max"
+GLOBAL, PEAK = "grad/global/norm_preclip", "grad/global/norm_preclip_max"
 RATIO, SHARE, EFFECTIVE = (f"grad/interference/{name}" for name in ("log_ratio", "critic_share", "actor_effective"))
 
 MIN_VANISH_UPDATES = 5
@@ -122,9 +122,7 @@ class MissingGroupJudge:
 
     def __call__(self, view: View) -> Iterator[Finding]:
         groups = view.facts.get("groups")
-        if not groups or (
-            "grad/global/norm_preclip" not in view.values and not any(key.startswith("grad/") for key in view.values)
-        ):
+        if not groups or not (GLOBAL in view.values or f"{GLOBAL}_nonfinite" in view.values):
             return
         layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
         for group, names in groups.items():
@@ -272,7 +270,7 @@ RULES = (
         source="Groups with a head never fall to 0, so layers are judged, each by its own median: exactly 0, or three decades below. "
         "The critic's fall that far where all returns become equal: as far as its error has fallen too, that is no fault.",
         rank=190,
-        required=("grad/global/norm_preclip",),
+        required=(f"{LAYER}{{layer}}{NORM}",),
         histories=("grad/layer/*/norm", "grad/head/*/norm", "loss/value"),
         debug_updates=5,
         evidence=(*NORM_EVIDENCE, "grad/zero_frac", "repr/dormant_frac*"),
@@ -289,7 +287,7 @@ RULES = (
         rank=90,
         hard=True,
         claim=True,
-        required=("grad/global/norm_preclip",),
+        required=(GLOBAL,),
         facts=("groups",),
         n_off=1,
         debug_updates=10,

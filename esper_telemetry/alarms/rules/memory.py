@@ -398,6 +398,7 @@ RULES = (
         bounds=(STALE, STALE_FIRST),
         source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
         rank=300,
+        required=(("lstm/staleness", "lstm/staleness_first"),),
         applies=recurrent,
         evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
         sampled=True,

@@ -96,16 +96,14 @@ class StalledWeightsJudge(AnnealedRate):
     def __call__(self, view: View) -> Iterator[Finding]:
         annealed = self.stopped(view)
         rate = view.get(RATE)
-        measured = view.labelled(f"{SIZE}/", "")
+        declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
+        measured = [row for row in view.labelled(f"{SIZE}/", "") if row[0] in declared]
         self.learns = self.learns or "grad/global/norm_preclip" in view.values
         if rate is None or (not measured and rate > 0) or not self.learns:
             return
         stopped = rate == 0 and view.values.get("policy/kl_max", 0.0) < MOVED_KL
-        declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
         still = [
-            layer
-            for layer, _, value in measured
-            if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
+            layer for layer, _, value in measured if value == 0 and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
         ]
         yield (
             Finding(hard(not annealed and (stopped or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0)
@@ -270,7 +268,7 @@ RULES = (
         rank=110,
         hard=True,
         claim=True,
-        required=(RATE,),
+        required=(RATE, "grad/global/norm_preclip"),
         facts=("groups",),
         n_off=1,
         debug_updates=5,

@@ -23,6 +23,7 @@ from esper_telemetry.alarms.rule import (
     percent,
     times,
 )
+from esper_telemetry.alarms.rules.value import CONSTANT_FIT, EXPLAINED, LOSS, LOSS_OVER_VARIANCE, expected_fit
 
 BLOCK_UPDATES = 20
 """Updates whose median is one point of a slow course."""
@@ -122,22 +123,80 @@ NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these u
 NEVER_FIT_RISING = below(
     "never_fit_rising", -2.0, "the same where the return rises, which a bad critic need not prevent"
 )
+USUAL_LOSS = 0.1
+"""Value loss over the variance that returns have had so far, below which returns vary too little now for a fit to mean anything."""
+MAX_FALLEN_LOSS = 1.0
+"""Decades below its highest usual level from which on the loss says the same, if its ratio to the variance is not known."""
+SMALL_ERROR = 0.1
+"""Error of the critic over the size of returns, up to which it is good, however little it explains of returns that hardly vary."""
+SHORT_SHARE = 0.9
+SHORT_MARGIN = 0.1
+"""Share of the updates in which the explained variance must lack what is expected, or exceed it by less than this."""
+BETTER_FIT = 0.05
+"""Explained variance that the later half of the updates gains over the earlier one while a critic still learns."""
 LEARNING_CRITIC = 0.7
 CLOSER_CRITIC = 0.93
 """Ratio of the later to the earlier half's error, over the variance and over the size of returns, below which a critic still learns."""
 
 
 @dataclass(slots=True)
-class NeverFitJudge:
-    """A critic that is worse than a constant for long, and does not become better.
+class UnexplainedReturns:
+    """A critic that explains less of the returns than its phase of the run lets expect, for long, and does not become better.
 
     Attributes:
+        fits: the latest explained variances.
+        losses: the latest losses over the variance of returns.
+        short: explained variance less what is expected.
+    """
+
+    fits: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    short: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value, loss, expected = view.get(EXPLAINED), view.get(LOSS_OVER_VARIANCE), expected_fit(view)
+        varied = loss is not None and loss >= USUAL_LOSS
+        if loss is None:  # logs of other trainers
+            loss = view.get(LOSS)
+            varied = loss is not None and view.baselines.fallen(LOSS) < MAX_FALLEN_LOSS
+        if value is None or loss is None:
+            return
+        needed = int(view.limits[NEVER_FIT_UPDATES]) * view.patience
+        if varied:
+            self.fits.append(value)
+            self.losses.append(loss)
+            self.short.append(value - expected - CONSTANT_FIT)
+            del self.fits[:-needed], self.losses[:-needed], self.short[:-needed]
+        fits, losses, half = self.fits, self.losses, len(self.fits) // 2
+        lacks = len(fits) == needed and varied and median(self.short) < 0 and relative_error(view) > SMALL_ERROR
+        lacks = lacks and sorted(self.short)[int(SHORT_SHARE * needed)] < SHORT_MARGIN
+        lacks = lacks and median(fits[half:]) < median(fits[:half]) + BETTER_FIT
+        lacks = lacks and median(losses[half:]) > CLOSER_CRITIC * median(
+            losses[:half]
+        )  # else it follows rising returns
+        yield Finding(
+            WARNING * hard(lacks), EXPLAINED, value, expected, instance="explained", held=len(fits)
+        ).with_text(
+            lambda: (
+                f"the critic has explained next to nothing of the returns in {len(fits)} updates: its explained variance is "
+                f"{number(median(fits))}; {'more than ' if expected <= 0 else 'at least '}{number(expected)} can be expected by now"
+            )
+        )
+
+
+@dataclass(slots=True)
+class NeverFitJudge:
+    """A critic that is worse than a constant for long, and does not become better; or explains less than can be expected.
+
+    Attributes:
+        unexplained: judges the explained variance.
         fits: the latest R².
         errors: the latest errors over the size of returns.
         medians: R², median over as many updates, in the latest updates.
         first, best: the first and the best median of updates that had all passed when the latest ones began; None before there are any.
     """
 
+    unexplained: UnexplainedReturns = field(default_factory=UnexplainedReturns)
     fits: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
@@ -145,6 +204,7 @@ class NeverFitJudge:
     best: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
+        yield from self.unexplained(view)
         key, limits = "value/r2", view.limits
         value = view.get(key)
         if value is None:
@@ -310,7 +370,10 @@ RULES = (
         source="A history of a hundred updates follows what grows by 4 % in each, so medians of twenty are compared with the lowest of "
         "the run, less the growth of returns, which a critic's gradient follows.",
         rank=282,
-        required=("grad/health",),
+        required=(
+            ("grad/health", "grad/{group}/severity_explode"),
+            ("grad/health", "grad/{group}/norm_preclip"),
+        ),
         n_on=2,
         debug_updates=3,
         evidence=("grad/*/norm_preclip", "grad/*/severity_explode", "grad/health", "opt/weight_growth", "ret/std"),
@@ -322,13 +385,16 @@ RULES = (
     AlarmRule(
         type="value/never_fits",
         inputs=("value/r2", "value/explained_variance", "value/bias_over_std"),
-        meaning="The critic has been worse than a constant for long.",
+        meaning="The critic has been no better than a constant for long.",
         action="Check that the critic's parameters are trained, that its loss has the right sign and targets, and that returns are "
-        "computed in the right order; normalise returns where they are large.",
+        "computed in the right order; normalise returns if they are large. Returns that are noise cannot be explained.",
         judge=NeverFitJudge(),
         bounds=(NEVER_FIT_UPDATES, NEVER_FIT, NEVER_FIT_BEST, NEVER_FIT_RISING),
+        required=(("value/r2", EXPLAINED), ("value/r2", LOSS_OVER_VARIANCE, LOSS)),
+        histories=(LOSS,),
         source="Critics of unscaled returns begin far below 0 and climb: one that climbs is left alone. So is one of a task that is being "
-        "solved, whose returns become equal.",
+        "solved, whose returns become equal. Explained variance is judged by phase, as in esper-lite: -0.5 in the first tenth of a run, "
+        "-0.2 in the first quarter, 0 until three quarters, then 0.1.",
         rank=256,
         debug_updates=3,
         evidence=("value/*", "ret/*", "loss/value"),
@@ -344,6 +410,7 @@ RULES = (
         "trace there; pass time limits on as truncated.",
         judge=limit_bias,
         bounds=(LIMIT_BIAS,),
+        required=("value/bias_truncated", "value/bias", "ret/mean", "ret/std"),
         source="correct runs differ there by up to a tenth of the size of returns, wrong ones by all of it",
         rank=157,
         warmup=3,

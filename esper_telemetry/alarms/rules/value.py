@@ -11,6 +11,7 @@ from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Z
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, hard, number, percent, ramp, times
 
 LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
+LOSS_OVER_VARIANCE = "value/loss_norm"
 EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 """Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
 
@@ -27,15 +28,22 @@ MIN_LOSS_GROWTH = 0.5
 """Decades by which the loss must have grown too: the fit also falls where returns only vary less."""
 
 
-def expected_fit(progress: float | None) -> float:
-    """Explained variance below which a critic is useless at that share of the run; the strictest bound where that is unknown."""
-    if progress is None:
-        return EXPECTED_FIT[0][1]
-    return next((bound for end, bound in EXPECTED_FIT if progress < end), EXPECTED_FIT[-1][1])
+UNKNOWN_EARLY_UPDATES = 25
+"""Updates that count as early in a run whose length is not known."""
+
+CONSTANT_FIT = 0.02
+"""Fit below which a critic is no better than a constant, whose fit differs from 0 by chance."""
+
+
+def expected_fit(view: View) -> float:
+    """Return the explained variance below which a critic is useless in this phase of the run."""
+    if view.progress is None:
+        return EXPECTED_FIT[1 if view.update <= UNKNOWN_EARLY_UPDATES * view.patience else 2][1]
+    return next((bound for end, bound in EXPECTED_FIT if view.progress < end), EXPECTED_FIT[-1][1])
 
 
 FIT_WAS = above("fit_was", 0.3, "R² that the critic once had")
-FIT_NOW = below("fit_now", 0.0, "R² from which on it has lost it")
+FIT_NOW = below("fit_now", CONSTANT_FIT, "R² below which it has lost it")
 LOSS_NORM = Ramp("loss_norm", 1.0, 25.0, "critic's error over the variance of returns")
 
 
@@ -47,30 +55,32 @@ class FitCollapseJudge:
 
     def __call__(self, view: View) -> Iterator[Finding]:
         limits = view.limits
-        r2, explained, loss_norm = view.get(R2), view.get(EXPLAINED), view.get("value/loss_norm")
-        if r2 is None and loss_norm is None:
+        r2, explained, loss_norm = view.get(R2), view.get(EXPLAINED), view.get(LOSS_OVER_VARIANCE)
+        if loss_norm is None:
             return
         best = max(self.fits, default=None)
         if r2 is not None:
             self.fits.append(r2)
             del self.fits[:-BEST_FIT_UPDATES]
         usual_returns = view.baselines.off_median(SPREAD) < MIN_LOSS_GROWTH
-        grown = view.baselines.shift.get(LOSS, 0.0) > MIN_LOSS_GROWTH and usual_returns
-        useless = explained is not None and explained < expected_fit(view.progress)
+        error = LOSS if LOSS in view.values else LOSS_OVER_VARIANCE  # own loops need not report their losses
+        grown = view.baselines.shift.get(error, 0.0) > MIN_LOSS_GROWTH and usual_returns
+        useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
         lost = r2 is not None and best is not None and best > limits[FIT_WAS] and r2 < limits[FIT_NOW]
         by_fit = lost and (useless or best is None) and grown
         yield Finding(
-            max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm or 0.0) if grown else 0.0),
-            R2 if by_fit else "value/loss_norm",
+            max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown else 0.0),
+            R2 if by_fit else LOSS_OVER_VARIANCE,
             r2 if by_fit else loss_norm,
             limits[FIT_NOW] if by_fit else limits.log_middle(LOSS_NORM),
-            z=view.z(LOSS),
+            z=view.z(error),
         ).with_text(
             lambda: (
                 f"the critic no longer predicts returns: R² has fallen from {number(best or 0.0)} to {number(r2 or 0.0)}, "
-                f"its loss is {number(view.get(LOSS) or 0.0)}{view.usual(LOSS)}"
+                f"{'its loss' if error == LOSS else 'half its squared error over their variance'} is "
+                f"{number(view.values[error])}{view.usual(error)}"
                 if by_fit
-                else f"the critic's squared error has been {times(loss_norm or 0.0)} the variance of returns"
+                else f"the critic's squared error has been {times(2 * loss_norm)} the variance of returns"
             )
         )
 
@@ -116,7 +126,7 @@ class LossJumpJudge:
         severity, value = self.outlier.severity(view, LOSS), view.get(LOSS)
         if value is None:
             return
-        recently = max(self.losses.severity(view, LOSS), self.relative_losses.severity(view, "value/loss_norm"))
+        recently = max(self.losses.severity(view, LOSS), self.relative_losses.severity(view, LOSS_OVER_VARIANCE))
         if severity is None:
             return
         median = view.baselines.median(LOSS) or value
@@ -434,15 +444,15 @@ RULES = (
     critic_alarm(
         type="value/fit_collapse",
         effect=True,
-        inputs=(R2, EXPLAINED, "value/loss_norm"),
+        inputs=(R2, EXPLAINED, LOSS_OVER_VARIANCE),
         meaning="The critic predicted returns and no longer does.",
         action="Normalise returns, lower the learning rate or value_coef, give the critic its own network; check for a change of rewards.",
         judge=FitCollapseJudge(),
         bounds=(FIT_WAS, FIT_NOW, LOSS_NORM),
         source="baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase. "
         "A critic of a solved task cannot foresee the next failure: where returns vary more than ever, the fit says nothing.",
-        required=(R2, "value/loss_norm"),
-        histories=(LOSS, SPREAD),
+        required=(R2, EXPLAINED, LOSS_OVER_VARIANCE),
+        histories=(LOSS, LOSS_OVER_VARIANCE, SPREAD),
         warmup=10,
         n_on=2,
         debug_updates=5,
@@ -489,7 +499,7 @@ RULES = (
         bounds=(BIAS, BIAS_SHARE),
         source="A critic lags behind returns that rise: it must be wrong for ten updates, by much of their size, and have been right "
         "before: one that learns slowly is wrong from the start. Ends of episodes that contradict the time limit show it at once.",
-        required=("value/bias_over_std", "value/bias"),
+        required=("value/bias_over_std", "value/bias", "ret/mean", "ret/std"),
         warmup=10,
         debug_updates=3,
         evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std", "episode/*"),

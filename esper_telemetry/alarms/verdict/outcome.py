@@ -1,22 +1,29 @@
 """Outcome of a run or of a part of it: solved, learning, converged, flat, declining, failed, or too short to tell.
 
 Judged on the records alone, so a journal gives the verdict that the live run had. The series that decides is the mean return of the
-episodes of an update; where a run has none, that of evaluations or the mean reward; where all returns are equal, success or length.
+episodes of an update. Without returns it is the return in evaluation or the mean reward; if all returns are equal, success or length.
 
 - failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
   records, and it has not learned;
 - too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` where updates report the spread of their
   episodes); for a flat curve fewer than `MIN_FLAT_UPDATES` updates or `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and
   `MIN_ENDED_EPISODES` where the run has finished);
-- solved: rose, has not declined, and a mean over `SOLVED_EPISODES` episodes has passed the environment's own threshold;
+- solved: rose, has not declined, and its return has passed the environment's own threshold and has not fallen far below it since;
 - converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
 - learning: rose above the first rollouts otherwise;
-- declining: lost `LOST_SHARE` of what it had gained, or fell below the first rollouts without a rise;
-- flat: neither rose above the first rollouts nor fell below them; where updates report the spread of their episodes, also where the level
-  at the end does not differ enough from the first one (`Blocks.matters`).
+- declining: fell below the first rollouts, or lost `LOST_SHARE` of what it had gained, which also shows in its return;
+- flat: neither rose above the first rollouts nor fell below them; if updates report the spread of their episodes, also if the level at the
+  end does not differ enough from the first one (`Blocks.matters`).
+
+The return is the mean over the last hundred episodes (`history.recent_return`), and the best one is its highest value. No sentence
+contradicts them: a run whose return is not above the first rollouts has not learned, and one whose return is above them declines only if
+it has lost a clear part of its best.
 
 A block is a group of updates with `BLOCK_EPISODES` episodes. `history.course` says when a level is above the first one, by blocks alone,
-which is strict where few blocks rise slowly. `Blocks.shift` says so besides, by the first episodes and those of the last fifth.
+which is strict if few blocks rise slowly. `Blocks.shift` compares the first episodes with the last fifth of the updates.
+
+During a run a new kind replaces the last one when it has lasted for `CONFIRMING_UPDATES` updates and `CONFIRMING_SHARE` of the
+run, or at once if the numbers contradict the last one. The verdict at the end is by all records.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -35,6 +42,14 @@ from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
+from esper_telemetry.history.recent_return import (
+    COUNT,
+    MAX_RETURN,
+    RECENT_EPISODES,
+    RECENT_RETURN,
+    UPDATE_RETURN,
+    RecentMean,
+)
 
 NOT_REPORTED: Final = (
     "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
@@ -62,21 +77,25 @@ FIRST_LENGTHS: Final = 2.0
 LOST_SHARE: Final = 0.5
 STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
-"""Share of the rise within which a stable level stays."""
+"""Share of the rise within which a stable level stays, and of which a return above the first rollouts has to lose more to decline."""
 MIN_STABLE_BLOCKS: Final = 8
 SOLVED_EPISODES: Final = 100
+"""Episodes before which the return cannot have passed a threshold."""
+SOLVED_BAND: Final = 0.1
+"""Share of the way from the first rollouts to the threshold by which the return of a solved task may fall below it."""
+MIN_FALL_SHARE: Final = 0.02
+"""Share of the first level that a run has to fall to decline."""
+CONFIRMING_UPDATES: Final = 2
+CONFIRMING_SHARE: Final = 0.1
 FAILED_RECORDS: Final = 3
-MAX_RETURN: Final = 1e100
-"""Returns beyond it are passed over: their squares are no numbers."""
-
-RETURN, RECENT_RETURN, COUNT = "episode/return_mean", "episode/return_mean_100", "episode/count"
+RETURN = UPDATE_RETURN
 CUT_OFF = "episode/truncated_frac"
 LENGTH, EVALUATION, EVALUATION_COUNT = "episode/length_mean", "eval/return_mean", "eval/count"
 REWARD, NONFINITE = "reward/mean", "numerics/nonfinite"
 SUCCESS = re.compile(r"(^|.*/)(is_)?success(_rate|_frac|_mean|_ratio)?")
 NAMES: Final = {
     RETURN: "return",
-    RECENT_RETURN: "mean return of the last episodes",
+    RECENT_RETURN: "return",
     EVALUATION: "return in evaluation",
     REWARD: "mean reward",
     LENGTH: "length of episodes",
@@ -115,9 +134,11 @@ class Outcome:
         text: in one sentence, which begins with the kind.
         key: whose values decided; empty where none did.
         updates, episodes: that were judged; episodes are estimated where no record counts them.
-        first, last, best: levels of the series; None where there is none.
-        since: update from which on the level is stable, or above the threshold, or numbers are not finite; None elsewhere.
-        threshold: of the environment, where one is known.
+        first: level of the first rollouts; None without one.
+        last: the return, which is the mean over the last hundred episodes, or over all while there are fewer.
+        best: its highest value, from 20 episodes on.
+        since: update from which on the level is stable, or above the threshold, or numbers are not finite; None for other kinds.
+        threshold: of the environment, if one is known.
     """
 
     kind: OutcomeKind = OutcomeKind.TOO_SHORT
@@ -145,6 +166,13 @@ class Outcome:
         return cls(OutcomeKind(data.get("outcome", "")), **values)
 
 
+class Candidate(NamedTuple):
+    """A kind that is to be confirmed, and the number of updates when it was first found."""
+
+    kind: OutcomeKind
+    since: int
+
+
 class OutcomeJudge:
     """Judges a run record by record.
 
@@ -159,38 +187,49 @@ class OutcomeJudge:
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         self._facts = dict(facts or {})
         self._series: dict[str, Blocks] = {}
+        self._recent: dict[str, RecentMean] = {}
         self._updates = self._next = 0
         self._env_step = 0
         self._episodes, self._counted, self._all_cut_off = 0.0, False, True
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
+        self._candidate: Candidate | None = None
+        self._sign, self._note = 1.0, ""
         self.outcome, self.has_changed = Outcome(), False
 
     def step(self, record: Record) -> Outcome | None:
-        """Add a record; return the outcome where its kind has changed. A long run is judged again when it has grown by 5 %."""
-        was_failed = bool(self._ending)
+        """Add a record; return the outcome if its kind has changed. A long run is judged again when it has grown by 5 %."""
+        before, was_failed = self.outcome.kind, bool(self._ending)
         self.add(record)
-        if self._updates < self._next and not was_failed and self._nonfinite != FAILED_RECORDS:
-            return None
-        self._next = max(self._updates + 1, math.ceil(1.05 * self._updates))
-        return self._changed()
+        if self._updates >= self._next or was_failed or self._nonfinite == FAILED_RECORDS:
+            self._next = max(self._updates + 1, math.ceil(1.05 * self._updates))
+            self.outcome, self._candidate = self._confirmed(self._judged())
+        return self._changed(before)
 
     def failure(self, sentence: str) -> Outcome | None:
         """Take the sentence on the exception that ended the run, until a record follows; return the outcome if it is new."""
-        self._ending = sentence
-        return self._changed()
+        before, self._ending = self.outcome.kind, sentence
+        self.outcome = self._judged()
+        return self._changed(before)
 
     def end(self, status: RunStatus | None, sentence: str = "") -> Outcome:
-        """Return the outcome by all records, and by how the run ended; `sentence` says so where it ended badly."""
+        """Return the outcome by all records, and by how the run ended; `sentence` says so if it ended badly."""
         if status in (RunStatus.FAILED, RunStatus.KILLED) and not self._ending:
             self._ending = sentence or f"The run ended as {status} after update {self._updates:,}"
         self._ended = status is RunStatus.FINISHED
-        self.outcome = self._judged()
-        return self.outcome
+        judged = self._judged()
+        return self.so_far() if judged.kind is OutcomeKind.TOO_SHORT else judged
 
-    def _changed(self) -> Outcome | None:
-        before, self.outcome = self.outcome.kind, self._judged()
+    def recent(self, key: str) -> float:
+        """Return the mean of a key over the last hundred episodes; NaN before its first value."""
+        return self._recent[key].mean if key in self._recent else math.nan
+
+    def so_far(self) -> Outcome:
+        """Return the outcome of a run that has not ended, by the numbers of all records."""
+        return self._confirmed(self._judged())[0]
+
+    def _changed(self, before: OutcomeKind) -> Outcome | None:
         if self.outcome.kind is before:
             return None
         self.has_changed = True
@@ -198,15 +237,25 @@ class OutcomeJudge:
 
     def add(self, record: Record) -> None:
         """Add a record without judging."""
-        values, update, facts = record.values, record.axes.update, self._facts
+        values, update = record.values, record.axes.update
         self._updates += 1
         self._ending, self._ended = "", False
         nonfinite = values.get(NONFINITE)
         if nonfinite is not None:
             self._nonfinite = self._nonfinite + 1 if nonfinite > 0 else 0
             self._nonfinite_since = update if self._nonfinite == 1 else self._nonfinite_since
+        self._add_episodes(record)
+        if EVALUATION in values:
+            self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
+        if self._facts.get("normalize_rewards") is False and REWARD in values:
+            self._put(REWARD, values[REWARD], BLOCK_EPISODES, update)
+        self._note_threshold(update)
+
+    def _add_episodes(self, record: Record) -> None:
+        """Add the episodes of a record to the series that are made of them."""
+        values, update, environments = record.values, record.axes.update, self._facts.get("num_envs")
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
-        length, environments = values.get(LENGTH, 0.0), facts.get("num_envs")
+        length = values.get(LENGTH, 0.0)
         passed = record.axes.env_step / environments if isinstance(environments, int) and environments > 0 else math.inf
         estimate = max(1.0, steps / length) if length > 0 and steps > 0 else float(BLOCK_EPISODES)
         episodes = values.get(COUNT, estimate if RETURN in values or RECENT_RETURN in values else 0.0)
@@ -219,14 +268,33 @@ class OutcomeJudge:
                 if key in values:
                     std = values.get(STD) if key == RETURN else None
                     std = std if std is None or 0 <= std <= MAX_RETURN else 0.0
-                    self._put(key, values[key], episodes, update, std=std, settling=settling, passed=passed)
-        if EVALUATION in values:
-            self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
-        if facts.get("normalize_rewards") is False and REWARD in values:
-            self._put(REWARD, values[REWARD], BLOCK_EPISODES, update)
-        threshold, recent = facts.get("reward_threshold"), values.get(RECENT_RETURN, -math.inf)
-        if self._passed_since is None and isinstance(threshold, int | float) and self._episodes >= SOLVED_EPISODES:
-            self._passed_since = update if max(recent, self._latest_mean()) >= threshold else None
+                    self._put(
+                        key,
+                        values[key],
+                        episodes,
+                        update,
+                        std=std,
+                        settling=settling,
+                        passed=passed,
+                        recent=values.get(RECENT_RETURN) if key in (RETURN, RECENT_RETURN) else None,
+                    )
+
+    def _note_threshold(self, update: int) -> None:
+        """Note since when the return has been above the environment's threshold, or not far below it."""
+        threshold = self._threshold
+        recent = self._recent.get(RETURN) or self._recent.get(RECENT_RETURN)
+        if threshold is None or recent is None or self._episodes < SOLVED_EPISODES:
+            return
+        if self._passed_since is None:
+            self._passed_since = update if recent.mean >= threshold else None
+        elif (level := self._series[RETURN if RETURN in self._series else RECENT_RETURN].first_level) is not None:
+            lost = recent.mean < threshold - SOLVED_BAND * max(threshold - level.mean, 0.0)
+            self._passed_since = None if lost else self._passed_since
+
+    @property
+    def _threshold(self) -> float | None:
+        known = self._facts.get("reward_threshold")
+        return known if isinstance(known, int | float) else None
 
     def _put(
         self,
@@ -238,20 +306,54 @@ class OutcomeJudge:
         std: float | None = None,
         settling: float = 0.0,
         passed: float = math.inf,
+        recent: float | None = None,
     ) -> None:
+        if recent is not None and not abs(recent) <= MAX_RETURN:
+            recent = None
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
             least = AVERAGED_BLOCK_EPISODES if key == RECENT_RETURN else BLOCK_EPISODES
             blocks = self._series.setdefault(key, Blocks(least))
             blocks.add(value, episodes, update, std=std, settling=settling, steps=passed)
+            self._recent.setdefault(key, RecentMean()).add(value, episodes, recent=recent)
 
-    def _latest_mean(self) -> float:
-        """Return the mean of the last blocks with `SOLVED_EPISODES` episodes; minus infinity where there are fewer."""
-        total = episodes = 0.0
-        for block in reversed(self._series[RETURN].blocks if RETURN in self._series else ()):
-            total, episodes = total + block.mean * block.episodes, episodes + block.episodes
-            if episodes >= SOLVED_EPISODES:
-                return total / episodes
-        return -math.inf
+    def _confirmed(self, judged: Outcome) -> tuple[Outcome, Candidate | None]:
+        """Return the outcome after a judgement, and the kind that is to be confirmed: one judgement of another kind may be chance."""
+        before, candidate = self.outcome, self._candidate
+        kinds = {before.kind, judged.kind}
+        at_once = (
+            OutcomeKind.FAILED in kinds or judged.kind is OutcomeKind.SOLVED or not self._holds(before.kind, judged)
+        )
+        if before.kind is judged.kind or at_once:
+            return judged, None
+        if candidate is None or candidate.kind is not judged.kind:
+            candidate = Candidate(judged.kind, self._updates)
+        lasted = self._updates - candidate.since
+        is_confirmed = lasted >= max(CONFIRMING_UPDATES, CONFIRMING_SHARE * self._updates)
+        if is_confirmed and judged.kind is not OutcomeKind.TOO_SHORT:
+            return judged, None
+        if before.kind is OutcomeKind.TOO_SHORT:
+            text = f"{OutcomeKind.TOO_SHORT}: {self._levels(judged)}, which more updates have to confirm"
+            return replace(judged, kind=OutcomeKind.TOO_SHORT, text=text, since=None), candidate
+        return self._worded(replace(judged, kind=before.kind, since=before.since)), candidate
+
+    def _holds(self, kind: OutcomeKind, judged: Outcome) -> bool:
+        """Return whether the latest numbers allow a kind; another series, of which little is known yet, has none."""
+        if kind is OutcomeKind.TOO_SHORT or judged.last is None:
+            return kind is OutcomeKind.TOO_SHORT
+        return self._consistent(kind, judged) is kind
+
+    def _consistent(self, kind: OutcomeKind, levels: Outcome, shift: int = 0) -> OutcomeKind:
+        """Return a kind that the first rollouts, the return and the best return do not contradict."""
+        assert levels.first is not None and levels.last is not None and levels.best is not None
+        first, gain = abs(levels.first), self._sign * (levels.last - levels.first)
+        risen, lost = self._sign * (levels.best - levels.first), self._sign * (levels.best - levels.last)
+        if kind in GOOD:
+            return kind if gain > 0 else OutcomeKind.FLAT
+        if kind is not OutcomeKind.DECLINING or -gain > MIN_FALL_SHARE * first:
+            return kind
+        if risen > MIN_FALL_SHARE * first and lost > STABLE_BAND * risen:
+            return kind
+        return OutcomeKind.LEARNING if gain > 0 and shift > 0 else OutcomeKind.FLAT
 
     def _judged(self) -> Outcome:
         outcome = self._by_course()
@@ -264,7 +366,8 @@ class OutcomeJudge:
         return outcome
 
     def _by_course(self) -> Outcome:
-        """Return the outcome by the series that says most: returns, else rewards; success or length where all returns are equal."""
+        """Return the outcome by the series that says most: returns, else rewards; success or length if all returns are equal."""
+        self._sign, self._note = 1.0, ""
         key = next((key for key in (RETURN, RECENT_RETURN, EVALUATION) if key in self._series), "")
         if not key and self._episodes == 0 and REWARD in self._series:
             return self._by_series(REWARD)
@@ -279,22 +382,22 @@ class OutcomeJudge:
         varied = [name for name in (*successes, LENGTH) if name in self._series and self._series[name].constant is None]
         if not varied or (varied[0] == LENGTH and value == 0):
             return self._by_series(key)
-        # A reward that is the same in every episode pays more per step where episodes are shorter, a penalty where they are longer.
-        sign = -1.0 if varied[0] == LENGTH and value > 0 else 1.0
-        return self._by_series(varied[0], sign=sign, note=f" at a return of {number(value)} in every episode")
+        # A reward that is the same in every episode pays more per step if episodes are shorter, a penalty if they are longer.
+        self._sign = -1.0 if varied[0] == LENGTH and value > 0 else 1.0
+        self._note = f" at a return of {number(value)} in every episode"
+        return self._by_series(varied[0])
 
-    def _by_series(self, key: str, *, sign: float = 1.0, note: str = "") -> Outcome:
-        """Return the outcome by one series, which is better where it is larger, or smaller where `sign` is -1."""
-        blocks, known = self._series[key], self._facts.get("reward_threshold")
-        threshold = known if isinstance(known, int | float) else None
+    def _by_series(self, key: str) -> Outcome:
+        """Return the outcome by one series, which is better when it is larger, or smaller if the sign is -1."""
+        blocks, recent, sign = self._series[key], self._recent[key], self._sign
+        first = blocks.first_level
         base = Outcome(
             key=key,
             updates=self._updates,
             episodes=round(blocks.episodes),
-            threshold=threshold,
-            first=level.mean if (level := blocks.first_level) else None,
+            threshold=self._threshold,
+            first=first.mean if first else None,
         )
-        name = NAMES.get(key, key)
         values = sign * blocks.values
         few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
@@ -302,28 +405,43 @@ class OutcomeJudge:
             needed = f"{MIN_EPISODES} episodes" if blocks.episodes < MIN_EPISODES else f"{MIN_BLOCKS} blocks"
             counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"
             return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}")
-        noise = noise_of(values)
-        shift, course = round(sign) * blocks.shift(), Course.of(values, noise)
-        last, best = sign * course.last, sign * max(course.best, course.last)
-        if few:
-            last, best = blocks.last_level.mean, sign * float(np.max(values))
-        base = replace(base, last=last, best=best)
-        already = threshold is not None and base.first is not None and base.first >= threshold
-        kind, since = OutcomeKind.FLAT if few else course.kind, None
-        if blocks.has_spread and not blocks.matters(threshold, fell=kind is OutcomeKind.DECLINING):
+        best = recent.highest if sign > 0 else recent.lowest
+        base = replace(base, last=recent.mean, best=recent.mean if math.isnan(best) else best)
+        noise, shift = noise_of(values), round(sign) * blocks.shift()
+        kind, stable = (OutcomeKind.FLAT, 0) if few else course_of(values, noise)
+        if blocks.has_spread and not blocks.matters(base.threshold, fell=kind is OutcomeKind.DECLINING):
             kind = OutcomeKind.FLAT
         if (sign > 0 and kind is not OutcomeKind.DECLINING and blocks.lost(noise)) or (kind in GOOD and shift < 0):
             kind = OutcomeKind.DECLINING
         elif kind is OutcomeKind.FLAT and shift:
             kind = OutcomeKind.LEARNING if shift > 0 else OutcomeKind.DECLINING
+        kind, since = self._consistent(kind, base, shift), None
         if kind is OutcomeKind.FLAT and not self._flat_is_known(key, blocks):
             kind = OutcomeKind.TOO_SHORT
-        elif kind in GOOD and self._passed_since is not None and not already:
+        elif kind in GOOD and self._passed_since is not None and not _began_above(base):
             kind, since = OutcomeKind.SOLVED, self._passed_since
         elif kind is OutcomeKind.CONVERGED:
-            since = blocks.blocks[course.stable].begin
-        outcome = replace(base, kind=kind, since=since)
-        return replace(outcome, text=f"{kind}: {name} {_levels(outcome)}{note}{_clause(outcome, self._facts, already)}")
+            since = blocks.blocks[stable].begin
+        return self._worded(replace(base, kind=kind, since=since))
+
+    def _worded(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with its sentence."""
+        text = f"{outcome.kind}: {self._levels(outcome)}{self._note}{_clause(outcome, self._facts)}"
+        return replace(outcome, text=text)
+
+    def _levels(self, outcome: Outcome) -> str:
+        """Return `return 21 -> 340 in 48 updates`; it begins with the best return if that is what has been lost."""
+        name = NAMES.get(outcome.key, outcome.key)
+        first, last, best = (0.0 if level is None else level for level in (outcome.first, outcome.last, outcome.best))
+        few = (
+            f" (mean of all {outcome.episodes:,} episodes)"
+            if self._counted and outcome.episodes < RECENT_EPISODES
+            else ""
+        )
+        reach = f"-> {number(last)} in {outcome.updates:,} updates{few}"
+        if outcome.kind is OutcomeKind.DECLINING and self._sign * (best - first) > self._sign * (first - last):
+            return f"{name} {number(best)} at best {reach}, {number(first)} in the first rollouts"
+        return f"{name} {number(first)} {reach}"
 
     def _flat_is_known(self, key: str, blocks: Blocks) -> bool:
         """Return True for enough updates and episodes; a run that has finished with many episodes needs fewer updates."""
@@ -332,38 +450,25 @@ class OutcomeJudge:
         return self._updates >= MIN_FLAT_UPDATES and blocks.episodes >= flat_episodes(key)
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What a series of block means does.
+def course_of(values: Array, noise: Noise) -> tuple[OutcomeKind, int]:
+    """Return what a series of at least `MIN_BLOCKS` block means does, and the block from which on it is stable.
 
-    Attributes:
-        kind: learning, converged, flat or declining.
-        last, best: levels.
-        stable: index of the block from which on the level is stable; the number of blocks where it is not.
+    The kind is learning, converged, flat or declining; the block is the number of blocks if the series is not stable.
     """
-
-    kind: OutcomeKind
-    last: float
-    best: float
-    stable: int
-
-    @classmethod
-    def of(cls, values: Array, noise: Noise) -> Course:
-        """Return the course of at least `MIN_BLOCKS` values."""
-        count = len(values)
-        width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
-        levels = smoothed(values, width)
-        last = float(np.mean(values[-last_width:]))
-        upward, downward = rise(values, levels, noise, width), rise(-values, -levels, noise, width)
-        best = float(levels[upward.top])
-        doubt = 3 * noise.lasting / math.sqrt(last_width)
-        if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):
-            stable = _stable_from(values, levels, last, upward.height, noise)
-            converged = count - stable >= max(MIN_STABLE_BLOCKS, STABLE_SHARE * count)
-            return cls(OutcomeKind.CONVERGED if converged else OutcomeKind.LEARNING, last, best, stable)
-        fallen = float(np.mean(values[:width])) - last
-        declining = upward.significant or (downward.significant and fallen >= max(LOST_SHARE * downward.height, doubt))
-        return cls(OutcomeKind.DECLINING if declining else OutcomeKind.FLAT, last, best, count)
+    count = len(values)
+    width, last_width = max(3, math.ceil(count / 10)), max(3, math.ceil(count / 15))
+    levels = smoothed(values, width)
+    last = float(np.mean(values[-last_width:]))
+    upward, downward = rise(values, levels, noise, width), rise(-values, -levels, noise, width)
+    best = float(levels[upward.top])
+    doubt = 3 * noise.lasting / math.sqrt(last_width)
+    if upward.significant and best - last < max(LOST_SHARE * upward.height, doubt):
+        stable = _stable_from(values, levels, last, upward.height, noise)
+        converged = count - stable >= max(MIN_STABLE_BLOCKS, STABLE_SHARE * count)
+        return OutcomeKind.CONVERGED if converged else OutcomeKind.LEARNING, stable
+    fallen = float(np.mean(values[:width])) - last
+    declining = upward.significant or (downward.significant and fallen >= max(LOST_SHARE * downward.height, doubt))
+    return OutcomeKind.DECLINING if declining else OutcomeKind.FLAT, count
 
 
 def _stable_from(values: Array, levels: Array, last: float, height: float, noise: Noise) -> int:
@@ -384,31 +489,29 @@ def flat_episodes(key: str) -> int:
     return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
 
 
-def _levels(outcome: Outcome) -> str:
-    """Return `21 -> 340 in 48 updates`."""
-    first, last = (0.0 if level is None else level for level in (outcome.first, outcome.last))
-    return f"{number(first)} -> {number(last)} in {outcome.updates:,} updates"
+def _began_above(outcome: Outcome) -> bool:
+    """Return whether the first rollouts were above the environment's threshold already."""
+    return outcome.threshold is not None and outcome.first is not None and outcome.first >= outcome.threshold
 
 
-def _clause(outcome: Outcome, facts: Mapping[str, Any], already: bool) -> str:
+def _clause(outcome: Outcome, facts: Mapping[str, Any]) -> str:
     """Return the end of the sentence: what makes the kind."""
-    best = "" if outcome.best is None else number(outcome.best)
     threshold = "" if outcome.threshold is None else number(outcome.threshold)
     passed = (
-        f"; the first rollouts were above the environment's threshold of {threshold} already, as where rewards are scaled"
-        if already
+        f"; the first rollouts were above the environment's threshold of {threshold} already, as when rewards are scaled"
+        if _began_above(outcome)
         else ""
     )
     match outcome.kind:
         case OutcomeKind.SOLVED:
-            return f", above {threshold}, the threshold of {facts.get('env') or 'the environment'}, since update {outcome.since:,}"
+            above = outcome.last is not None and outcome.threshold is not None and outcome.last >= outcome.threshold
+            verb = "above" if above else "not far below"
+            name = facts.get("env") or "the environment"
+            return f", {verb} {threshold}, the threshold of {name}, since update {outcome.since:,}"
         case OutcomeKind.CONVERGED:
             return f", stable since update {outcome.since:,}{passed}"
         case OutcomeKind.FLAT:
-            return f", never significantly above the first rollouts{passed}"
-        case OutcomeKind.DECLINING:
-            below = outcome.best is None or outcome.first is None or outcome.best <= outcome.first
-            return passed if below else f", at best {best}{passed}"
+            return f", no lasting rise above the first rollouts{passed}"
         case OutcomeKind.TOO_SHORT:
             least = f"{MIN_FLAT_UPDATES} updates and {flat_episodes(outcome.key)} episodes"
             return f", no change yet; a flat curve is recognised from {least} on"

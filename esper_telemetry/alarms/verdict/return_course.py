@@ -23,6 +23,9 @@ MAX_UPDATES = 20
 CLEAR_ERRORS = 3.0
 """Standard errors by which two levels differ clearly."""
 
+FALL_ERRORS = 4.0
+"""The same for a fall that is looked for in every update."""
+
 CLEAR_SHARE = 0.02
 """Share of the first level by which they must differ besides."""
 
@@ -85,6 +88,13 @@ class ReturnCourse:
             (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
             self._risen = bool(now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before)))
         return self._risen
+
+    def fallen_from(self, before: tuple[float, float]) -> bool:
+        """Return whether the latest returns are clearly below an earlier level, given by its `moments`."""
+        if not self.latest.full:
+            return False
+        (level, error), (now, error_now) = before, self.latest.moments()
+        return bool(level - now > max(FALL_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(level)))
 
     def sentence(self, update: int) -> str:
         """Return the course up to this update in words, `By update 7 the return has not risen: 21.3, and 20.9 at first.`; empty before

@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.rule import number
+from esper_telemetry.alarms.verdict.bounds import RANGE, Other, distance_beyond
 from esper_telemetry.core.catalogue import catalogue, family_name, groups
 from esper_telemetry.core.metric import Metric, declared
 from esper_telemetry.core.record import Level, Record, template_of
@@ -45,10 +46,6 @@ KEYS_ASIDE: Final = frozenset({"policy/entropy", "policy/entropy_marginal", "los
 MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
 MIN_SPREAD: Final = 0.03
 """Smallest distance of a quantile from the median that counts, by unit: two healthy runs differ by as much."""
-
-NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
-BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
-RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})\s*(?:[;:(].*)?")
 
 
 class Unusual(NamedTuple):
@@ -92,10 +89,9 @@ class RunValues:
     def unusual(self, facts: Mapping[str, Any], limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
         """Return the most unusual values, the worst first."""
         table = healthy_values().get(kind_of_task(facts), {})
-        found = []
-        for key, values in self._values.items():
-            value = statistics.median(values)
-            entry = judge_value(scale_free()[key], value, table.get(key))
+        found, medians = [], {key: statistics.median(values) for key, values in self._values.items()}
+        for key, value in medians.items():
+            entry = judge_value(scale_free()[key], value, table.get(key), medians.get)
             if entry is not None:
                 found.append(entry)
         return tuple(sorted(found, key=lambda entry: (not entry.is_far, -entry.score, entry.key))[:limit])
@@ -137,21 +133,23 @@ def kind_of_task(facts: Mapping[str, Any]) -> str:
     return "discrete" if all(kind == "categorical" for kind in heads.values()) else "continuous"
 
 
-def judge_value(metric: Metric, value: float, quantiles: list[float] | None) -> Unusual | None:
-    """Return how unusual the median of a metric over a run is; None where it is not.
+def judge_value(
+    metric: Metric, value: float, quantiles: list[float] | None, other: Other = lambda key: None
+) -> Unusual | None:
+    """Return how unusual the median of a metric over a run is; None if it is not.
 
     With quantiles, the score is that of the distance from the median of healthy runs in units of their 10 % or 90 % quantile's, and the
     metric's own bounds count only beyond their 1 % and 99 %: values that healthy runs have are within bounds, whatever these say.
     """
     if quantiles is None:
-        score, is_far = bound_score(metric, value), True
+        score, is_far = bound_score(metric, value, other), True
     else:
         lowest, low, middle, high, highest = quantiles
         least = max(MIN_SPREADS.get(metric.unit, MIN_SPREAD), 0.02 * abs(middle))
         distance = max((value - middle) / max(high - middle, least), (middle - value) / max(middle - low, least))
         beyond = max((value - highest) / max(highest - middle, least), (lowest - value) / max(middle - lowest, least))
         is_far = beyond > 0.1
-        score = max(math.log2(1 + max(distance, 0.0)), bound_score(metric, value) if is_far else 0.0)
+        score = max(math.log2(1 + max(distance, 0.0)), bound_score(metric, value, other) if is_far else 0.0)
     if score <= MIN_SCORE:
         return None
     healthy = "" if quantiles is None else f"healthy runs {number(quantiles[1])} to {number(quantiles[3])}"
@@ -160,10 +158,10 @@ def judge_value(metric: Metric, value: float, quantiles: list[float] | None) -> 
     return Unusual(metric.key, value, score, is_far, f"{number(value)} ({'; '.join(filter(None, parts))})")
 
 
-def bound_score(metric: Metric, value: float) -> float:
+def bound_score(metric: Metric, value: float, other: Other = lambda key: None) -> float:
     """Return the score of a value by the metric's own bounds, as far as these are plain numbers; 0 within them."""
     for text, score in ((metric.critical, CRITICAL_SCORE), (metric.warn, WARN_SCORE)):
-        distance = beyond_bound(text, value)
+        distance = distance_beyond(text, value, other)
         if distance is not None and distance > 0:
             return score + min(distance, 2.0)
     match = RANGE.fullmatch(metric.healthy)
@@ -171,23 +169,6 @@ def bound_score(metric: Metric, value: float) -> float:
         low, high = float(match[1]), float(match[2])
         return MIN_SCORE if value < low - (high - low) or value > high + (high - low) else 0.0
     return 0.0
-
-
-def beyond_bound(text: str, value: float) -> float | None:
-    """Return the decades by which a value lies on the bad side of `> 0.03`, at least a little; 0 on the other; None for other texts."""
-    match = BOUND.fullmatch(text)
-    if not match:
-        return None
-    size, sign, limit = match[1], match[2], float(match[3].replace(",", ""))
-    judged = abs(value) if size else value
-    over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(
-        sign, judged <= limit
-    )
-    if not over:
-        return 0.0
-    if judged > 0 and limit > 0:
-        return max(0.01, abs(math.log10(judged / limit)))
-    return 0.01 + abs(judged - limit) / (abs(limit) or 1.0)
 
 
 def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tuple[str, list[float]]]:

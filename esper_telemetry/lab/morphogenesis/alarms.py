@@ -163,6 +163,7 @@ RULES = (
         "(env/rollbacks).",
         judge=explode,
         bounds=(SEED_EXPLODING, SEED_EXPLODING_FRAC, SEED_ALONE),
+        required=(EXPLODING, "seed/exploding_frac"),
         source="Of a thousand healthy seeds and epochs one passes ten clip limits for a minibatch, and of many thousands one passes "
         "thirty: the largest counts where five in a thousand pass ten.",
         debug_updates=5,
@@ -190,7 +191,7 @@ RULES = (
         judge=dormant,
         bounds=(SEED_DORMANT,),
         source="Most of the seeds, three times in a row: some are always about to begin.",
-        required=(DORMANT,),
+        required=(DORMANT, DISCONNECTED),
         n_on=3,
         debug_updates=2,
         evidence=("seed/cause/*", "seed/alpha", "seed/intensity_ratio"),

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.verdict.outcome import EVALUATION, NONFINITE, RECENT_RETURN, RETURN
-from esper_telemetry.views.compare.runs import FINAL_SHARE, Array, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.alarms.verdict.outcome import NONFINITE
+from esper_telemetry.views.compare.runs import RETURN_KEYS, Array, ComparedRun, FirstDifference, first_difference
 from esper_telemetry.views.compare.statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
@@ -36,6 +36,8 @@ from esper_telemetry.views.compare.statistics import (
 
 MAX_LABEL_SETTINGS: Final = 3
 """Settings that name a group."""
+MIN_REACH_SHARE: Final = 0.9
+"""Share of the longest run's steps that all runs reach if they are of one length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def comparison(runs: Sequence[ComparedRun]) -> Comparison:
         grouped.setdefault(tuple(sorted(run.settings.items())), []).append(run)
     groups = list(grouped.values())
     labels = _labels(groups)
-    return_key = next((key for key in (RETURN, RECENT_RETURN, EVALUATION) if any(key in run.keys for run in runs)), "")
+    return_key = next((key for key in RETURN_KEYS if any(key in run.keys for run in runs)), "")
     axis = StepAxis.of(runs)
     repeats = [difference for group in groups for difference in _repeats(group)]
     independent = [_one_per_seed(group) for group in groups]
@@ -257,7 +259,7 @@ def _summary(
                 run.outcome_text,
                 len(run.updates),
                 int(run.last_step),
-                level if math.isfinite(level := run.final_level(return_key, axis.reach)) else None,
+                level if math.isfinite(level := run.final_return(return_key, axis.reach)) else None,
             )
             for run in group
         ),
@@ -279,7 +281,7 @@ def _summary(
 
 
 def _finals(runs: Iterable[ComparedRun], return_key: str, axis: StepAxis) -> Array:
-    return np.array([run.final_level(return_key, axis.reach) for run in runs])
+    return np.array([run.final_return(return_key, axis.reach) for run in runs])
 
 
 def _compare(
@@ -371,7 +373,7 @@ def _notes(
     """Yield sentences on runs that count less than others, or not at all."""
     if len(groups) == 1:
         yield "All runs have one configuration: there is no other group to compare them with."
-    if axis.reach < (1 - FINAL_SHARE) * max(run.last_step for run in runs):
+    if axis.reach < MIN_REACH_SHARE * max(run.last_step for run in runs):
         yield f"Runs have different lengths: they are compared up to {axis.reach:,.0f} environment steps."
     for run in runs:
         name = f"{run.place} ({run.info.name})"
@@ -382,7 +384,7 @@ def _notes(
             continue
         if run.last_step < axis.reach:
             yield f"{name} ends at {run.last_step:,.0f} environment steps: its metrics are not compared with longer runs."
-        if return_key and not np.isfinite(run.final_level(return_key, axis.reach)):
+        if return_key and not np.isfinite(run.final_return(return_key, axis.reach)):
             yield f"{name} has no returns."
         if NONFINITE in run.keys and (since := np.flatnonzero(run.column(NONFINITE) > 0)).size:
             yield f"{name} has numbers that are not finite since update {run.updates[since[0]]:,}; they are left out of its metrics."

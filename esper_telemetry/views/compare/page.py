@@ -27,7 +27,7 @@ BAND_OPACITY: Final = "33"
 MAX_OPEN_METRICS: Final = 20
 """Metrics of a table that is unfolded at first."""
 
-VERDICT_STYLES: Final = {"differs": "warn", "same": "good", "cannot tell": ""}
+VERDICT_STYLES: Final = {"differs": "warn", "same": "", "cannot tell": ""}
 
 
 def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:

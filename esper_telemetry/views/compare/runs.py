@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
-from esper_telemetry.alarms.verdict.outcome import COUNT, OutcomeKind, outcome_of
+from esper_telemetry.alarms.verdict.outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
+from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import Run, entries, read_run
@@ -43,10 +44,8 @@ TIME_NAME: Final = re.compile(
 """Keys of time and memory among those that nothing declares, such as those of other loggers: `sb3/time/fps`, `charts/sps`."""
 SAMPLED_COSTS: Final = ("sampled", "debug")
 """Costs of metrics that are measured in some updates only, chosen by the time that they take."""
-FINAL_SHARE: Final = 0.1
-"""Share of the environment steps whose episodes make the final return."""
-MIN_FINAL_EPISODES: Final = 20
-"""Episodes of the final return, where the run has as many."""
+RETURN_KEYS: Final = (UPDATE_RETURN, RECENT_RETURN, EVALUATION)
+"""Keys that may be the return of a run, the best one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,8 @@ class ComparedRun:
         damage: sentence on lines that could not be read; else empty.
         updates, env_steps: [records], of every update that ended.
         keys: columns of `values`.
-        values: [records, keys], NaN where a key is absent.
+        values: [records, keys], NaN if a key is absent.
+        returns: [records] by key of `RETURN_KEYS`: the mean over the last hundred episodes, NaN before the first.
     """
 
     place: str
@@ -81,6 +81,7 @@ class ComparedRun:
     env_steps: Array
     keys: tuple[str, ...]
     values: Array
+    returns: Mapping[str, Array]
 
     @property
     def last_step(self) -> float:
@@ -94,19 +95,10 @@ class ComparedRun:
         column: Array = self.values[:, self.keys.index(key)]
         return column
 
-    def final_level(self, key: str, reach: float) -> float:
-        """Return the mean over the last episodes up to `reach` environment steps, weighted by their number; NaN where there is none."""
-        values = self.column(key)
-        weights = np.nan_to_num(self.column(COUNT), nan=1.0) if COUNT in self.keys else np.ones(len(values))
-        rows = np.flatnonzero(np.isfinite(values) & (weights > 0) & (self.env_steps <= reach))
-        if not len(rows):
-            return math.nan
-        begin = min(self.last_step, reach) * (1 - FINAL_SHARE)
-        episodes = np.cumsum(weights[rows][::-1])[::-1]  # from each row to the end
-        first = min(int(np.searchsorted(self.env_steps[rows], begin, side="right")), len(rows) - 1)
-        while first > 0 and episodes[first] < MIN_FINAL_EPISODES:
-            first -= 1
-        return float(np.average(values[rows[first:]], weights=weights[rows[first:]]))
+    def final_return(self, key: str, reach: float) -> float:
+        """Return the mean over the last hundred episodes before `reach` environment steps; NaN without any."""
+        rows = np.flatnonzero(self.env_steps <= reach)
+        return float(self.returns[key][rows[-1]]) if key in self.returns and len(rows) else math.nan
 
 
 def find_runs(places: Iterable[str]) -> list[str]:
@@ -147,7 +139,12 @@ def read_compared(place: str) -> ComparedRun:
     values = np.full((len(records), len(keys)), math.nan)
     for row, record in enumerate(records):
         values[row, [columns[key] for key in record.values]] = list(record.values.values())
-    outcome = outcome_of(records, run.info.facts, run.status)
+    judge = OutcomeJudge(run.info.facts)
+    returns = np.full((len(RETURN_KEYS), len(records)), math.nan)
+    for row, record in enumerate(records):
+        judge.add(record)
+        returns[:, row] = [judge.recent(key) for key in RETURN_KEYS]
+    outcome = judge.end(run.status)
     settings = _flat(run)
     return ComparedRun(
         place,
@@ -167,6 +164,7 @@ def read_compared(place: str) -> ComparedRun:
         np.array([record.axes.env_step for record in records], float),
         keys,
         values,
+        dict(zip(RETURN_KEYS, returns, strict=True)),
     )
 
 
@@ -184,7 +182,7 @@ def _flat(run: Run) -> dict[str, str]:
     add(plain(run.info.config), "")
     names = {name.rpartition(".")[2] for name in flat}
     facts = plain(run.info.facts)
-    names |= {"level", "thresholds"}  # of telemetry
+    names |= {"level", "thresholds", "escalation"}  # of telemetry
     add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)}, "")
     return flat
 

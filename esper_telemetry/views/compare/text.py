@@ -20,7 +20,7 @@ MAX_METRICS: Final = 15
 """Metrics in the table of those that differ; `--json` has all."""
 MAX_ALARMS: Final = 3
 MAX_NAMED_KEYS: Final = 6
-VERDICT_COLOURS: Final = {"differs": "bold yellow", "same": "green", "cannot tell": "cyan"}
+VERDICT_COLOURS: Final = {"differs": "bold yellow", "same": "default", "cannot tell": "cyan"}
 Row = tuple[str, ...]
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD
+from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.core.record import Alarm, AlarmLevel
 from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
 from esper_telemetry.views.run_parts import IncidentView, LineView, number_text
@@ -39,6 +39,7 @@ from esper_telemetry.views.watch.charts import (
 
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
 ALARM_STYLES: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
+TONE_STYLES: Final = {Tone.GOOD: "green", Tone.OPEN: "", Tone.WARN: "bold yellow", Tone.BAD: "bold red"}
 STALENESS: Final = {
     "ok": ("●OK", "green"),
     "warn": ("◐WARN", "yellow"),
@@ -77,7 +78,8 @@ def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, Ju
         if view.axes is None:
             text.append("Waiting for data...", "dim")
         elif not items:
-            text.append("ALL CLEAR ✓", "bold green")
+            is_good = view.diagnosis.tone is Tone.GOOD
+            text.append(*(("ALL CLEAR ✓", "bold green") if is_good else ("No anomalies so far", "")))
         for place, (words, level) in enumerate(items):
             text.append(" | " if place else "", "dim").append(words, "bold red" if level == "critical" else "yellow")
     return text
@@ -133,7 +135,7 @@ def _state(view: RunView, now: float | None) -> Text:
     reading = ("reading all updates  " if view.sampled else "", "dim")
     if view.ended:
         status = str(view.status or "imported")
-        return Text.assemble(reading, (status, "green" if status in ("finished", "imported") else "bold red"))
+        return Text.assemble(reading, (status, TONE_STYLES[view.diagnosis.tone]))
     progress = view.progress(now)
     mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
@@ -192,7 +194,7 @@ def _section(title: str, lines: Iterable[Line]) -> list[Line]:
 
 def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
     outcome = view.outcome
-    style = "bold red" if outcome.kind in BAD else "green" if outcome.kind in GOOD else ""
+    style = TONE_STYLES[view.diagnosis.tone]
     text = outcome.text[:1].upper() + outcome.text[1:]
     parts = wrapped(text, width - 2, style)
     if view.damaged:

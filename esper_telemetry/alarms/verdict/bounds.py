@@ -1,0 +1,152 @@
+"""State of a value by the bounds of its metric. A bound is text with plain numbers:
+
+> 0.1                                             a bound
+|.| > 0.5                                         of the size
+0.002 to 0.02                                     a range
+< 0.1 with policy/entropy_marginal_norm < 0.5     holds if the other metric is known to be beyond that bound
+< 0 unless value/loss_norm < 0.1                  holds unless the other metric is known to be beyond that bound
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from esper_telemetry.core.record import MetricInfo
+
+Judgement = Literal["", "outside", "warn", "critical"]
+"""State of a value by its metric's bounds; empty within them or without plain bounds."""
+
+Other = Callable[[str], float | None]
+"""Returns the value of another metric at the same time, by its key or template."""
+
+NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
+BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
+RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})\s*(?:[;:(].*)?")
+LEADING_BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})(?=$|[\s;:,(])")
+LEADING_RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})(?=$|[\s;:,(])")
+CONDITIONAL: Final = re.compile(rf"(.+) (with|unless) (\S+) ([<>]=? {NUMBER})")
+RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
+"""What follows a number in units of another value, which does not bound the value itself."""
+
+HEAD: Final = "{head}"
+LATEST_RECORDS: Final = 10
+"""Records over which a value that is critical for longer than a moment is the median."""
+MIN_LATEST_VALUES: Final = 3
+"""Values among them, at least: metrics of sampled updates may have fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyRange:
+    """Healthy values of a metric as far as its declaration gives plain numbers.
+
+    Attributes:
+        low, high: ends; None for a range that is open there.
+        condition: words after the numbers, such as "late in training": then a value outside need not be unhealthy.
+    """
+
+    low: float | None
+    high: float | None
+    condition: str = ""
+
+    def contains(self, value: float) -> bool:
+        """Return whether a value is within the range, ends included."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @classmethod
+    def parse(cls, text: str) -> HealthyRange | None:
+        """Return the range of a declaration such as `0.002 to 0.02` or `> 0.9; lower late in training`; None for other texts."""
+        low: float | None
+        high: float | None
+        if match := LEADING_RANGE.match(text):
+            low, high, size = _float(match[1]), _float(match[2]), None
+        elif match := LEADING_BOUND.match(text):
+            size, limit = match[1], _float(match[3])
+            low, high = (limit, None) if match[2] in (">", ">=", "≥") else (None, limit)
+            if size:
+                low, high = (None, None) if high is None else (-high, high)
+        else:
+            return None
+        rest = text[match.end() :]
+        if RELATIVE.match(rest) or (low is None and high is None):
+            return None
+        return cls(low, high, rest.strip(" ;,:()"))
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def judge(info: MetricInfo | None, value: float, other: Other = lambda key: None) -> Judgement:
+    """Return the state of a value by the bounds that its metric declares in plain numbers."""
+    if info is None or not math.isfinite(value):
+        return ""
+    if distance_beyond(info.critical, value, other):
+        return "critical"
+    if distance_beyond(info.warn, value, other):
+        return "warn"
+    healthy = HealthyRange.parse(info.healthy)
+    is_plain = RANGE.fullmatch(info.healthy) or BOUND.fullmatch(info.healthy)
+    return (
+        "outside" if healthy is not None and is_plain and not healthy.condition and not healthy.contains(value) else ""
+    )
+
+
+def distance_beyond(text: str, value: float, other: Other = lambda key: None) -> float | None:
+    """Return `beyond_bound`, and 0 if the condition of the bound does not hold."""
+    condition = CONDITIONAL.fullmatch(text)
+    if condition is None:
+        return beyond_bound(text, value)
+    bound, word, key, limit = condition.groups()
+    second = other(key)
+    holds = second is not None and bool(beyond_bound(limit, second))
+    return beyond_bound(bound, value) if holds is (word == "with") else 0.0
+
+
+def beyond_bound(text: str, value: float) -> float | None:
+    """Return the decades by which a value is on the bad side of `> 0.03`, at least a little; 0 on the good side; None for other texts."""
+    match = BOUND.fullmatch(text)
+    if not match:
+        return None
+    size, sign, limit = match[1], match[2], float(match[3].replace(",", ""))
+    judged = abs(value) if size else value
+    over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(
+        sign, judged <= limit
+    )
+    if not over:
+        return 0.0
+    if judged > 0 and limit > 0:
+        return max(0.01, abs(math.log10(judged / limit)))
+    return 0.01 + abs(judged - limit) / (abs(limit) or 1.0)
+
+
+def critical_values(records: Iterable[Mapping[str, float]], metrics: Mapping[str, MetricInfo]) -> dict[str, float]:
+    """Return the values that are beyond the critical bound of their metric over the latest records, by key, as medians.
+
+    Args:
+        records: values of the latest records, of which the last `LATEST_RECORDS` count; a single one is judged alone.
+        metrics: descriptions by key or template; keys of groups and layers are left out, keys of heads are judged.
+    """
+    latest = [*records][-LATEST_RECORDS:]
+    least = min(MIN_LATEST_VALUES, len(latest))
+    columns: dict[str, list[float]] = {}
+    for values in latest:
+        for key, value in values.items():
+            columns.setdefault(key, []).append(value)
+    medians = {key: statistics.median(column) for key, column in columns.items() if len(column) >= least}
+    heads = {
+        re.compile(re.escape(template).replace(re.escape(HEAD), "([^/]+)")): info
+        for template, info in metrics.items()
+        if HEAD in template and info.critical
+    }
+    critical = {}
+    for key, value in medians.items():
+        matches = ((info, match[1]) for pattern, info in heads.items() if (match := pattern.fullmatch(key)))
+        info, head = (metrics[key], "") if key in metrics else next(matches, (None, ""))
+        if judge(info, value, lambda other, head=head: medians.get(other.replace(HEAD, head))) == "critical":  # type: ignore[misc]
+            critical[key] = value
+    return critical

@@ -1,0 +1,47 @@
+"""The tone of a run: how its header, its colour and its summary read in every view and backend.
+
+One place decides it, by the outcome, the alarms that last, and the values beyond their critical bounds, so that no view calls a run that
+does not learn healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import StrEnum
+from typing import Final
+
+from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.core.record import AlarmLevel
+
+
+class Tone(StrEnum):
+    """State of a run in one word.
+
+    `good` has learned something, and nothing is wrong; `open` is not known to be good or bad; `warn` is flat or declines, has a lasting
+    warning, or has critical values before it has learned; `bad` failed or has a lasting critical alarm.
+    """
+
+    GOOD = "good"
+    OPEN = "open"
+    WARN = "warn"
+    BAD = "bad"
+
+
+COLOURS: Final = {Tone.GOOD: "green", Tone.OPEN: "cyan", Tone.WARN: "yellow", Tone.BAD: "red"}
+"""Colours of a terminal."""
+
+
+def tone_of(outcome: OutcomeKind | str, lasting: Iterable[AlarmLevel] = (), critical: Collection[str] = ()) -> Tone:
+    """Return the tone of a run.
+
+    Args:
+        outcome: its kind; of a kind that is not known here nothing is known.
+        lasting: levels of its alarms that are not over.
+        critical: keys of values beyond their critical bounds.
+    """
+    levels = set(lasting)
+    if outcome == OutcomeKind.FAILED or AlarmLevel.CRITICAL in levels:
+        return Tone.BAD
+    if outcome in BAD or AlarmLevel.WARN in levels or (critical and outcome not in GOOD):
+        return Tone.WARN
+    return Tone.GOOD if outcome in GOOD and not critical else Tone.OPEN
