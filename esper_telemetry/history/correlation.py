@@ -42,7 +42,7 @@ class LearningRateResponse(Derived):
     lr_response: float | None = reports(
         Metric.quantity(
             "opt/update_to_weight/lr_response",
-            612,  # 914 was the number of this series as a history of any key
+            914,
             "response to the learning rate",
             unit="Spearman ρ",
             low=-1.0,

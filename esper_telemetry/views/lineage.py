@@ -20,6 +20,7 @@ from esper_telemetry.alarms.verdict import outcome, remarks, return_course
 from esper_telemetry.core.catalogue import families, family_name, groups
 from esper_telemetry.core.metric import Derived, Metric, declared
 from esper_telemetry.core.record import Level, RunInfo
+from esper_telemetry.history import recent_return
 from esper_telemetry.history.derive import TEST_EVERY_UPDATES, TEST_SUFFIXES
 from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
@@ -28,6 +29,7 @@ from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.progress import TIME_PARTS
 
 KEY_LABEL: Final = "{key}"
+LR_RESPONSE: Final = "opt/update_to_weight/lr_response"
 IMPORT: Final = re.compile(r"^(?:    )?from ([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
@@ -187,7 +189,7 @@ def _computed_from() -> Mapping[str, Sequence[str]]:
 @lru_cache(maxsize=1)
 def _verdicts() -> Mapping[str, str]:
     """Return the source of the parts that judge a run by keys which no declaration names; they spell them as strings."""
-    parts = {"outcome of the run": (outcome, return_course), "remarks of `diagnose`": (remarks,)}
+    parts = {"outcome of the run": (outcome, return_course, recent_return), "remarks of `diagnose`": (remarks,)}
     return {name: "".join(map(getsource, modules)) for name, modules in parts.items()}
 
 
@@ -230,5 +232,5 @@ def moment(metric: Metric) -> str:
         return "on demand, in updates at level debug"
     if metric.cost == "sampled":
         return "in sampled updates"
-    is_test = metric.key.removeprefix(f"{KEY_LABEL}/") in (*TEST_SUFFIXES, "lr_response")
+    is_test = metric.key.removeprefix(f"{KEY_LABEL}/") in TEST_SUFFIXES or metric.key == LR_RESPONSE
     return f"every {TEST_EVERY_UPDATES} updates" if is_test else "every update"
