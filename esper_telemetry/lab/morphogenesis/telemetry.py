@@ -245,11 +245,11 @@ class GrowthStep:
     Attributes:
         last: the episodes of all environments end with this step.
         horizon: steps of an episode, at most.
-        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
-            `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
-            parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
-            index), `decides` (there was a choice), `host_parameters` (a number), `ended` (the episode), and the watchdog's `nonfinite`,
-            `lobotomy` and `divergence`.
+        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since the
+            best), `norm` (gradient before clipping), `growth` (ratio of all parameters to the host's), `score` (accuracy less the price of
+            the parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (`seeds_gain` minus the sum of the contributions), `op`
+            (an index), `decides` (there was a choice), `host_parameters` (a number), `ended` (the episode), and the watchdog's
+            `nonfinite`, `lobotomy` and `divergence`.
         seeds: [B, S] each: `stage` (an index), `age` and `life` (epochs in the stage and of the seed), `alpha`, `tempo` (epochs of
             blending), `curve` and `blueprint` (indices), `parameters` (a number), `progress` (accuracy since the stage began), `born`,
             `pruned`, `fossilized` (bool, in this step); NaN where it was not measured: gradient `norm`, `ratio` (gradient intensity over

@@ -181,7 +181,7 @@ def test_nonfinite_gradients_have_a_cause_and_leave_no_trace_in_the_history() ->
 
 
 def test_layers_that_diverge_explode_and_vanish_in_one_epoch() -> None:
-    """Units near zero leave their output weights without a gradient; large output weights multiply that of the input weights."""
+    """Units near zero leave their output weights without a gradient; large output weights multiply the input weights' gradient."""
     env, events = tiny(1, slots=1), list[GrowthStep]()
     env.hooks.on(GrowthStep, events.append)
     slots = env.slots

@@ -109,9 +109,6 @@ class Decisions(MetricGroup):
             warn="> 0",
             source="a loss that is not finite, a host that has lost all it knew, a loss that runs away",
         )
-        .advises(
-            "Lower the learning rate of the hosts' task; see `env/rollback` for the reason, `seed/exploding` for seeds that broke a host."
-        )
     )
 
 

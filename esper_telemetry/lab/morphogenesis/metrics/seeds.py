@@ -105,9 +105,9 @@ class SeedGradients(MetricGroup):
         .bounds(
             healthy="< 0.5",
             warn="≥ 0.5, ten times the clip limit",
-            critical="≥ 0.75, 32 times the clip limit",
-            source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping. One "
-            "minibatch of a healthy run may exceed it",
+            critical="≥ 1, a hundred times the clip limit",
+            source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping; single "
+            "minibatches of healthy runs exceed thirty",
         )
         .absent("no seed learns")
     )
