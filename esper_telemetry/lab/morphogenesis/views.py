@@ -308,6 +308,8 @@ def environment_detail(view: RunView, env: int) -> RenderableType:
     head.append("  momentum ").append_text(momentum(host["stale"], status))
     epochs = data["course"].get("epochs")  # not in journals of earlier versions, whose episodes all have the same age
     head.append(f"  epoch {epochs[env] if epochs else data['epoch']} of {data['horizon']}", "dim")
+    if data["rollbacks"][env]:
+        head.append(f"  rolled back ({data['rollbacks'][env]})", "bold red")
     parameters = sum(count or 0 for count in data["seeds"]["parameters"][env])
     sizes = Text(f"host {host['host_parameters']:,} parameters, seeds {parameters:,}, growth ")
     sizes.append_text(number_text(host["growth"], ".2f")).append(f"x, rewards {data['mode']}")

@@ -172,13 +172,17 @@ def test_both_signs_are_those_of_one_epoch(exploding: list[float], vanishing: li
 
 
 def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
-    """Host 1 breaks in the 5th and the 9th of 16 epochs, host 2 in the 5th; the alarm names both."""
+    """Host 1 breaks in the 5th and the 16th of 16 epochs, when its seed has fossilised, host 2 in the 5th; the alarm names both."""
     run = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16))
     epochs = iter(range(1, 17))
 
     def break_hosts(_: GrowthStep) -> None:
-        broken = {4: [1, 2], 8: [1]}.get(next(epochs), [])
-        run.env.colony.hosts[broken] = torch.nan
+        epoch = next(epochs)
+        run.env.colony.hosts[{4: [1, 2], 15: [1]}.get(epoch, [])] = torch.nan
+        if epoch == 15:
+            run.env.slots.set(
+                torch.tensor([[False] * 2, [True, False], *[[False] * 2] * 2]), stage=Stage.FOSSILIZED, life=9
+            )
 
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, run)
@@ -190,6 +194,10 @@ def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
     table = environments_table(view)
     assert table is not None
     assert ["ROLLED BACK" in str(row[1].text) for row in table.rows] == [False, True, True, False]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(environment_detail(view, 1))
+    detail = console.export_text()
+    assert "rolled back (nonfinite 2x)" in detail and "▲ EXPLODING (nonfinite)" in detail
     alarm = next(one for one in view.alarms if one.type == "env/rollback")
     assert "3 times in this update (3 nonfinite), in environments 1 and 2" in alarm.text
     reasons = {"nonfinite": 2, "lobotomy": 0, "divergence": 0}
