@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -480,13 +480,44 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
 
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
-    """One seed in a thousand is beyond thirty clip limits; of five hundred, one is two in a thousand more than chance."""
-    one = {"seed/exploding": 0.9, "seed/largest/environment": 3.0, "seed/largest/slot": 1.0}
+    """One minibatch of a seed exceeds sixty clip limits, and one in a hundred ten; three epochs in a row are no chance."""
+    one = {
+        "seed/exploding": 0.9,
+        "seed/largest/environment": 3.0,
+        "seed/largest/slot": 1.0,
+        "seed/exploding_frac": 0.01,
+    }
 
-    assert "seed/explode" not in raised(judged(run(20, set_to({**one, "seed/exploding_frac": 0.001}), since=1)))
-    (alarm, *_) = alarms(judged(run(40, set_to({**one, "seed/exploding_frac": 0.01}))))
+    assert "seed/explode" not in raised(judged(run(20, set_to(one), since=1)))
+    (alarm, *_) = alarms(judged(run(40, set_to({**one, "seed/exploding_sustained": 0.8}))))
     assert "in environment 3, slot 1" in alarm.text
     assert alarm.evidence["values"]["seed/largest/environment"] == 3.0
+
+
+def test_seeds_of_a_journal_without_sustained_gradients_are_judged_by_their_largest() -> None:
+    """Earlier versions wrote no `seed/exploding_sustained`; then five seeds in a thousand beyond ten clip limits decide."""
+    one = {"seed/exploding_sustained": None, "seed/exploding": 0.9}
+
+    assert "seed/explode" not in raised(judged(run(20, set_to({**one, "seed/exploding_frac": 0.001}), since=1)))
+    assert "seed/explode" in raised(judged(run(40, set_to({**one, "seed/exploding_frac": 0.01}))))
+
+
+@pytest.mark.parametrize(
+    ("environments", "names"),
+    [
+        ([3], "in environment 3."),
+        ([12, 0, 5], "in environments 0, 5 and 12."),
+        (range(10), "in environments 0, 1, 2, 3, 4, 5, 6, 7 and 2 more."),
+    ],
+)
+def test_hosts_that_were_rolled_back_are_named(environments: Iterable[int], names: str) -> None:
+    hosts = {f"host/each/{env}/rollbacks": 1.0 for env in environments}
+    count = float(len(hosts))
+    values = {"env/rollbacks": count, "env/rollback/nonfinite": count, **hosts}
+
+    (alarm, *_) = alarms(judged(run(31, set_to(values))))
+
+    assert alarm.type == "env/rollback" and names in alarm.text
 
 
 def test_two_rows_are_normalised_as_well_as_they_can_be() -> None:

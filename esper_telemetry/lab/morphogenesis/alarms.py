@@ -1,4 +1,4 @@
-"""Alarms of morphogenesis: exploding, vanishing, dormant and stalled seeds, and a reward that rises while hosts get worse.
+"""Alarms of morphogenesis: broken hosts, exploding, vanishing, dormant and stalled seeds, and a reward that rises while hosts get worse.
 
 The entry point `morphogenesis` of the group `esper_telemetry.alarms` registers them, as for any plugin.
 """
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
-from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Stage
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, Stage
 
-EXPLODING, VANISHING, SCORE, RETURN = "seed/exploding", "seed/vanishing", "env/score", "episode/return_mean"
+EXPLODING, SUSTAINED, EXPLODING_FRAC = "seed/exploding", "seed/exploding_sustained", "seed/exploding_frac"
+VANISHING, SCORE, RETURN, ROLLBACKS = "seed/vanishing", "env/score", "episode/return_mean", "env/rollbacks"
 DORMANT, DISCONNECTED = "seed/cause/dormant", "seed/cause/disconnected"
 GERMINATED, BLENDING = "seed/germinated", "seed/gate/g2/pass_frac"
 
@@ -21,36 +22,80 @@ SETTLE_UPDATES = 5
 LEVEL_WEIGHT = 0.2
 """Weight of a new value in the levels of score and return."""
 
+MAX_NAMED_HOSTS = 8
+"""Hosts that the sentence of an alarm names."""
+
 SEED_EXPLODING = above(
-    "seed_exploding", 0.75, "severity of the largest gradient of a seed; 0.75 is 32 times its clip limit"
+    "seed_exploding", 0.75, "severity of a seed's gradient in three epochs in a row; 0.75 is 32 times its clip limit"
 )
 SEED_EXPLODING_FRAC = above(
     "seed_exploding_frac", 0.05, "share of the seeds that learn whose gradients are beyond ten clip limits"
 )
 SEED_ALONE = below(
-    "seed_alone", 0.005, "share of seeds beyond ten clip limits, below which the largest of thousands is chance"
+    "seed_alone",
+    0.005,
+    "share of seeds beyond ten clip limits, below which the largest of thousands is chance, in journals of earlier versions",
 )
 SEED_VANISHING = above("seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average")
 SEED_DORMANT = above("seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches")
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are worth less in the end than they were")
 
 
-def explode(view: View) -> Iterator[Finding]:
-    """A seed's gradient far above its clip limit, or many above ten times theirs."""
-    value, limit = view.get(EXPLODING), view.limits[SEED_EXPLODING]
-    if value is not None:
-        share = view.get("seed/exploding_frac") or 0.0
-        largest = value / limit if share >= view.limits[SEED_ALONE] else 0.0
+def roll_back(view: View) -> Iterator[Finding]:
+    """Hosts that have lost their weights; the severity is 1 if there are as many roll-backs as environments."""
+    count = view.get(ROLLBACKS)
+    if count is not None:
+        hosts, envs = view.labelled("host/each/", "/rollbacks"), view.facts.get("num_envs")
+        frac = count / envs if isinstance(envs, int | float) and envs > 0 else 1.0
         yield Finding(
-            min(1.0, 0.5 * max(largest, share / view.limits[SEED_EXPLODING_FRAC])),
-            EXPLODING,
-            value,
-            limit,
+            min(1.0, 0.5 + 0.5 * frac) if count > 0 else 0.0,
+            ROLLBACKS,
+            count,
+            0.0,
             text=lambda: (
-                f"the gradient of a seed has exploded{place(view)}: severity {number(value)}; so it is in {percent(share)} of seeds and "
-                "steps"
+                f"the watchdog restores older weights of broken hosts, {number(count)} times in this update ({reasons(view)}), in "
+                f"{named_hosts(hosts)}"
             ),
         )
+
+
+def reasons(view: View) -> str:
+    """Return `5 nonfinite, 1 divergence`."""
+    return ", ".join(f"{number(value)} {reason}" for reason, _, value in view.labelled("env/rollback/", ""))
+
+
+def named_hosts(hosts: list[tuple[str, str, float]]) -> str:
+    """Return `environments 0, 3 and 5`, in order; `environments 0, 3 and 12 more` for many."""
+    names = sorted((name for name, _, _ in hosts), key=int)
+    if len(names) <= 1:
+        return f"environment {names[0]}" if names else "environments without values of their own"
+    named = names[:-1] if len(names) <= MAX_NAMED_HOSTS else names[:MAX_NAMED_HOSTS]
+    last = names[-1] if len(names) <= MAX_NAMED_HOSTS else f"{len(names) - MAX_NAMED_HOSTS} more"
+    return f"environments {', '.join(named)} and {last}"
+
+
+def explode(view: View) -> Iterator[Finding]:
+    """A seed's gradient far above its clip limit for three epochs, or many above ten times theirs."""
+    sustained, largest = view.get(SUSTAINED), view.get(EXPLODING)
+    largest = sustained if largest is None else largest
+    if largest is None:
+        return
+    share, share_limit = view.get(EXPLODING_FRAC) or 0.0, view.limits[SEED_EXPLODING_FRAC]
+    key, value, limit = SUSTAINED, sustained, view.limits[SEED_EXPLODING]
+    if value is None:  # a journal of an earlier version
+        key, value = EXPLODING, largest if share >= view.limits[SEED_ALONE] else 0.0
+    if share / share_limit > value / limit:
+        key, value, limit = EXPLODING_FRAC, share, share_limit
+    yield Finding(
+        min(1.0, 0.5 * value / limit),
+        key,
+        value,
+        limit,
+        text=lambda: (
+            f"the gradient of a seed has exploded{place(view)}: severity {number(largest)}; {percent(share)} of seeds and steps exceed ten "
+            "clip limits"
+        ),
+    )
 
 
 def place(view: View) -> str:
@@ -156,24 +201,37 @@ SEVERITY_SOURCE = (
 
 RULES = (
     AlarmRule(
+        type=ROLLBACK_ALARM,
+        inputs=(ROLLBACKS, "env/rollback/{reason}", "host/each/{env}/rollbacks"),
+        meaning="Hosts have lost their weights: the loss is not finite, at chance level, or far above its history. They continue from "
+        "older weights, without the seeds that had not fossilised.",
+        action="Lower the learning rate of the hosts' task; if seed/exploding is high, of seeds; look for NaN in data and weights.",
+        judge=roll_back,
+        source="No host of a healthy run is rolled back.",
+        rank=480,
+        debug_updates=2,
+        evidence=(ROLLBACKS, "env/rollback/*", "host/each/*/rollbacks", "host/loss", EXPLODING),
+        optional=True,
+    ),
+    AlarmRule(
         type="seed/explode",
-        inputs=(EXPLODING, "seed/exploding_frac", "seed/grad/norm"),
-        meaning="The gradient of a seed is many times its clip limit, or those of many seeds are ten times theirs.",
-        action="Lower the learning rate of seeds, or blend them more slowly; the watchdog gives back weights that are lost "
+        inputs=(SUSTAINED, EXPLODING_FRAC, EXPLODING, "seed/grad/norm"),
+        meaning="The gradient of a seed is many times its clip limit in three epochs in a row, or many seeds exceed ten times theirs.",
+        action="Lower the learning rate of seeds, or blend them more slowly; the watchdog restores weights that are lost "
         "(env/rollbacks).",
         judge=explode,
         bounds=(SEED_EXPLODING, SEED_EXPLODING_FRAC, SEED_ALONE),
-        required=(EXPLODING, "seed/exploding_frac"),
-        source="Of a thousand healthy seeds and epochs one passes ten clip limits for a minibatch, and of many thousands one passes "
-        "thirty: the largest counts where five in a thousand pass ten.",
+        source="In runs that learn, a seed may exceed thirty clip limits in a minibatch, and none exceeds ten in three epochs in a row. "
+        "If the learning rate is ten times too high, some exceed a hundred.",
+        required=((SUSTAINED, EXPLODING),),
         debug_updates=5,
-        evidence=("seed/largest/*", "seed/*", "env/rollbacks"),
+        evidence=("seed/largest/*", "seed/*", ROLLBACKS),
         optional=True,
     ),
     AlarmRule(
         type="seed/vanish",
         inputs=(VANISHING, "seed/grad/norm"),
-        meaning="Seeds get next to no gradient at all.",
+        meaning="Seeds have almost no gradient, or a layer of theirs has none.",
         action="See why in seed/cause: nothing reaches them, or they lose it; a host that has learned everything leaves nothing either.",
         judge=vanish,
         bounds=(SEED_VANISHING,),

@@ -70,17 +70,18 @@ class Colony:
         self._envs, self._slots, self._generator = envs, slots, generator
         self._optimizer = OPTIMIZERS[optimizer]
         self._present, self._anatomy = presence(self.network.seed).to(device), anatomy().to(device)
-        self._sizes = self._present.sum(-1)
-        self.reset()
+        self._sizes, self._tensors = self._present.sum(-1), self.network.seed.norms(self._present.float()) > 0
+        self._snapshot = torch.zeros(envs, 1 + slots, self.network.size, device=device)
+        self.weights = Weights(self._snapshot.clone(), AdamMoments.of(self._snapshot))
+        self._watchdog = TrainingWatchdog.fresh(envs, device)
+        self.reset(torch.ones(envs, dtype=torch.bool, device=device))
 
-    def reset(self) -> None:
-        """Replace everything by new hosts without seeds."""
-        hosts = self.network.hosts(self._envs, self._generator)
-        rows = hosts.new_zeros(self._envs, 1 + self._slots, self.network.size)
-        self.weights = Weights(rows, AdamMoments.of(rows))
-        self.hosts.copy_(hosts)
-        self._watchdog = TrainingWatchdog.fresh(self._envs, hosts.device)
-        self._snapshot = rows.clone()
+    def reset(self, where: Tensor) -> None:
+        """Replace the networks by new hosts without seeds where [N] is set."""
+        new = torch.zeros_like(self._snapshot)
+        new[:, 0, : self.network.host.size] = self.network.hosts(self._envs, self._generator)
+        self._snapshot = torch.where(where[:, None, None], new, self._snapshot)
+        self.roll_back(where, torch.zeros_like(where).unsqueeze(1))
 
     @property
     def hosts(self) -> Tensor:
@@ -91,6 +92,10 @@ class Colony:
     def seeds(self) -> Tensor:
         """Parameters of the seeds [N, S, size of a seed], a writable view; zero where a blueprint has none."""
         return self.weights.rows[:, 1:, : self.network.seed.size]
+
+    def tensors(self, slots: Slots) -> Tensor:
+        """Return which parameters each seed has, [N, S, parameters], bool."""
+        return self._tensors[slots.style, slots.blueprint] & among(slots.stage, ALIVE).unsqueeze(-1)
 
     def parameters(self, slots: Slots) -> Tensor:
         """Return the number of parameters of each seed [N, S]."""
@@ -135,7 +140,7 @@ class Colony:
             self._snapshot = torch.where(where[:, None, None], self.weights.rows, self._snapshot)
 
     def roll_back(self, where: Tensor, pruned: Tensor) -> None:
-        """Restore the snapshot where [N] is set, without the `pruned` seeds [N, S]; clear the optimizer state there."""
+        """Restore the snapshot where [N] is set, without the `pruned` seeds [N, S]; clear optimizer state and watchdog there."""
         self.weights.rows.copy_(torch.where(where[:, None, None], self._snapshot, self.weights.rows))
         self.weights.moments.clear(where.unsqueeze(1).expand(-1, 1 + self._slots))
         self.drop(pruned)

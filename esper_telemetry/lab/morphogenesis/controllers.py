@@ -119,8 +119,7 @@ class HeuristicController:
         useful = slots.contribution > self.MIN_CONTRIBUTION
         failing = among(slots.stage, LEARNING) & (slots.age >= self.MIN_FAILING_AGE) & (lost > self.MAX_LOST_ACCURACY)
         ready = (self._stable_epochs >= self.STABLE_EPOCHS) & (host.stale >= self.PLATEAU_EPOCHS)
-        if host.epoch * env.horizon < self.FIRST_SEED_EPOCH:
-            ready = torch.zeros_like(ready)
+        ready &= (host.epoch * env.horizon).round() >= self.FIRST_SEED_EPOCH
         wants = {
             Op.PRUNE: (failing & (slots.stage != Stage.FOSSILIZED)) | (holding & ~useful),
             Op.FOSSILIZE: holding & useful,
@@ -147,18 +146,19 @@ class HeuristicController:
 
     def _update_history(self, env: Morphogenesis) -> None:
         loss = env.host.val_loss
-        if env.host.epoch == 0 or len(self._loss) != env.num_envs:
-            self._stable_epochs = torch.zeros_like(loss)
+        new, first = env.host.epoch == 0, BLUEPRINT_NAMES.index(self.FIRST_BLUEPRINT)
+        if len(self._loss) != env.num_envs:
+            self._loss, self._stable_epochs = loss, torch.zeros_like(loss)
             self._penalty = torch.zeros(env.num_envs, len(BLUEPRINTS), device=env.device)
-            self._next = torch.full_like(env.host.op, BLUEPRINT_NAMES.index(self.FIRST_BLUEPRINT))
-        else:
-            gain = (self._loss - loss) / self._loss.abs().clamp(min=1e-8)
-            low, high = self.STABLE_LOSS_GAIN
-            stable = (gain > low) & (gain < high)
-            latched = self._stable_epochs >= self.STABLE_EPOCHS
-            count = torch.where(stable, self._stable_epochs + 1, 0.0)
-            self._stable_epochs = torch.where(latched, self._stable_epochs, count)
-            self._penalty = self._penalty * self.PENALTY_DECAY
+            self._next = torch.full_like(env.host.op, first)
+        gain = (self._loss - loss) / self._loss.abs().clamp(min=1e-8)
+        low, high = self.STABLE_LOSS_GAIN
+        stable = (gain > low) & (gain < high)
+        latched = self._stable_epochs >= self.STABLE_EPOCHS
+        count = torch.where(stable, self._stable_epochs + 1, 0.0)
+        self._stable_epochs = torch.where(latched, self._stable_epochs, count).masked_fill(new, 0.0)
+        self._penalty = (self._penalty * self.PENALTY_DECAY).masked_fill(new.unsqueeze(1), 0.0)
+        self._next = self._next.masked_fill(new, first)
         self._loss = loss
 
     def _update_penalties(self, env: Morphogenesis, actions: Mapping[str, Tensor]) -> None:

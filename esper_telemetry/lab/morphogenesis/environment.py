@@ -15,30 +15,34 @@ from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.feedback import VERSION, HostState, StepReport, feature_names, observe
 from esper_telemetry.lab.morphogenesis.gradient_health import (
     INTENSITY_DECAY,
+    SUSTAINED_EPOCHS,
     CauseHistory,
     diagnose,
     exploding,
     intensity_ratio,
+    tensor_health,
     vanishing,
 )
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
 from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Slots, TransitionGates, among
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthHistory, GrowthStep
-from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task
+from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
 
 class Morphogenesis:
     """B hosts that learn a task while a controller adds seeds to them, as tensors with a leading environment axis.
 
-    An episode is `horizon` epochs of training of a new host. It ends in a terminal state, since the observation includes the time. Its
-    `score` is the validation accuracy minus the price of the seeds' parameters.
+    An episode is at most `horizon` epochs of training of a new host. It ends in a terminal state, since the observation includes the time.
+    Its `score` is the validation accuracy minus the price of the seeds' parameters.
 
     Args:
         num_envs: B.
         task: `synthetic`, `digits` or `text`.
         slots: places for seeds, S, one behind each hidden layer; four at most.
         horizon: epochs of an episode.
+        patience: the episode of a host ends early if the watchdog finds it broken, or if it has not improved for this many epochs and no
+            seed is between germination and fossilisation. None: every episode has `horizon` epochs.
         reward: `shaped`, `basic` or `sparse`.
         strict: gates require more.
         optimizer: of hosts and seeds, `adam` or `sgd`.
@@ -56,10 +60,6 @@ class Morphogenesis:
     """
 
     name = "morphogenesis"
-    _epoch: int
-    _slots: Slots
-    _host: HostState
-    _history: CauseHistory
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Morphogenesis:
         task: str = "synthetic",
         slots: int = 2,
         horizon: int = 32,
+        patience: int | None = None,
         reward: str = "shaped",
         strict: bool = False,
         optimizer: str = "adam",
@@ -75,8 +76,9 @@ class Morphogenesis:
         seed: int | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        for name, value, least in (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2)):
-            if value < least:
+        counts = (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2), ("patience", patience, 1))
+        for name, value, least in counts:
+            if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if slots > feedback.MAX_SLOTS:
             raise ValueError(f"slots must be at most {feedback.MAX_SLOTS}, got {slots}")
@@ -89,11 +91,19 @@ class Morphogenesis:
         self.observation_names = feature_names(slots)
         self.observation_shape = (len(self.observation_names),)
         self._seed, self._reward, self._gamma, self._gates = seed, reward, gamma, TransitionGates(strict=strict)
+        self._patience = patience
         self._generator = torch.Generator(self.device).manual_seed(0 if seed is None else seed)
         self.colony = Colony(make_task(task), num_envs, slots, optimizer=optimizer, generator=self._generator)
         self.score = torch.full((num_envs,), torch.nan, device=self.device)
         self._growth = GrowthHistory.fresh(num_envs, self.device)
-        self._begin()
+        self._slots = Slots.empty(num_envs, slots, self.device)
+        # Both restart at seeds that do not learn, and so with every episode.
+        self._history = CauseHistory.fresh(num_envs, slots, self.device)
+        self._severities = torch.zeros(SUSTAINED_EPOCHS, num_envs, slots, device=self.device)
+        zero = torch.zeros(num_envs, device=self.device)
+        self._epoch = zero.long()
+        self._host = HostState(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero.long())
+        self._begin(self._everywhere())
 
     @property
     def slots(self) -> Slots:
@@ -110,7 +120,7 @@ class Morphogenesis:
         seed = seed if self._seed is None else self._seed
         if seed is not None:
             self._generator.manual_seed(seed)
-        self._begin()
+        self._begin(self._everywhere())
         return self._observe(torch.zeros_like(self._slots.alpha))
 
     def action_masks(self) -> dict[str, Tensor]:
@@ -133,32 +143,30 @@ class Morphogenesis:
         slots.move_weights()
         velocity = slots.alpha - weights
         result = self.colony.train(slots)
-        cause = self._measure(result)
+        gradients = self._measure(result)
         pruned = self._roll_back(result, outcome)
-        self._epoch += 1
-        last = self._epoch == self.horizon
+        self._epoch = self._epoch + 1
         self._host = self._host_state(result, outcome)
+        last = self._ended(result)
         components = self._reward_components(result, outcome, velocity)
         faded = slots.tick(self._host.val_accuracy)
         self.colony.drop(faded)
         components["shaping"] = feedback.shaping(before, feedback.potentials(slots), self._gamma, last=last)
         score = self._host.val_accuracy - self.colony.task.price * self._host.parameters
-        components["final"] = score if last else torch.zeros_like(score)
-        if last:
-            self.score = score
+        components["final"] = torch.where(last, score, 0.0)
+        self.score = torch.where(last, score, self.score)
         reward = feedback.total(components, self._reward)
         if self.hooks.wants(GrowthStep):
             gone = outcome.pruned | pruned | faded
             context = self.colony, self.horizon, self._growth
-            event = StepReport(slots, self._host, result, outcome, gone, cause, *context).event(
+            event = StepReport(slots, self._host, result, outcome, gone, gradients, *context).event(
                 components, masks, mode=self._reward, last=last
             )
             self._growth = event.history or self._growth
             self.hooks.emit(event)
-        if last:
-            self._begin()
-        ended = torch.full((self.num_envs,), last, device=self.device)
-        return TensorStep(self._observe(velocity * (not last)), reward, ended, torch.zeros_like(ended))
+        if last.any():
+            self._begin(last)
+        return TensorStep(self._observe(velocity * ~last.unsqueeze(1)), reward, last, torch.zeros_like(last))
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -170,6 +178,7 @@ class Morphogenesis:
             "slots": self._slots.tensors(),
             "host": self._host._asdict(),
             "history": list(self._history),
+            "severities": self._severities,
             "epoch": self._epoch,
             "layout": VERSION,
             "score": self.score,
@@ -184,27 +193,41 @@ class Morphogenesis:
             )
         self.colony.load_state_dict(state["colony"])
         self._slots = Slots(**{name: tensor.to(self.device) for name, tensor in state["slots"].items()})
-        host = {name: part if name == "epoch" else part.to(self.device) for name, part in state["host"].items()}
+        host = {name: torch.as_tensor(part, device=self.device) for name, part in state["host"].items()}
+        host["epoch"] = host["epoch"].expand(self.num_envs)  # states of earlier versions have one number for all
         self._host = HostState(**host)
         self._history = CauseHistory(*(tensor.to(self.device) for tensor in state["history"]))
-        self._epoch, self.score = state["epoch"], state["score"].to(self.device)
+        self._severities = state.get("severities", torch.zeros_like(self._severities)).to(self.device)
+        self._epoch = torch.as_tensor(state["epoch"], device=self.device).expand(self.num_envs)
+        self.score = state["score"].to(self.device)
         self._generator.set_state(state["generator"])
 
     @torch.no_grad()
-    def _begin(self) -> None:
-        """Begin episodes with new hosts and dormant slots."""
-        self._epoch = 0
-        self._growth = self._growth.next_episode()
-        self._slots = Slots.empty(self.num_envs, self.slot_count, self.device)
-        self._history = CauseHistory.fresh(self.num_envs, self.slot_count, self.device)
-        self.colony.reset()
+    def _begin(self, where: Tensor) -> None:
+        """Begin episodes with new hosts and dormant slots where [B] is set."""
+        self._epoch = self._epoch.masked_fill(where, 0)
+        self._growth = self._growth.next_episode(where)
+        self._slots.restart(where)
+        self.colony.reset(where)
         loss, accuracy = (part[:, 0] for part in self.colony.validate(self._slots))
         zero = torch.zeros_like(loss)
         op = zero.long() + Op.WAIT
-        self._host = HostState(0.0, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
+        fresh = HostState(zero, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
+        self._host = HostState(*(torch.where(where, new, old) for new, old in zip(fresh, self._host, strict=True)))
 
-    def _measure(self, result: ColonyResult) -> Tensor:
-        """Store the measurements of the epoch in the slots; return the causes of weak gradients, [B, S]."""
+    def _everywhere(self) -> Tensor:
+        return torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+
+    def _ended(self, result: ColonyResult) -> Tensor:
+        """Return the episodes that end with this epoch, [B]."""
+        ended = self._epoch == self.horizon
+        if self._patience is None:
+            return ended
+        growing = among(self._slots.stage, ALIVE[:-1]).any(1)
+        return ended | result.verdict.panic | ((self._host.stale >= self._patience) & ~growing)
+
+    def _measure(self, result: ColonyResult) -> dict[str, Tensor]:
+        """Store the measurements of the epoch in the slots; return the columns of the event about single gradients, [B, S] each."""
         slots, epoch = self._slots, result.epoch
         learning = among(slots.stage, LEARNING) & ~slots.leaving
         entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
@@ -220,17 +243,21 @@ class Morphogenesis:
         self._history, cause = diagnose(
             self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha
         )
-        return cause
+        present = self.colony.tensors(slots) & learning.unsqueeze(-1)
+        severity = torch.where(learning, exploding(epoch.seed_norm), 0.0)
+        self._severities = torch.cat([self._severities[1:], severity.unsqueeze(0)])
+        sustained = torch.where(learning, self._severities.amin(0), torch.nan)
+        health = tensor_health(epoch.tensor_norm, epoch.tensor_peak, present)
+        return {**health._asdict(), "sustained": sustained, "cause": cause}
 
     def _roll_back(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
-        """Snapshot the healthy environments and restore the broken ones; return the seeds [B, S] that are pruned by it."""
+        """Snapshot the stable hosts and restore the broken ones; return the seeds [B, S] that are pruned by it."""
         slots, panic = self._slots, result.verdict.panic
-        healthy = result.loss[:, 0].isfinite() & ~panic
-        due = torch.full_like(healthy, self._epoch % SNAPSHOT_EPOCHS == 0)
-        self.colony.snapshot(healthy & (due | outcome.fossilized.any(1)))
+        # A host whose loss rises keeps older weights. A seed that has just fossilised must be in them: a roll-back does not prune it.
+        self.colony.snapshot(result.verdict.stable | (~panic & outcome.fossilized.any(1)))
         lost = panic.unsqueeze(1) & among(slots.stage, ALIVE[:-1])
         if panic.any():
-            self.colony.roll_back(panic, lost)
+            self.colony.roll_back(panic, panic.unsqueeze(1) & (slots.stage != Stage.FOSSILIZED))
         slots.enter(lost, Stage.PRUNED, self._host.val_accuracy)
         slots.empty_out(lost)
         return lost

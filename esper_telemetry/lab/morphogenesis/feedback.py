@@ -51,12 +51,12 @@ def potentials(slots: Slots) -> Tensor:
     return (height + (height > 0) * (rate * (slots.age - 1).clamp(min=0)).clamp(max=most)).sum(1)
 
 
-def shaping(before: Tensor, after: Tensor, gamma: float, *, last: bool) -> Tensor:
-    """Potential-based shaping (Ng et al. 1999), γΦ(s') - Φ(s), [N], with Φ = 0 after the last step.
+def shaping(before: Tensor, after: Tensor, gamma: float, *, last: Tensor) -> Tensor:
+    """Potential-based shaping (Ng et al. 1999), γΦ(s') - Φ(s), [N], with Φ = 0 after the `last` step [N] of an episode.
 
     Its discounted sum over an episode is -Φ of the first state, so it does not change which policy is best.
     """
-    return gamma * (torch.zeros_like(after) if last else after) - before
+    return gamma * after.masked_fill(last, 0.0) - before
 
 
 def attribution(slots: Slots, accuracy: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ SLOT_FEATURES = (*SEED_FEATURES, "contribution", *(f"blueprint_{kind.name}" for 
 
 
 class HostState(NamedTuple):
-    """State of the hosts, [N] each except `epoch`, the elapsed fraction of the episode; `op` is an index."""
+    """State of the hosts, [N] each; `epoch` is the elapsed fraction of the episode, `op` an index."""
 
-    epoch: float
+    epoch: Tensor
     train_loss: Tensor
     train_accuracy: Tensor
     val_loss: Tensor
@@ -194,7 +194,7 @@ def observe(host: HostState, slots: Slots, velocity: Tensor, horizon: int) -> Te
 def _host(host: HostState, slots: Slots, horizon: int) -> Tensor:
     shares = [among(slots.stage, part).float().mean(1) for part in (LEARNING, EFFECTIVE, (Stage.FOSSILIZED,))]
     columns = [
-        torch.full_like(host.val_loss, host.epoch),
+        host.epoch,
         _signed_log1p(host.train_loss) / 4,
         host.train_accuracy,
         _signed_log1p(host.val_loss) / 4,
@@ -224,7 +224,7 @@ def _seeds(host: HostState, slots: Slots, velocity: Tensor, horizon: int) -> Ten
         accuracy * wide,
         torch.where(alive, (accuracy - slots.anchor) * 10, 0.0),
         slots.alpha,
-        wide * host.epoch,
+        wide * host.epoch.unsqueeze(1),
         slots.target,
         slots.moving.float(),
         slots.total / horizon,
@@ -257,7 +257,7 @@ class StepReport(NamedTuple):
         slots, host: states after the step.
         result, outcome: results of the epoch and of the action.
         pruned: [N, S], bool: seeds that were pruned.
-        cause: [N, S], see `gradient_health.diagnose`.
+        gradients: [N, S] each, columns of the event.
         colony: the networks.
         horizon: epochs of an episode.
         history: course of the environments before the step.
@@ -268,25 +268,32 @@ class StepReport(NamedTuple):
     result: ColonyResult
     outcome: ActionOutcome
     pruned: Tensor
-    cause: Tensor
+    gradients: Mapping[str, Tensor]
     colony: Colony
     horizon: int
     history: GrowthHistory
 
     def event(
-        self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: bool
+        self, components: Mapping[str, Tensor], masks: Mapping[str, Tensor], *, mode: str, last: Tensor
     ) -> GrowthStep:
-        """Return the event of the step; `components` are those of the reward, `masks` the action masks before it."""
-        hosts, seeds = _host_columns(self, masks), _seed_columns(self)
+        """Return the event of the step.
+
+        Args:
+            components: of the reward.
+            masks: action masks before the step.
+            mode: of the reward.
+            last: [N], bool: episodes that end.
+        """
+        hosts, seeds = {**_host_columns(self, masks), "ended": last}, _seed_columns(self)
         rewards = {name: weight * components[name] for name, weight in REWARDS[mode].items()}
         return GrowthStep(
-            last=last,
+            last=bool(last.all()),
             horizon=self.horizon,
             hosts=hosts,
             seeds=seeds,
             rewards=rewards,
             gates={gate.name: self.outcome.gates[:, place] for place, gate in enumerate(GATES)},
-            labels=LABELS,
+            labels={**LABELS, "parameter": tuple(self.colony.network.seed.shapes)},
             mode=mode,
             history=self.history.after(hosts, seeds, torch.stack([*rewards.values()]).sum(0)),
         )
@@ -335,10 +342,8 @@ def _seed_columns(report: StepReport) -> dict[str, Tensor]:
         "pruned": report.pruned,
         "fossilized": outcome.fossilized,
         "norm": torch.where(measured, slots.norm, torch.nan),
-        "exploding": torch.where(measured, slots.exploding, torch.nan),
-        "vanishing": torch.where(measured, slots.vanishing, torch.nan),
         "ratio": torch.where(slots.ratio >= 0, slots.ratio, torch.nan),
         "contribution": torch.where(effective, slots.contribution, torch.nan),
         "shapley": torch.where(effective, shapley_values(accuracy), torch.nan),
-        "cause": report.cause,
+        **report.gradients,
     }

@@ -32,6 +32,12 @@ class Op(IntEnum):
     ADVANCE = 5
 
 
+SEVERE = 0.5
+"""Severity from which on a gradient is exploding or vanishing."""
+
+ROLLBACK_ALARM = "env/rollback"
+"""Type of the alarm about roll-backs, whose evidence names the hosts."""
+
 MAX_HIDDEN_UNITS = 24
 """Hidden units of the largest seed."""
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, MAX_HIDDEN_UNITS, STYLES, Blueprint
@@ -220,6 +221,12 @@ class Packing:
         """Return views of the parameters in rows [..., size or more], each [..., *shape]."""
         parts = rows[..., : self.size].split(self.sizes, -1)
         return {name: part.unflatten(-1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """Return the norm of each parameter in rows [..., size or more], [..., parameters]; an infinite entry spoils all of its row."""
+        parameter = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        member = F.one_hot(parameter).to(rows)
+        return (rows[..., : self.size].square() @ member).sqrt()
 
     def pack(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return the rows [..., size] of all parameters, each [..., *shape]."""

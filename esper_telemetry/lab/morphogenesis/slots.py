@@ -190,6 +190,12 @@ class Slots:
         """Move slots to a stage; their progress is measured from the accuracy [N]."""
         self.set(where, stage=stage, age=0, anchor=accuracy.unsqueeze(1))
 
+    def restart(self, where: Tensor) -> None:
+        """Make the slots of the environments where [N] is set dormant."""
+        envs, slots = self.stage.shape
+        for name, value in Slots.empty(envs, slots, self.stage.device).tensors().items():
+            setattr(self, name, torch.where(where.unsqueeze(1), value, getattr(self, name)))
+
     def head_for(self, where: Tensor, target: Tensor | float, epochs: Tensor, curve: Tensor) -> None:
         """Move the weight to a target over that many epochs; over 0, at once."""
         at_once = where & (epochs == 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
-from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Op, Stage
+from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, SEVERE, Op, Stage
 from esper_telemetry.lab.morphogenesis.metrics.environments import environment_stats
 from esper_telemetry.lab.morphogenesis.metrics.hosts import each_stats, host_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
@@ -47,13 +47,13 @@ HOST_COLUMNS: Final = {
 }
 SEED_COLUMNS: Final = (
     *("stage", "age", "life", "alpha", "tempo", "curve", "blueprint", "parameters"),
-    *("exploding", "vanishing", "ratio", "cause", "contribution", "shapley", "progress"),
+    *("ratio", "cause", "contribution", "shapley", "progress"),
 )
 ROLLBACKS: Final = ("nonfinite", "lobotomy", "divergence")
 INTEGERS: Final = frozenset(
     {
         *("stale", "op", "stage", "age", "life", "tempo", "curve", "blueprint", "parameters", "cause"),
-        *("host_parameters", "ops", "op_counts", "fates", "status"),
+        *("host_parameters", "epochs", "ops", "op_counts", "fates", "status"),
     }
 )
 
@@ -62,7 +62,7 @@ class GrowthHistory(NamedTuple):
     """Course of the environments: in this episode, and counts since the run began or was resumed.
 
     Attributes:
-        epochs: of this episode.
+        epochs: [B], of this episode.
         accuracy, reward: [B, TREND_EPOCHS], of the last epochs of this episode, NaN before its begin.
         paid: [B], sum of the rewards of this episode.
         ops: [B, RECENT_OPS], the last operations.
@@ -71,7 +71,7 @@ class GrowthHistory(NamedTuple):
         status, due, streak: [B], indices into `STATUSES`: as it is, as the last epoch suggests, and epochs in a row that did.
     """
 
-    epochs: int
+    epochs: Tensor
     accuracy: Tensor
     reward: Tensor
     paid: Tensor
@@ -89,12 +89,14 @@ class GrowthHistory(NamedTuple):
         counts = torch.zeros(envs, len(Op), device=device)
         fates = torch.zeros(envs, len(BLUEPRINTS), 3, device=device)
         ops = torch.full((envs, RECENT_OPS), -1, device=device)
-        return cls(0, trend, trend, none, ops, counts, fates, none.long(), none.long(), none.long())
+        return cls(none.long(), trend, trend, none, ops, counts, fates, none.long(), none.long(), none.long())
 
-    def next_episode(self) -> GrowthHistory:
-        """Return the history at the begin of new episodes: operations and counts go on."""
+    def next_episode(self, where: Tensor) -> GrowthHistory:
+        """Return the history with new episodes where [B] is set: operations and counts continue."""
         fresh = self.fresh(len(self.paid), self.paid.device)
-        return fresh._replace(ops=self.ops, op_counts=self.op_counts, fates=self.fates)
+        fresh = fresh._replace(ops=self.ops, op_counts=self.op_counts, fates=self.fates)
+        pairs = zip(fresh, self, strict=True)
+        return GrowthHistory(*(torch.where(where.view(-1, *[1] * (new.dim() - 1)), new, old) for new, old in pairs))
 
     def after(self, hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], reward: Tensor) -> GrowthHistory:
         """Return the history with one step, whose columns are those of `telemetry.GrowthStep`."""
@@ -124,7 +126,12 @@ class GrowthHistory(NamedTuple):
 
 
 def growth_event(
-    step: GrowthStep, history: GrowthHistory, seeds: Mapping[str, Tensor], *, is_brief: bool = False
+    step: GrowthStep,
+    history: GrowthHistory,
+    seeds: Mapping[str, Tensor],
+    hosts: Mapping[str, Tensor],
+    *,
+    is_brief: bool = False,
 ) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
@@ -132,7 +139,7 @@ def growth_event(
 
     Args:
         step, history: the last step, and the course of the environments.
-        seeds: [T, B, S] each, the columns of the update; of the severities of gradients the largest is given.
+        seeds, hosts: [T, B, S] and [T, B] each, the columns of the update, for its worst gradients and its roll-backs.
         is_brief: trends are short, which halves the size.
     """
     total = len(history.paid)
@@ -140,33 +147,46 @@ def growth_event(
     trend = SHORT_TREND_EPOCHS if is_brief or count > MAX_LONG_TRENDS else TREND_EPOCHS
     columns = {f"hosts/{name}": step.hosts[column] for name, column in HOST_COLUMNS.items()}
     columns |= {f"seeds/{name}": step.seeds[name] for name in SEED_COLUMNS}
-    columns |= {f"seeds/{name}": _worst(seeds, name, history.epochs) for name in ("exploding", "vanishing")}
+    columns |= {f"seeds/{name}": severity for name, severity in worst_epoch(seeds, history.epochs).items()}
     columns |= {f"rewards/{name}": reward for name, reward in step.rewards.items()}
-    columns |= {f"rollback/{name}": step.hosts[name] for name in ROLLBACKS}
+    columns |= {f"rollback/{name}": hosts[name].sum(0) for name in ROLLBACKS}
     columns |= {"trend/accuracy": history.accuracy[:, -trend:], "trend/reward": history.reward[:, -trend:]}
-    columns |= {f"course/{name}": getattr(history, name) for name in ("paid", "ops", "op_counts", "fates", "status")}
+    columns |= {
+        f"course/{name}": getattr(history, name) for name in ("epochs", "paid", "ops", "op_counts", "fates", "status")
+    }
     parts = [column[:count].double() for column in columns.values()]
     pieces = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-    data: dict[str, Any] = {"environments": total, "epoch": history.epochs, "horizon": step.horizon, "mode": step.mode}
+    data: dict[str, Any] = {"environments": total, "horizon": step.horizon, "mode": step.mode}
     data |= {"statuses": STATUSES, "blueprints": [kind.name for kind in BLUEPRINTS], **step.labels}
     for name, piece, part in zip(columns, pieces, parts, strict=True):
         family, _, column = name.partition("/")
         digits = 3 if family == "trend" else 4
         values = _rounded(piece.view(part.shape).tolist(), whole=column in INTEGERS, digits=digits)
         data.setdefault(family, {})[column] = values
+    data["epoch"] = max(data["course"]["epochs"])
     reasons = data.pop("rollback")
-    rows = zip(*reasons.values(), strict=True)
-    data["rollbacks"] = [next((name for name, hit in zip(reasons, row, strict=True) if hit), "") for row in rows]
+    data["rollbacks"] = [
+        ", ".join(
+            name if times == 1 else f"{name} {times:.0f}x" for name, times in zip(reasons, row, strict=True) if times
+        )
+        for row in zip(*reasons.values(), strict=True)
+    ]
     return data
 
 
-def _worst(seeds: Mapping[str, Tensor], name: str, epochs: int) -> Tensor:
-    """Return the largest severity [B, S] that the present seed of each slot, or the one that was removed last, had in this update."""
+def worst_epoch(seeds: Mapping[str, Tensor], epochs: Tensor) -> dict[str, Tensor]:
+    """Return both severities [B, S] of each slot's seed, or of the seed that was removed last, in its worst epoch of this update.
+
+    Both come from the same epoch: the first choice is one in which both are flags, the second one in which the gradient explodes.
+    """
     steps = len(seeds["life"])
     ago = torch.arange(steps - 1, -1, -1, device=seeds["life"].device).view(-1, 1, 1)
-    belongs = (ago < seeds["life"][-1]) | ((seeds["stage"][-1] > Stage.FOSSILIZED) & (ago < epochs))
-    worst = torch.where(belongs & seeds[name].isfinite(), seeds[name], -1.0).amax(0)
-    return torch.where(worst < 0, torch.nan, worst)
+    belongs = (ago < seeds["life"][-1]) | ((seeds["stage"][-1] > Stage.FOSSILIZED) & (ago < epochs.unsqueeze(1)))
+    up, down = (torch.where(belongs, seeds[name], torch.nan) for name in ("exploding", "vanishing"))
+    explodes, vanishes = up >= SEVERE, down >= SEVERE
+    badness = 4.0 * (explodes & vanishes) + 2.0 * explodes + torch.maximum(up, down)
+    epoch = badness.nan_to_num(-1.0).argmax(0, keepdim=True)
+    return {name: severity.gather(0, epoch).squeeze(0) for name, severity in (("exploding", up), ("vanishing", down))}
 
 
 def _rounded(value: Any, *, whole: bool, digits: int = 4) -> Any:
@@ -179,11 +199,11 @@ def _rounded(value: Any, *, whole: bool, digits: int = 4) -> Any:
 
 
 def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], alarm: str) -> list[dict[str, Any]]:
-    """Return the seeds that an alarm of that type is about, the worst first: environment, slot, stage, blueprint and gradient.
+    """Return the seeds that an alarm of that type is about, the worst first: environment, slot, stage, blueprint, gradient and parameters.
 
     Args:
         seeds: [T, B, S] each, the columns of an update.
-        labels: names of stages and causes.
+        labels: names of stages, causes and parameters.
         alarm: its type.
     """
     column = "vanishing" if alarm in ("seed/vanish", "seed/dormant") else "exploding"
@@ -197,6 +217,7 @@ def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]]
         if value < 0:
             continue
         cause = int(seeds["cause"][at])
+        tensors = {name: int(seeds[name][at]) for name in ("strongest", "weakest")}
         named.append(
             {
                 "environment": env,
@@ -204,10 +225,23 @@ def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]]
                 "stage": labels["stage"][int(seeds["stage"][at])],
                 "blueprint": BLUEPRINTS[int(seeds["blueprint"][at])].name,
                 "cause": labels["cause"][cause] if cause >= 0 else None,
+                **{name: labels["parameter"][index] for name, index in tensors.items() if index >= 0},
                 **{name: _rounded(float(seeds[name][at]), whole=False) for name in ("norm", "exploding", "vanishing")},
             }
         )
     return named
+
+
+def named_hosts(hosts: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return the hosts that were given older weights, the most frequent first: environment, and times by reason.
+
+    Args:
+        hosts: [T, B] each, the columns of an update.
+    """
+    times = torch.stack([hosts[name].sum(0) for name in ROLLBACKS], 1)
+    order = times.sum(1).argsort(descending=True, stable=True)[:MAX_ENVIRONMENTS].tolist()
+    counted = ((env, dict(zip(ROLLBACKS, times[env].tolist(), strict=True))) for env in order)
+    return [{"environment": env, **counts} for env, counts in counted if any(counts.values())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,21 +249,22 @@ class GrowthStep:
     """One step of B environments: an epoch of training of every host, with S slots for seeds in each.
 
     Attributes:
-        last: episodes end with this step.
-        horizon: steps of an episode.
-        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
-            `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
-            parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
-            index), `decides` (there was a choice), `host_parameters` (a number), and the watchdog's `nonfinite`, `lobotomy` and
-            `divergence`.
+        last: the episodes of all environments end with this step.
+        horizon: steps of an episode, at most.
+        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since the
+            best), `norm` (gradient before clipping), `growth` (ratio of all parameters to the host's), `score` (accuracy less the price of
+            the parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (`seeds_gain` minus the sum of the contributions), `op`
+            (an index), `decides` (there was a choice), `host_parameters` (a number), `ended` (the episode), and the watchdog's
+            `nonfinite`, `lobotomy` and `divergence`.
         seeds: [B, S] each: `stage` (an index), `age` and `life` (epochs in the stage and of the seed), `alpha`, `tempo` (epochs of
             blending), `curve` and `blueprint` (indices), `parameters` (a number), `progress` (accuracy since the stage began), `born`,
-            `pruned`, `fossilized` (bool, in this step), and NaN where it was not measured: gradient `norm`, severities `exploding` and
-            `vanishing`, `ratio` (gradient intensity over the host's), `contribution`, `shapley`; `cause` (an index, -1 where there is no
-            seed that learns).
+            `pruned`, `fossilized` (bool, in this step); NaN where it was not measured: gradient `norm`, `ratio` (gradient intensity over
+            the host's), `contribution`, `shapley`, severities `exploding` and `vanishing` (of the parameters with the largest and the
+            smallest gradient) and `sustained` (of the whole gradient, exceeded in three epochs in a row); indices, -1 for a seed that
+            does not learn: `cause`, `strongest` and `weakest` (parameters).
         rewards: [B] per component, weighted; their sum is the reward.
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
-        labels: names of the values of `stage`, `op`, `cause` and `curve`.
+        labels: names of the values of `stage`, `op`, `cause`, `curve` and of indices of parameters (`parameter`).
         mode: of the reward.
         history: course of the environments, this step included; None where it is not followed.
     """
@@ -251,14 +286,12 @@ class GrowthUpdate:
 
     Attributes:
         steps: columns as in `GrowthStep`, with T as their first dimension.
-        last: per step: episodes ended with it.
-        final: the last step by itself.
+        final: the last step alone.
     """
 
     event_type: ClassVar[type] = GrowthStep
 
     steps: GrowthStep
-    last: tuple[bool, ...]
     final: GrowthStep
 
     @classmethod
@@ -277,7 +310,7 @@ class GrowthUpdate:
             gates=stacked([step.gates for step in events]),
             labels=events[0].labels,
         )
-        return cls(steps, tuple([step.last for step in events]), events[-1])
+        return cls(steps, events[-1])
 
     @property
     def on_device(self) -> bool:
@@ -287,11 +320,10 @@ class GrowthUpdate:
     def measure(self, _: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
         """Yield the measurements of hosts, seeds and rewards; at DEBUG also of single environments and slots."""
         hosts, seeds, rewards, labels = self.steps.hosts, self.steps.seeds, self.steps.rewards, self.steps.labels
-        last = torch.tensor(self.last, device=hosts["score"].device)
         yield partial(host_stats, hosts)
         yield partial(seed_stats, seeds, labels, horizon=self.steps.horizon)
         yield partial(gate_stats, self.steps.gates)
-        yield partial(environment_stats, hosts, rewards, seeds["stage"], last, ops=labels["op"])
+        yield partial(environment_stats, hosts, rewards, seeds["stage"], ops=labels["op"])
         if level >= Level.DEBUG:
             yield partial(each_stats, hosts, seeds, rewards)
 
@@ -302,15 +334,20 @@ class GrowthUpdate:
     def events(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth`: the environments and their seeds after the last step."""
         if self.final.history is not None:
-            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds))
+            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts))
 
     def progress(self, _: Mapping[str, Any]) -> Iterator[Capture]:
         """Yield the event `growth` in its brief form."""
         if self.final.history is not None:
-            yield Capture("growth", growth_event(self.final, self.final.history, self.steps.seeds, is_brief=True))
+            yield Capture(
+                "growth",
+                growth_event(self.final, self.final.history, self.steps.seeds, self.steps.hosts, is_brief=True),
+            )
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
-        """Return the seeds that an alarm about seeds means, by environment and slot."""
+        """Return the seeds that an alarm about seeds means, by environment and slot, and the hosts that an alarm about roll-backs means."""
+        if alarm.type == ROLLBACK_ALARM:
+            return {"hosts": named_hosts(self.steps.hosts)}
         if not alarm.type.startswith("seed/"):
             return {}
         return {"seeds": named_seeds(self.steps.seeds, self.steps.labels, alarm.type)}

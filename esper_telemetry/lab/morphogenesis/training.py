@@ -79,9 +79,6 @@ DIVERGENCE_SIGMAS, DIVERGENCE_FACTOR, MIN_DIVERGENT_LOSS, DIVERGENCE_EPOCHS = 6.
 MAX_LEARNED_LOSS_FRAC, CHANCE_LOSS_TOLERANCE = 0.6, 0.065
 """A lobotomy: a host whose loss was below this fraction of the loss of guessing is back within this fraction of it."""
 
-SNAPSHOT_EPOCHS = 5
-"""Epochs between snapshots of the weights."""
-
 
 class TrainingWatchdog(NamedTuple):
     """History of the losses [N, WATCHDOG_WINDOW_EPOCHS], NaN where there is none yet, and divergences in a row [N]."""
@@ -104,11 +101,12 @@ class TrainingWatchdog(NamedTuple):
 
 
 class WatchdogVerdict(NamedTuple):
-    """Broken hosts [N], by reason."""
+    """Broken hosts [N], by reason, and hosts whose loss is stable: neither unusual nor above the mean of its history."""
 
     nonfinite: Tensor
     lobotomy: Tensor
     divergence: Tensor
+    stable: Tensor
 
     @property
     def panic(self) -> Tensor:
@@ -134,7 +132,8 @@ def watch_losses(watch: TrainingWatchdog, loss: Tensor, classes: int) -> tuple[T
     strikes = torch.where(far, watch.strikes + 1, 0.0)
     unusual = nonfinite | lobotomy | far
     losses = torch.where(unusual.unsqueeze(1), watch.losses, torch.cat([watch.losses[:, 1:], loss.unsqueeze(1)], 1))
-    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= DIVERGENCE_EPOCHS)
+    stable = ~unusual & ((count == 0) | (loss <= mean))
+    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= DIVERGENCE_EPOCHS, stable)
 
 
 WINDOW_TOKENS = 16
@@ -292,6 +291,7 @@ class Epoch(NamedTuple):
         loss, accuracy: [N], on the training data, before each step.
         host_norm: [N], mean.
         seed_norm, seed_peak: [N, S], mean and largest.
+        tensor_norm, tensor_peak: [N, S, parameters], the same of each parameter of a seed.
         upstream: [N, S], mean norm of the loss's gradient with respect to a seed's effect.
     """
 
@@ -300,6 +300,8 @@ class Epoch(NamedTuple):
     host_norm: Tensor
     seed_norm: Tensor
     seed_peak: Tensor
+    tensor_norm: Tensor
+    tensor_peak: Tensor
     upstream: Tensor
 
 
@@ -346,16 +348,27 @@ def train_epoch(
     slopes = torch.zeros_like(weights.rows)
     views, into = network.views(weights.rows), network.views(slopes)
     where = torch.cat([torch.ones_like(learning[:, :1]), learning], 1)
-    logs, norms, upstream = list[Tensor](), list[Tensor](), list[Tensor]()
+    logs, norms, unclipped, upstream = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for data in batches:
         log_probs, norm = gradients(network, views, data, mixing, into)
+        unclipped.append(slopes[:, 1:].clone())
         norms.append(clip(slopes, MAX_GRADIENT_NORM))
         optimizer(weights.rows, slopes, weights.moments, rate, where)
         logs.append(log_probs)
         upstream.append(norm)
     loss, right = scores(torch.cat(logs, 2), torch.cat([data.targets for data in batches]))
     norm, peak = torch.stack(norms).mean(0), torch.stack(norms).amax(0)
-    return Epoch(loss.mean(1), right.mean(1), norm[:, 0], norm[:, 1:], peak[:, 1:], torch.stack(upstream).mean(0))
+    tensors = network.seed.norms(torch.stack(unclipped))
+    return Epoch(
+        loss=loss.mean(1),
+        accuracy=right.mean(1),
+        host_norm=norm[:, 0],
+        seed_norm=norm[:, 1:],
+        seed_peak=peak[:, 1:],
+        tensor_norm=tensors.mean(0),
+        tensor_peak=tensors.amax(0),
+        upstream=torch.stack(upstream).mean(0),
+    )
 
 
 @torch.no_grad()

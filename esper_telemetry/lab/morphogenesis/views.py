@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
+from esper_telemetry.lab.morphogenesis.kinds import SEVERE, Op, Stage
 from esper_telemetry.views.panels import (
     ChartDeclaration,
     PanelDeclaration,
@@ -105,8 +105,6 @@ HEADINGS: Final = (
 )
 """Meanings of the columns, for the help."""
 MAX_PLAIN_LOSS: Final = 1e4
-SEVERE: Final = 0.5
-"""Severity from which on a gradient is exploding or vanishing."""
 ACTION_SECONDS: Final = 5.0
 SHORT_TREND, TOP_ENVIRONMENTS, CHANGE_EPOCHS, CHANGE_ACCURACY = 8, 5, 5, 0.005
 DASH: Final = Text("─", "dim")
@@ -221,7 +219,9 @@ def _row(
     number = Text(f"{env:>2}", "bold red" if reason else "")
     number.append("▶" if acted and host["op"] != Op.WAIT else " ", "cyan").append("●", pip)
     if reason:
-        failure = Text(f"⚠ CATASTROPHIC FAILURE - ROLLED BACK ({reason})", "bold white on red")
+        failure = Text().append(f"⚠ CATASTROPHIC FAILURE - ROLLED BACK ({reason})", "bold white on red")
+        for slot in range(slots):
+            failure.append("  ").append_text(slot_text(data, env, slot))
         return (TableCell(number, sort=env), TableCell(failure))
     status = _name(data["statuses"], data["course"]["status"][env])
     trend, rewards = data["trend"]["accuracy"][env], data["trend"]["reward"][env]
@@ -307,7 +307,10 @@ def environment_detail(view: RunView, env: int) -> RenderableType:
         number_text(host["accuracy"], ".1%")
     )
     head.append("  momentum ").append_text(momentum(host["stale"], status))
-    head.append(f"  epoch {data['epoch']} of {data['horizon']}", "dim")
+    epochs = data["course"].get("epochs")  # not in journals of earlier versions, whose episodes all have the same age
+    head.append(f"  epoch {epochs[env] if epochs else data['epoch']} of {data['horizon']}", "dim")
+    if data["rollbacks"][env]:
+        head.append(f"  rolled back ({data['rollbacks'][env]})", "bold red")
     parameters = sum(count or 0 for count in data["seeds"]["parameters"][env])
     sizes = Text(f"host {host['host_parameters']:,} parameters, seeds {parameters:,}, growth ")
     sizes.append_text(number_text(host["growth"], ".2f")).append(f"x, rewards {data['mode']}")

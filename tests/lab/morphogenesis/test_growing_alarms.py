@@ -1,4 +1,4 @@
-"""Every alarm about seeds, raised by a fault in a training run."""
+"""Every alarm about hosts and seeds, raised by a fault in a training run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import torch
 from growing import tiny
 from torch import Tensor
 
-from esper_telemetry import PPOConfig, Telemetry, attach, read_run
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, read_run
+from esper_telemetry.cli.main import main
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
 from esper_telemetry.lab.morphogenesis import Morphogenesis, feedback
 from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
 from esper_telemetry.lab.morphogenesis.kinds import Op
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
+from esper_telemetry.ppo.config import preset
 
-SEED_ALARMS = {"seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
+GROWTH_ALARMS = {"env/rollback", "seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
 LAST_HEALTHY_UPDATE = 5
 """The fault begins when this update ends, in the middle of an episode of two updates."""
 
 
 def raised_alarms(path: Path, env: Morphogenesis, updates: int, fault: Callable[[ScriptedRun], None]) -> dict[str, int]:
-    """Run the oracle for that many updates; return the update in which each alarm about seeds was first raised."""
+    """Run the oracle for that many updates; return the update in which each alarm about growth was first raised."""
     run = ScriptedRun(env, PPOConfig(policy="oracle", num_steps=16))
 
     def begin(event: UpdateEnd) -> None:
@@ -37,13 +39,18 @@ def raised_alarms(path: Path, env: Morphogenesis, updates: int, fault: Callable[
         attach(telemetry, run)
         run.hooks.on(UpdateEnd, begin)
         run.learn(updates * 16 * env.num_envs)
-    seed_alarms = [alarm for alarm in alarms(path) if alarm.type in SEED_ALARMS]
-    return {alarm.type: alarm.since for alarm in reversed(seed_alarms)}
+    growth_alarms = [alarm for alarm in alarms(path) if alarm.type in GROWTH_ALARMS]
+    return {alarm.type: alarm.since for alarm in reversed(growth_alarms)}
 
 
 def explode(run: ScriptedRun) -> None:
     """Multiply all weights of seeds by 10,000."""
     run.env.colony.seeds.mul_(1e4)
+
+
+def raise_rate(run: ScriptedRun) -> None:
+    """Multiply the learning rate of hosts and seeds by 100."""
+    run.env.colony.task = replace(run.env.colony.task, learning_rate=1.0)
 
 
 def kill_units(run: ScriptedRun) -> None:
@@ -69,6 +76,11 @@ def cut_off(run: ScriptedRun) -> None:
     colony.network.host.unpack(colony.hosts)[last].zero_()
 
 
+def break_hosts(run: ScriptedRun) -> None:
+    """Replace the weights of every second host by NaN."""
+    run.env.colony.hosts[::2] = torch.nan
+
+
 def stop_learning(run: ScriptedRun) -> None:
     """Set the learning rate to zero, so that no seed improves its host."""
     run.env.colony.task = replace(run.env.colony.task, learning_rate=0.0)
@@ -78,6 +90,8 @@ def stop_learning(run: ScriptedRun) -> None:
     ("alarm", "fault", "settings", "updates", "by"),
     [
         ("seed/explode", explode, {}, 7, LAST_HEALTHY_UPDATE + 1),
+        ("seed/explode", raise_rate, {}, 8, LAST_HEALTHY_UPDATE + 2),
+        ("env/rollback", break_hosts, {}, 7, LAST_HEALTHY_UPDATE + 1),
         ("seed/vanish", kill_units, {}, 8, LAST_HEALTHY_UPDATE + 2),
         ("seed/dormant", cut_off, {}, 10, LAST_HEALTHY_UPDATE + 3),
         ("seed/stalled", stop_learning, {"strict": True, "horizon": 16}, 12, LAST_HEALTHY_UPDATE + 6),
@@ -95,6 +109,35 @@ def test_a_fault_raises_its_alarm(
 @pytest.mark.slow
 def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
     assert raised_alarms(tmp_path / "run", Morphogenesis(8, seed=0), 16, lambda run: None) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_controller_that_learns_raises_none(seed: int, tmp_path: Path) -> None:
+    """In 40 updates with the preset, in which gradients of single minibatches exceed 32 clip limits."""
+    trainer = PPO(Morphogenesis(16, seed=seed), preset("morphogenesis", "lstm").config(seed=seed))
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        attach(telemetry, trainer)
+        trainer.learn(40 * 512)
+
+    scores = [record.values["env/score"] for record in read_run(tmp_path / "run").records]
+    assert sum(scores[-5:]) > sum(scores[:5])
+    assert not GROWTH_ALARMS & {alarm.type for alarm in alarms(tmp_path / "run")}
+
+
+def test_hosts_that_break_explain_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the sixth update on, half of the hosts lose their weights in every epoch, and the return falls."""
+
+    def begin(run: ScriptedRun) -> None:
+        run.hooks.on(GrowthStep, lambda _: break_hosts(run))
+
+    raised_alarms(tmp_path / "run", tiny(horizon=16), 20, begin)
+
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(tmp_path / "run")])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Declining" in text and "Unexplained" not in text
+    assert "in environments 0, 2, 4 and 6" in text and "nonfinite" in text
 
 
 class Churn(OracleController):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from growing import play, tiny
@@ -157,6 +159,46 @@ def test_causes_distinguish_dormant_saturated_and_fast_hosts() -> None:
     assert causes_after(1e-3, 1.0, 0.1) == "indeterminate"
 
 
+def test_a_gradient_that_is_zero_from_birth_is_lost_inside_the_seed() -> None:
+    """The loss reaches the seed, whose units are all dead, so no epoch has a gradient to compare with."""
+    history, zero, one = CauseHistory.fresh(1, 1, torch.device("cpu")), torch.zeros(1, 1), torch.ones(1, 1)
+    for _ in range(6):
+        history, cause = diagnose(history, zero, zero, one, one, counted=one.bool(), alpha=one)
+        assert CAUSES[int(cause)] == "saturated"
+
+
+def test_nonfinite_gradients_have_a_cause_and_leave_no_trace_in_the_history() -> None:
+    """The epochs after a roll-back are judged like the first ones of a seed."""
+    history, one = CauseHistory.fresh(1, 1, torch.device("cpu")), torch.ones(1, 1)
+    causes = []
+    for host in (1.0, 1.0, torch.nan, 1.0, 1.0):
+        parts = {"seed": 1e-3 * one, "host": host * one, "upstream": one}
+        history, cause = diagnose(history, 1e-3 * one, counted=one.bool(), alpha=one, **parts)
+        causes.append(CAUSES[int(cause)])
+
+    assert causes == ["indeterminate", "indeterminate", "nonfinite", "indeterminate", "indeterminate"]
+    assert all(part.isfinite().all() for part in history)
+
+
+def test_layers_that_diverge_explode_and_vanish_in_one_epoch() -> None:
+    """Units near zero leave their output weights without a gradient; large output weights multiply the input weights' gradient."""
+    env, events = tiny(1, slots=1), list[GrowthStep]()
+    env.hooks.on(GrowthStep, events.append)
+    slots = env.slots
+    slots.set(torch.ones(1, 1, dtype=torch.bool), stage=Stage.TRAINING, blueprint=2, life=3)  # an mlp
+    seed = env.colony.network.seed.unpack(env.colony.seeds[:, 0])
+    seed["enter"].fill_(1e-9)
+    seed["leave"].copy_(1e4 * torch.randn(seed["leave"].shape, generator=torch.Generator().manual_seed(0)))
+
+    env.step({name: torch.zeros(1, dtype=torch.int64) for name in env.action_specs})
+
+    columns = {name: events[0].seeds[name].item() for name in ("exploding", "vanishing", "strongest", "weakest")}
+    parameters = events[0].labels["parameter"]
+    assert columns["exploding"] >= 0.5 and columns["vanishing"] >= 0.5
+    assert parameters[int(columns["strongest"])] == "enter" and parameters[int(columns["weakest"])] == "leave"
+    assert slots.vanishing.item() == 0  # the gradient of the whole seed, which the controller observes
+
+
 def verdict(losses: list[float], classes: int = 10) -> watchdog.WatchdogVerdict:
     """Return the verdict on the last loss."""
     watch = watchdog.TrainingWatchdog.fresh(1, torch.device("cpu"))
@@ -176,6 +218,67 @@ def test_the_watchdog_detects_three_kinds_of_failure() -> None:
     assert not verdict([*healthy, 50.0, 50.0, 0.5, 50.0]).divergence
 
 
+def wait(env: Morphogenesis) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(env.num_envs, dtype=torch.int64) for name in env.action_specs}
+
+
+def test_no_snapshot_is_taken_of_a_host_whose_loss_rises() -> None:
+    """Three epochs diverge before the watchdog acts, the fifteenth to the seventeenth; the weights from before them return."""
+    env = tiny(2)
+    for _ in range(14):
+        env.step(wait(env))
+    loss = env.host.val_loss[0].item()
+    for _ in range(watchdog.DIVERGENCE_EPOCHS):
+        env.colony.hosts[0] *= 1e3
+        env.step(wait(env))
+
+    assert env.host.val_loss[0] > 12
+    env.step(wait(env))
+    assert env.host.val_loss[0] < 2 * loss
+
+
+def test_slots_without_a_seed_stay_empty_after_a_roll_back() -> None:
+    """The snapshot holds a seed that was pruned since."""
+    env = tiny(1, slots=1)
+    stage = torch.ones(1, 1, dtype=torch.bool)
+    env.slots.set(stage, stage=Stage.TRAINING, blueprint=2)
+    env.colony.seeds.fill_(0.1)
+    env.step(wait(env))
+    env.slots.set(stage, stage=Stage.DORMANT)
+    env.colony.drop(stage)
+    env.colony.hosts[0] = torch.nan
+    env.step(wait(env))
+
+    assert env.colony.hosts.isfinite().all() and not env.colony.seeds.any()
+
+
+def test_patience_ends_the_episode_of_a_broken_host() -> None:
+    """Host 1 breaks in the third epoch and is replaced; the episode of host 0 has all eight epochs."""
+    env, counted = tiny(2, horizon=8, patience=100), list[torch.Tensor]()
+    env.hooks.on(GrowthStep, lambda event: counted.append(event.history.epochs))  # type: ignore[union-attr]  # followed
+    ended = []
+    for number in range(1, 12):
+        if number == 3:
+            env.colony.hosts[1] = torch.nan
+        ended.append(env.step(wait(env)).terminated.tolist())
+
+    assert [number for number, (first, _) in enumerate(ended, 1) if first] == [8]
+    assert [number for number, (_, second) in enumerate(ended, 1) if second] == [3, 11]
+    assert [int(epochs[0]) for epochs in counted] == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    assert [int(epochs[1]) for epochs in counted] == [1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_patience_waits_for_seeds_that_grow() -> None:
+    """No host learns, so none improves; host 1 has a seed in training."""
+    env = tiny(2, slots=1, patience=4)
+    env.colony.task = replace(env.colony.task, learning_rate=0.0)
+    env.slots.set(torch.tensor([[False], [True]]), stage=Stage.TRAINING)
+
+    ended = [env.step(wait(env)).terminated.tolist() for _ in range(5)]
+
+    assert ended == [[False, False]] * 3 + [[True, False]] + [[False, False]]
+
+
 def test_a_broken_host_is_rolled_back_and_the_others_are_unchanged() -> None:
     """The seeds of the broken host are pruned."""
     broken, healthy = (tiny(4) for _ in range(2))
@@ -183,8 +286,7 @@ def test_a_broken_host_is_rolled_back_and_the_others_are_unchanged() -> None:
         play(env, 12)
     broken.colony.hosts[2] = torch.nan
 
-    wait = {name: torch.zeros(4, dtype=torch.int64) for name in broken.action_specs}
-    steps = [env.step(wait) for env in (broken, healthy)]
+    steps = [env.step(wait(env)) for env in (broken, healthy)]
 
     others = torch.tensor([0, 1, 3])
     assert broken.colony.hosts.isfinite().all() and broken.colony.seeds.isfinite().all()
@@ -194,15 +296,30 @@ def test_a_broken_host_is_rolled_back_and_the_others_are_unchanged() -> None:
     assert not alive & set(broken.slots.stage[2].tolist())
 
 
+@pytest.mark.parametrize("patience", [None, 3])
 @pytest.mark.parametrize("task", ["synthetic", "digits", "text"])
-def test_a_restored_environment_continues_bit_identically(task: str) -> None:
-    env, restored = tiny(4, task=task), tiny(4, task=task)
+def test_a_restored_environment_continues_bit_identically(task: str, patience: int | None) -> None:
+    env, restored = (tiny(4, task=task, patience=patience) for _ in range(2))
     play(env, 40)
     restored.load_state_dict(env.state_dict())
 
     for a, b in zip(play(env, 40, seed=5), play(restored, 40, seed=5), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert torch.equal(env.colony.hosts, restored.colony.hosts)
+
+
+def test_a_state_of_an_earlier_version_is_restored() -> None:
+    """It has one epoch for all environments, and no severities."""
+    env, restored = tiny(2), tiny(2)
+    play(env, 10)
+    state = env.state_dict()
+    epoch = int(state["epoch"][0])
+    host = {**state["host"], "epoch": epoch / env.horizon}
+    old = {name: part for name, part in state.items() if name != "severities"} | {"epoch": epoch, "host": host}
+    restored.load_state_dict(old)
+
+    for a, b in zip(play(env, 30), play(restored, 30), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_state_of_another_layout_is_refused() -> None:
@@ -241,10 +358,9 @@ def test_the_oracle_scores_above_hosts_without_seeds() -> None:
     """By at least ten points of accuracy."""
     grown, unchanged = (Morphogenesis(16, seed=0) for _ in range(2))
     choose = SCRIPTS["oracle"](0)
-    wait = {name: torch.zeros(16, dtype=torch.int64) for name in unchanged.action_specs}
     for _ in range(32):
         grown.step(choose(grown))
-        unchanged.step(wait)
+        unchanged.step(wait(unchanged))
 
     assert grown.score.mean() > unchanged.score.mean() + 0.1
 
@@ -258,6 +374,7 @@ def test_the_oracle_scores_above_hosts_without_seeds() -> None:
         ({"reward": "gold"}, "reward must be one of shaped, basic, sparse, got 'gold'"),
         ({"optimizer": "lion"}, "optimizer must be one of adam, sgd, got 'lion'"),
         ({"horizon": 1}, "horizon must be at least 2, got 1"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_value(setting: dict[str, object], message: str) -> None:

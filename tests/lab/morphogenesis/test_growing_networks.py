@@ -212,6 +212,17 @@ def test_shapley_values_add_up(slots: int) -> None:
     assert torch.allclose(shapley_values(accuracy).sum(1), accuracy[:, 0] - accuracy[:, -1], atol=1e-6)
 
 
+def test_norms_are_those_of_each_parameter() -> None:
+    """Rows may be longer than the parameters; an infinite entry leaves no norm of its row finite."""
+    packing = Packing({"a": (2,), "b": (2, 2), "c": ()})
+    rows = torch.tensor([[3.0, 4, 1, 1, 1, 1, -6, 9], [torch.inf, 4, 1, 1, 1, 1, -6, 9]])
+
+    norms = packing.norms(rows)
+
+    assert norms[0].tolist() == [5, 2, 6]
+    assert not norms[1].isfinite().any()
+
+
 def test_unpack_inverts_pack() -> None:
     packing = Packing({"a": (2, 3), "b": (4,)})
     rows = torch.arange(20.0).view(2, 10)

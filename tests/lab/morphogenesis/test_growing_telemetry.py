@@ -105,6 +105,7 @@ def test_seeds_are_counted_by_hand() -> None:
         "norm": torch.tensor([[[unknown, 2.0]], [[unknown, 4.0]]]),
         "exploding": torch.tensor([[[unknown, 0.2]], [[unknown, 0.6]]]),
         "vanishing": torch.tensor([[[unknown, 0.0]], [[unknown, 0.0]]]),
+        "sustained": torch.tensor([[[unknown, 0.0]], [[unknown, 0.1]]]),
         "ratio": torch.full((2, 1, 2), unknown),
         "contribution": torch.tensor([[[unknown, 0.1]], [[unknown, 0.3]]]),
         "shapley": torch.tensor([[[unknown, 0.2]], [[unknown, 0.2]]]),
@@ -123,6 +124,7 @@ def test_seeds_are_counted_by_hand() -> None:
         "seed/life": 6,
         "seed/grad/norm": 3,
         "seed/exploding": 0.6,
+        "seed/exploding_sustained": 0.1,
         "seed/exploding_frac": 0.5,
         "seed/largest/environment": 0,
         "seed/largest/slot": 1,
@@ -152,10 +154,11 @@ def test_nonfinite_data_do_not_raise() -> None:
     env = tiny(2)
     names = ("score", "val_accuracy", "best", "growth", "nonfinite", "lobotomy", "divergence", "decides")
     hosts = {name: torch.full((3, 2), torch.nan) for name in names} | {"op": torch.zeros(3, 2, dtype=torch.int64)}
-    stages, last = torch.zeros(3, 2, env.slot_count, dtype=torch.int64), torch.tensor([False, False, True])
+    hosts["ended"] = torch.tensor([False, False, True]).unsqueeze(1).expand(3, 2)
+    stages = torch.zeros(3, 2, env.slot_count, dtype=torch.int64)
 
     values_by_group = [
-        group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, last, ops=["wait"])
+        group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, ops=["wait"])
     ]
 
     assert not [key for values in values_by_group for key in values if key == "env/score"]

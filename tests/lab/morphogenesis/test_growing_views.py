@@ -19,7 +19,7 @@ from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 from esper_telemetry.lab.morphogenesis.kinds import Op, Stage
-from esper_telemetry.lab.morphogenesis.telemetry import STATUSES, GrowthHistory, GrowthStep
+from esper_telemetry.lab.morphogenesis.telemetry import STATUSES, GrowthHistory, GrowthStep, worst_epoch
 from esper_telemetry.lab.morphogenesis.views import (
     environment_detail,
     environments_table,
@@ -27,6 +27,7 @@ from esper_telemetry.lab.morphogenesis.views import (
     seed_gradients,
     slot_text,
     stalled,
+    triangles,
 )
 from esper_telemetry.views.run_view import RunView, open_view
 
@@ -72,10 +73,12 @@ def test_an_exploding_seed_is_named_in_alarm_table_and_detail(exploded: tuple[Ru
 
     table = environments_table(view)
     assert table is not None and len(table.rows) == 4 and len(table.columns) == 3 + 2 + 13
-    slots = [(env, slot) for env, row in enumerate(table.rows) for slot in range(2) if "▲" in str(row[3 + slot].text)]
-    assert (worst["environment"], worst["slot"]) in slots
-    item = seed_gradients(view)
-    assert item is not None and item.text.startswith(str(len(slots))) and "seed grad" in item.text
+    data = view.latest["growth"].data
+    texts = {(env, slot): slot_text(data, env, slot).plain for env in range(4) for slot in range(2)}
+    assert "▲" in texts[worst["environment"], worst["slot"]]
+    assert all(text in "  ".join(str(cell.text) for cell in table.rows[env]) for (env, _), text in texts.items())
+    item, signed = seed_gradients(view), sum("▲" in text or "▼" in text for text in texts.values())
+    assert item is not None and item.text == f"{signed} seed grads"
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(environment_detail(view, worst["environment"]))
     assert "▲ EXPLODING" in console.export_text()
@@ -132,16 +135,18 @@ def test_cells_follow_the_state_of_a_slot(exploded: tuple[RunView, list[GrowthSt
 
 
 def test_rows_say_what_is_wrong(exploded: tuple[RunView, list[GrowthStep]]) -> None:
-    """A row that was rolled back says nothing else; missing values are dashes; a stalled environment is counted."""
+    """A row that was rolled back shows its seeds and nothing else; missing values are dashes; a stalled environment is counted."""
     data = copy.deepcopy(dict(exploded[0].latest["growth"].data))
     data["rollbacks"] = ["divergence", "", "", ""]
+    data["seeds"]["stage"][0] = [int(Stage.FOSSILIZED), int(Stage.DORMANT)]
     data["hosts"]["loss"][1] = None
     data["course"]["status"] = [STATUSES.index("stalled")] * 2 + [STATUSES.index("ok")] * 2
     view = with_event(data)
 
     table = environments_table(view)
     assert table is not None
-    assert str(table.rows[0][1].text) == "⚠ CATASTROPHIC FAILURE - ROLLED BACK (divergence)" and len(table.rows[0]) == 2
+    failure = f"⚠ CATASTROPHIC FAILURE - ROLLED BACK (divergence)  {slot_text(data, 0, 0).plain}  ─"
+    assert str(table.rows[0][1].text) == failure and len(table.rows[0]) == 2
     assert str(table.rows[1][9].text) == "─" and "STALL" in str(table.rows[1][2].text)
     item = stalled(view)
     assert item is not None and item == ("2 stalled", "warn")
@@ -165,6 +170,63 @@ def test_a_status_changes_when_it_was_due_three_times() -> None:
 
     assert statuses[1] == ["init", "init"] and statuses[2] == ["excellent", "ok"]
     assert [status for _, status in statuses[10:14]] == ["ok", "ok", "ok", "stalled"]
+
+
+@pytest.mark.parametrize(
+    ("exploding", "vanishing", "signs"),
+    [
+        ([0.9, 0.0], [0.0, 1.0], "▲"),
+        ([0.9, 0.6], [0.0, 0.7], "▲▼"),
+        ([0.1, 0.2], [0.0, 0.7], "▼"),
+        ([0.1, torch.nan], [0.0, torch.nan], ""),
+    ],
+)
+def test_both_signs_are_those_of_one_epoch(exploding: list[float], vanishing: list[float], signs: str) -> None:
+    """A seed that explodes and then dies shows ▲; layers that diverge in one epoch show ▲▼."""
+    steps = len(exploding)
+    seeds = {
+        "exploding": torch.tensor(exploding).view(steps, 1, 1),
+        "vanishing": torch.tensor(vanishing).view(steps, 1, 1),
+        "stage": torch.full((steps, 1, 1), int(Stage.FOSSILIZED)),
+        "life": torch.full((steps, 1, 1), 20),
+    }
+
+    worst = worst_epoch(seeds, torch.tensor([30]))
+
+    assert triangles(worst["exploding"].item(), worst["vanishing"].item()).plain == signs
+
+
+def test_every_roll_back_of_an_update_is_in_its_row(tmp_path: Path) -> None:
+    """Host 1 breaks in the 5th and the 16th of 16 epochs, when its seed has fossilised, host 2 in the 5th; the alarm names both."""
+    run = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16))
+    epochs = iter(range(1, 17))
+
+    def break_hosts(_: GrowthStep) -> None:
+        epoch = next(epochs)
+        run.env.colony.hosts[{4: [1, 2], 15: [1]}.get(epoch, [])] = torch.nan
+        if epoch == 15:
+            run.env.slots.set(
+                torch.tensor([[False] * 2, [True, False], *[[False] * 2] * 2]), stage=Stage.FOSSILIZED, life=9
+            )
+
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        attach(telemetry, run)
+        run.hooks.on(GrowthStep, break_hosts)
+        run.learn(16 * 4)
+    view = open_view(tmp_path / "run")
+
+    assert view.latest["growth"].data["rollbacks"] == ["", "nonfinite 2x", "nonfinite", ""]
+    table = environments_table(view)
+    assert table is not None
+    assert ["ROLLED BACK" in str(row[1].text) for row in table.rows] == [False, True, True, False]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(environment_detail(view, 1))
+    detail = console.export_text()
+    assert "rolled back (nonfinite 2x)" in detail and "▲ EXPLODING (nonfinite)" in detail
+    alarm = next(one for one in view.alarms if one.type == "env/rollback")
+    assert "3 times in this update (3 nonfinite), in environments 1 and 2" in alarm.text
+    reasons = {"nonfinite": 2, "lobotomy": 0, "divergence": 0}
+    assert alarm.evidence["hosts"][0] == {"environment": 1, **reasons} and len(alarm.evidence["hosts"]) == 2
 
 
 def test_a_journal_without_the_event_has_no_table(tmp_path: Path) -> None:

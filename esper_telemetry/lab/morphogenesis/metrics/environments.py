@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
+from esper_telemetry.lab.morphogenesis.metrics.hosts import MAX_SHOWN_ENVIRONMENTS
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 ROLLBACK_REASONS = ("nonfinite", "lobotomy", "divergence")
@@ -101,14 +103,11 @@ class Decisions(MetricGroup):
     )
     rollbacks: Sum = reports(
         Metric.count("env/rollbacks", 1632, "hosts given back older weights")
-        .asks("How often did a watchdog give a host its older weights back?")
+        .asks("How often did the watchdog restore older weights of a host?")
         .bounds(
             healthy="0",
             warn="> 0",
-            source="weights that are not finite, a host that has lost all it knew, a loss that runs away",
-        )
-        .advises(
-            "Lower the learning rate of the hosts' task; see `seed/exploding` for who broke them, `env/rollback` for how."
+            source="a loss that is not finite, a host that has lost all it knew, a loss that runs away",
         )
     )
 
@@ -120,7 +119,20 @@ class RollbackReasons(MetricGroup):
     reason: tuple[str, ...] = label()
     count: Sum = reports(
         Metric.count("env/rollback/{reason}", 1633, "roll-backs by reason", when_positive=True)
-        .asks("How often was this why a watchdog gave a host its older weights back?")
+        .asks("How often was this the reason for restoring older weights of a host?")
+        .absent("it never was")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HostRollbacks(MetricGroup):
+    """Roll-backs of single hosts, of the first rank."""
+
+    replicated: ClassVar[bool] = True
+    env: tuple[str, ...] = label()
+    count: Sum = reports(
+        Metric.count("host/each/{env}/rollbacks", 1698, "roll-backs of a host", when_positive=True)
+        .asks("How often was this environment's host given older weights?")
         .absent("it never was")
     )
 
@@ -131,7 +143,7 @@ FOSSILIZED = 6
 
 @inference_mode
 def environment_stats(
-    hosts: Mapping[str, Tensor], rewards: Mapping[str, Tensor], stages: Tensor, last: Tensor, *, ops: Sequence[str]
+    hosts: Mapping[str, Tensor], rewards: Mapping[str, Tensor], stages: Tensor, *, ops: Sequence[str]
 ) -> Iterator[MetricGroup]:
     """Yield the metrics of the environments.
 
@@ -139,22 +151,23 @@ def environment_stats(
         hosts: [T, B] each, see `telemetry.GrowthStep`.
         rewards: weighted components, [T, B] each.
         stages: [T, B, S], indices.
-        last: [T], bool: steps that end episodes.
         ops: names of the operations.
     """
-    yield _scores(hosts, (stages == FOSSILIZED).sum(-1), last)
+    yield _scores(hosts, (stages == FOSSILIZED).sum(-1))
     parts = torch.stack([part.double().nan_to_num().sum() for part in rewards.values()])
-    steps = float(last.numel() * stages.shape[1])
+    steps = float(stages[..., 0].numel())
     yield RewardParts(tuple(rewards), Mean(parts, torch.full_like(parts, steps)))
     taken = torch.bincount(hosts["op"].flatten(), minlength=len(ops)).double()
     yield Operations(tuple(ops), Mean(taken, torch.full_like(taken, steps)))
     reasons = torch.stack([hosts[name].double().sum() for name in ROLLBACK_REASONS])
-    back = torch.stack([hosts[name] for name in ROLLBACK_REASONS]).any(0)
-    yield Decisions(density=Mean(hosts["decides"].double().sum(), steps), rollbacks=Sum(back.double().sum()))
+    back = torch.stack([hosts[name] for name in ROLLBACK_REASONS]).any(0).double()
+    yield Decisions(density=Mean(hosts["decides"].double().sum(), steps), rollbacks=Sum(back.sum()))
     yield RollbackReasons(ROLLBACK_REASONS, Sum(reasons))
+    times = back.sum(0)[:MAX_SHOWN_ENVIRONMENTS]
+    yield HostRollbacks(tuple(str(env) for env in range(len(times))), Sum(times))
 
 
-def _scores(hosts: Mapping[str, Tensor], fossilized: Tensor, last: Tensor) -> EpisodeScores:
+def _scores(hosts: Mapping[str, Tensor], fossilized: Tensor) -> EpisodeScores:
     columns = {
         "score": hosts["score"],
         "final": hosts["val_accuracy"],
@@ -162,7 +175,7 @@ def _scores(hosts: Mapping[str, Tensor], fossilized: Tensor, last: Tensor) -> Ep
         "growth": hosts["growth"],
     }
     columns["fossils"] = fossilized
-    samples = {name: sample(x, last.unsqueeze(1).expand_as(x)) for name, x in columns.items()}
+    samples = {name: sample(x, hosts["ended"]) for name, x in columns.items()}
     score = samples["score"]
     means = {name: s.mean(s.values) for name, s in samples.items()}
     return EpisodeScores(

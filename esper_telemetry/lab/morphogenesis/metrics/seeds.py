@@ -13,6 +13,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Min, Moments, OfLargest, Sum
+from esper_telemetry.lab.morphogenesis.kinds import SEVERE
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 SEEDS_FAMILY = MetricFamily(
@@ -100,12 +101,24 @@ class SeedGradients(MetricGroup):
     )
     exploding: Max = reports(
         Metric.severity("seed/exploding", 1514, "seed has exploding gradients")
-        .asks("How far beyond its clip limit was the largest gradient of any seed?")
+        .asks("How far beyond its clip limit was the largest gradient of any parameter of a seed?")
+        .bounds(
+            healthy="< 0.5",
+            warn="≥ 0.5, ten times the clip limit",
+            critical="≥ 1, a hundred times the clip limit",
+            source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping; single "
+            "minibatches of healthy runs exceed thirty",
+        )
+        .absent("no seed learns")
+    )
+    sustained: Max = reports(
+        Metric.severity("seed/exploding_sustained", 1591, "seed has exploding gradients for three epochs")
+        .asks("How far beyond its clip limit was the gradient of any seed in each of three epochs in a row?")
         .bounds(
             healthy="< 0.5",
             warn="≥ 0.5, ten times the clip limit",
             critical="≥ 0.75, 32 times the clip limit",
-            source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping",
+            source="heuristic: gradients of healthy seeds exceed ten clip limits in two epochs in a row at most",
         )
         .absent("no seed learns")
     )
@@ -116,7 +129,7 @@ class SeedGradients(MetricGroup):
     )
     vanishing: Mean = reports(
         Metric.severity("seed/vanishing", 1515, "seed has vanishing gradients")
-        .asks("How far have gradients of seeds vanished, on average?")
+        .asks("How far has the smallest gradient of a seed's parameters vanished, on average over seeds?")
         .bounds(
             healthy="< 0.5",
             warn="≥ 0.5, a 100,000th of the clip limit",
@@ -280,11 +293,12 @@ def _largest(seeds: Mapping[str, Tensor]) -> LargestSeed:
 
 
 def _gradients(seeds: Mapping[str, Tensor]) -> SeedGradients:
-    exploding = sample(seeds["exploding"])
+    exploding, sustained = sample(seeds["exploding"]), sample(seeds["sustained"])
     return SeedGradients(
         norm=_mean(seeds["norm"]),
         exploding=Max(where_any(exploding.values.amax(-1), exploding.count)),
-        exploding_share=exploding.share(exploding.values >= 0.5),
+        sustained=Max(where_any(sustained.values.amax(-1), sustained.count)),
+        exploding_share=exploding.share(exploding.values >= SEVERE),
         vanishing=_mean(seeds["vanishing"]),
         ratio=_mean(seeds["ratio"]),
     )
