@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,17 @@ class Record:
         more = f", ... {len(self.values) - MAX_SHOWN_VALUES} more" if len(self.values) > MAX_SHOWN_VALUES else ""
         partial = ", partial" if self.partial else ""
         return f"Record({axes}, values={{{some}{more}}}, {len(self.histograms)} histograms{partial})"
+
+
+MAX_JUDGED = 1e100
+"""Size of a value as histories and detectors see it: its powers, and sums of these, are finite."""
+
+
+def judgeable(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Return values with which histories and detectors can calculate: larger ones at `MAX_JUDGED`, and none that is not finite."""
+    if math.hypot(*values.values()) <= MAX_JUDGED:
+        return values
+    return {key: min(max(value, -MAX_JUDGED), MAX_JUDGED) for key, value in values.items() if math.isfinite(value)}
 
 
 class AlarmLevel(StrEnum):

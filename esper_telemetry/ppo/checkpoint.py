@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from esper_telemetry.core.files import draft_of
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
 from esper_telemetry.ppo.ranks import Ranks
 
@@ -275,19 +276,15 @@ def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        with draft_of(path) as draft, draft.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # torch raises its own error over that of the disk
             raise error.__context__ from None
         raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> dict[str, Any]:

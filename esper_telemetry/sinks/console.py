@@ -13,21 +13,30 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.protocol import Place, check_options
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
-    """Return rich's console; with NO_COLOR it writes no escape sequence at all, where rich itself still writes bold and dim.
+    """Return rich's console, which writes every text `printable`; with NO_COLOR without any escape sequence, even for bold and dim.
 
     Args:
         piped_width: columns where the output is no terminal and COLUMNS does not say how many.
         settings: passed on to `rich.console.Console`.
     """
     from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        """Writes texts without the escape sequences that are in them, and its own with them."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(printable(part.text), part.style)
 
     plain = {"force_terminal": False, "color_system": None} if os.environ.get("NO_COLOR") else {}
-    console = Console(**{**settings, **plain})
+    console = PrintableConsole(**{**settings, **plain})
     if piped_width is not None and not console.file.isatty() and "COLUMNS" not in os.environ:
         console.width = piped_width
     return console

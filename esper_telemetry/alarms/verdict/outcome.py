@@ -33,7 +33,7 @@ import numpy as np
 
 from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.messages import number
-from esper_telemetry.core.record import Record, RunStatus
+from esper_telemetry.core.record import Record, RunStatus, judgeable
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 
 NOT_REPORTED: Final = (
@@ -198,7 +198,7 @@ class OutcomeJudge:
 
     def add(self, record: Record) -> None:
         """Add a record without judging."""
-        values, update, facts = record.values, record.axes.update, self._facts
+        values, update, facts = judgeable(record.values), record.axes.update, self._facts
         self._updates += 1
         self._ending, self._ended = "", False
         nonfinite = values.get(NONFINITE)
