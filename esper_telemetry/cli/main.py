@@ -341,6 +341,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
         saved = resume.saved_options(Train, run_dir)
         options: Train = parse_arguments(rest, Train, default=saved, program=f"{PROGRAM} train")
+        if not any(word.partition("=")[0] == "--env" for word in rest):
+            resume.check_saved_env(run_dir, saved.env)
         return resume.checked(replace(options, sink=options.sink or resume.saved_sinks(run_dir)), saved)
     program = f"{PROGRAM} {name}"
     command = parse_arguments(rest, COMMANDS[name], program=program)
