@@ -76,7 +76,10 @@ def read_tensorboard(directory: str) -> LoggedRun:
         events = accumulator.Tensors(tag)
         if any(dim.size != 1 for event in events for dim in event.tensor_proto.tensor_shape.dim):
             continue  # no number, and the shape may ask for any amount of memory
-        numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in events]
+        try:
+            numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in events]
+        except (ValueError, TypeError):  # a damaged tensor
+            continue
         if all(number.size == 1 and number.dtype.kind in "fiu" for _, number in numbers):
             points[tag] = [LoggedPoint(step, float(number.reshape(()))) for step, number in numbers]
     return LoggedRun(run.name or str(run.absolute()), points)
@@ -108,8 +111,7 @@ def read_csv(file: str) -> LoggedRun:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     try:
-        # spreadsheets begin a file with a mark of its encoding
-        with path.open(newline="", encoding="utf-8-sig", errors="replace") as text:
+        with _opened(path, newline="") as text:
             table = [
                 {name: number for name, cell in row.items() if name and (number := parse_number(cell)) is not None}
                 for row in csv.DictReader(text)
@@ -135,8 +137,15 @@ def read_log(file: str) -> LoggedRun:
         whole = parse_json(read_file(path, MAX_JSON_FILE_BYTES).removeprefix(codecs.BOM_UTF8))
         if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
             return _logged_rows(path, whole["log_history"])
-    with path.open(encoding="utf-8-sig", errors="replace") as text:
+    with _opened(path) as text:
         return _logged_rows(path, _printed_rows(_lines(text)))
+
+
+def _opened(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text in UTF-8, or in UTF-16 if it begins with that mark: spreadsheets and PowerShell write marks and UTF-16."""
+    with path.open("rb") as file:
+        is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return path.open(newline=newline, encoding="utf-16" if is_wide else "utf-8-sig", errors="replace")
 
 
 def _lines(text: TextIO) -> Iterator[str]:

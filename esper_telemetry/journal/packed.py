@@ -63,18 +63,18 @@ class PackedFile:
         """Return the bytes that follow, as many as are unpacked at once; none at the end."""
         if self.fault:
             return b""
+        chunk = b""
         try:
             chunk = self._unpacked.read1(CHUNK_BYTES)
         except EOFError:
             self.fault = "the compressed file ends here"
         except (gzip.BadGzipFile, zlib.error) as error:
             self.fault = f"the compressed file is damaged here: {error}"
-        else:
-            if self._count + len(chunk) <= self._limit:
-                self._count += len(chunk)
-                return chunk
+        if self._count + len(chunk) > self._limit:
             self.fault = f"the compressed file unpacks to more than {MAX_RATIO} times its size"
-        return b""
+            chunk = chunk[: self._limit - self._count]
+        self._count += len(chunk)
+        return chunk
 
     def close(self) -> None:
         """Release the file; harmless when repeated."""

@@ -85,6 +85,8 @@ TIME_COLUMNS: Final = len("0:00:00")
 REDRAW_SECONDS: Final = 0.5
 """Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
 
+MAX_STEPS: Final = 10**15
+"""Number of environment steps from which on it is none that a run has."""
 TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
@@ -251,7 +253,7 @@ class ProgressBar:
 def total_steps(run: RunInfo) -> int | None:
     """Return how many environment steps the run has, as its trainer or its settings say; None where neither does."""
     totals = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
-    return next((total for total in totals if isinstance(total, int) and total > 0), None)
+    return next((total for total in totals if isinstance(total, int) and 0 < total <= MAX_STEPS), None)
 
 
 def line(record: Record, total: int | None = None, width: int | None = None) -> str:
