@@ -52,7 +52,7 @@ def check_output(path: Path, *, sources: Iterable[str] = (), default: str = "") 
     if path.is_dir():
         reason = "it is a directory"
     elif not path.absolute().parent.is_dir():
-        reason = f"there is no directory {path.parent}"
+        reason = f"{path.parent} does not exist"
     elif any(Path(source).is_file() and path.exists() and path.samefile(source) for source in sources):
         reason = "it is made from that file"
     elif path.is_symlink() and holds_run(path.parent):

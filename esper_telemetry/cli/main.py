@@ -47,7 +47,8 @@ class Train:
     resume: str | None = None
     """Go on with the run in this directory, from its latest checkpoint and with its settings.
 
-    --total-steps and most others may change; sinks are replaced by those given."""
+    --total-steps and most others may change; sinks are replaced by those given. It asks before it imports the module of an environment
+    module:Id, or sends a token to a server, unless --env or --sink names it."""
     task: Literal["synthetic", "digits", "text"] = "synthetic"
     """What the hosts of morphogenesis learn. There --policy may also be heuristic, oracle or random, which learn nothing."""
     mask_velocity: bool = False
@@ -140,7 +141,7 @@ class Doctor:
     run_dir: tyro.conf.Positional[str]
     """The run directory."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Sink URI, as for train --sink: one that cannot be found by its name, because of a password in it."""
+    """Sink URI, as for train --sink: a server that the run directory names and you trust, or an address with a password."""
     json: bool = False
     """As JSON."""
 

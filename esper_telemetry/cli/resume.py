@@ -178,7 +178,7 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
             f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: more need a larger --total-steps"
         )
     trainer.load(path)
-    has_episodes = state["collector"]["environment"]
+    has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
     return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
 

@@ -47,7 +47,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, *, follow_links: bool
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Return a descriptor of a file that this package keeps in a run directory, created if need be.
 
-    Whatever is there under its name and is not a regular file is removed: a link would lead elsewhere. Raises OSError.
+    A link, a FIFO or a device of that name is removed first. Raises OSError.
     """
     flags |= os.O_CREAT
     try:

@@ -122,7 +122,7 @@ MAX_JUDGED = 1e100
 
 
 def judgeable(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return values with which histories and detectors can calculate: larger ones at `MAX_JUDGED`, and none that is not finite."""
+    """Return values that histories and detectors can calculate with: at most `MAX_JUDGED` in size, without NaN and infinities."""
     if math.hypot(*values.values()) <= MAX_JUDGED:
         return values
     return {key: min(max(value, -MAX_JUDGED), MAX_JUDGED) for key, value in values.items() if math.isfinite(value)}

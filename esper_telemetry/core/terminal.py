@@ -1,7 +1,7 @@
 """Texts that others wrote, without what a terminal would obey: escape sequences, control characters, marks that reverse the writing.
 
-Readers of files clean each text where they read it. Commands, warnings and consoles clean what they write once more, because names of
-files and messages of clients come from others too.
+Readers of files clean each text where they read it. Commands, warnings and consoles clean their output too, because it contains names of
+files and messages of clients.
 """
 
 from __future__ import annotations

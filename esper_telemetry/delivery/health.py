@@ -148,8 +148,8 @@ def doctor(
 
     Args:
         run_dir: of the run.
-        agreed: sink URIs that lead out of the run directory and may be read. A client sends its token to the server there, and whoever
-            made the directory has chosen the server, so others are left out.
+        agreed: sink URIs that lead out of the run directory and may be read. Others are skipped: a client would send its token to a
+            server that somebody else may have chosen.
         progress: called with the name of each backend before it is read, and how many there are.
 
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.

@@ -40,7 +40,7 @@ def read_source(address: str) -> LoggedRun:
     """Return the run at an address.
 
     Raises:
-        ValueError: for an unknown kind, an address of no run or of several, and a file that is no log or is damaged.
+        ValueError: for an unknown kind, an address that holds several runs or none, and a file that is damaged or not a log.
         FileNotFoundError: for a missing file.
         ModuleNotFoundError: if the backend's package is missing.
     """
@@ -75,7 +75,7 @@ def read_tensorboard(directory: str) -> LoggedRun:
     for tag in tags["tensors"]:
         events = accumulator.Tensors(tag)
         if any(dim.size != 1 for event in events for dim in event.tensor_proto.tensor_shape.dim):
-            continue  # no number, and the shape may ask for any amount of memory
+            continue  # its shape may ask for any amount of memory
         try:
             numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in events]
         except (ValueError, TypeError):  # a damaged tensor
@@ -88,7 +88,7 @@ def read_tensorboard(directory: str) -> LoggedRun:
 def one_run(path: Path) -> Path:
     """Return the directory below `path` that has event files; a file of events is a run itself.
 
-    Raises ValueError if there are several, with their names, if there is none, and for a FIFO or a device among the files.
+    Raises ValueError for several directories, with their names, for none, and if one of the files is a FIFO or a device.
     """
     if path.is_file():
         return path
@@ -149,7 +149,7 @@ def _opened(path: Path, newline: str | None = None) -> TextIO:
 
 
 def _lines(text: TextIO) -> Iterator[str]:
-    """Yield the lines, and empty ones for those that are too long to be a row of metrics."""
+    """Yield the lines; a line that is too long for a row of metrics is empty."""
     is_whole = True
     while line := text.readline(MAX_LOG_LINE_CHARACTERS):
         was_whole, is_whole = is_whole, line.endswith("\n")

@@ -38,7 +38,7 @@ MAX_BACKLOG_BYTES: Final = 8 << 20
 """What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
 MAX_LINE_BYTES: Final = 8 << 20
-"""Length from which on a line is left out: its JSON would take fifty times as much memory. The longest lines have some 300 kB."""
+"""Longest line that is read: decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
 MAX_TAIL_BYTES: Final = 4 << 20
 """Distance from its end up to which a journal is searched for its last line."""
 MAX_NAMED_LINES: Final = 10
@@ -337,7 +337,7 @@ class JournalReader:
         self._file.close()
 
     def _earlier(self, before: int | None, is_wanted: Callable[[bytes], bool]) -> list[Entry]:
-        """Return the wanted entries in the lines before a position, in the whole file by default; who reads all lines reports damage."""
+        """Return the wanted entries before a position, in the whole file by default; damage is left to a reader of all lines."""
         entries: list[Entry] = []
         reader = JournalReader(self.path)
         while (before is None or reader.offset < before) and (lines := reader._lines(None)):
@@ -370,7 +370,7 @@ class JournalReader:
         return lines
 
     def _skip_line(self, position: int) -> bool:
-        """Leave out a line that is too long and goes on at a position; return False if its end has not been written yet."""
+        """Leave out a line that is too long, whose rest begins at a position; return False if its end has not been written yet."""
         while chunk := self._file.read_at(position, CHUNK_BYTES):
             end = chunk.find(b"\n")
             if end >= 0:

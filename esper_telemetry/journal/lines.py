@@ -187,7 +187,7 @@ class DecodedLine(NamedTuple):
 
 
 def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
-    """Decode the bytes of a line that anyone may have written; its texts are `printable`. Raises nothing."""
+    """Decode the bytes of a line of a file; its texts become `printable`. A malformed line is a fault and never an exception."""
     try:
         line = _parse(data)
         entry = decode(line, run_dir)
@@ -211,11 +211,9 @@ def _parse(data: bytes) -> Line:
         raise ValueError(f"it is not JSON: {error.msg}") from None
     except ValueError:  # the limit of Python's integers, unless a constant was refused
         raise ValueError("it is not JSON: NaN, Infinity, or a number with thousands of digits") from None
-    # A control character in strict JSON is an escape, or one beyond ASCII, or DEL.
-    has_only_printable = "\\" not in text and text.isascii() and "\x7f" not in text
-    if not (
-        has_only_printable and data.startswith(RECORD_HEAD)
-    ):  # of a record only fields are read that are not nested
+    # In strict JSON a control character is an escape, or DEL, or not ASCII; the fields of a record are not nested.
+    is_plain_record = data.startswith(RECORD_HEAD) and "\\" not in text and "\x7f" not in text and text.isascii()
+    if not is_plain_record:
         check_nesting(line)
         line = printable_values(line)
     if not isinstance(line, dict):
@@ -239,7 +237,7 @@ def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
     """
     kind = line.get("kind")
     if not isinstance(kind, str):
-        raise ValueError("it has no kind")
+        raise ValueError("it lacks a kind")
     decoder = _DECODERS.get(kind)
     return None if decoder is None else decoder(line, run_dir)
 
@@ -276,7 +274,7 @@ def _decode_histogram(key: str, value: Any) -> Histogram:
     except (TypeError, KeyError):
         edges = counts = ()
     if len(edges) != len(counts) + 1 or not schema.are_finite(edges + counts):
-        raise ValueError(f"histogram {key} has no finite counts, or not one edge more")
+        raise ValueError(f"histogram {key} needs finite counts, and one edge more")
     return Histogram(edges, counts)
 
 

@@ -60,7 +60,7 @@ class PackedFile:
         return self._window[:size]
 
     def _next(self) -> bytes:
-        """Return the bytes that follow, as many as are unpacked at once; none at the end."""
+        """Return the bytes that follow, as many as are unpacked at once; empty at the end."""
         if self.fault:
             return b""
         chunk = b""
@@ -96,9 +96,9 @@ def unpack(packed: Path, path: Path) -> None:
 
 
 def pack(path: Path) -> Path:
-    """Compress a journal that has no writer, and remove it once the result is read back the same.
+    """Compress a journal that is no longer written, and remove it once the result is read back the same.
 
-    Raises OSError where there is no space for both, and leaves the journal as it is then.
+    Raises OSError, and leaves the journal as it is, if the disk cannot hold both.
     """
     packed = path.with_name(path.name + PACKED_SUFFIX)
     with draft_of(packed) as draft:

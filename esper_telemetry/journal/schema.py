@@ -131,7 +131,7 @@ EVENT_DATA: Final[Mapping[str, Mapping[str, Form]]] = {
         )
     },
 }
-"""Fields of events that readers use, by type; those of tables are checked where a table is made."""
+"""Fields of events that readers use, by type; a table checks the event that it is made of."""
 REQUIRED_DATA: Final[Mapping[str, tuple[str, ...]]] = {"remark": ("update", "text"), "outcome": ("outcome", "text")}
 TASK_EVENTS: Final = "task/"
 
@@ -190,7 +190,7 @@ def check(values: Any, forms: Mapping[str, Form], name: str, *, required: Iterab
         raise ValueError(f"{name} is {kind_of(values)}, not an object")
     for field in required:
         if field not in values:
-            raise ValueError(f"{name} has no {field}")
+            raise ValueError(f"{name} lacks {field}")
     for field, form in forms.items():
         if field in values and not form.accepts(values[field]):
             raise ValueError(f"{field} of {name} is {kind_of(values[field])}, not {form.expected}")

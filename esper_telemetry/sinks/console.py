@@ -86,7 +86,7 @@ REDRAW_SECONDS: Final = 0.5
 """Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
 
 MAX_STEPS: Final = 10**15
-"""Number of environment steps from which on it is none that a run has."""
+"""Largest number of environment steps that is taken for the length of a run."""
 TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 

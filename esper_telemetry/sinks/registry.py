@@ -121,7 +121,7 @@ def sink_from_uri(uri: str) -> Sink:
 
 
 def leads_outside(uri: str, run_dir: Path) -> bool:
-    """Return whether the address of a sink may lead out of a run directory: to a server, a database elsewhere, or wherever a plugin goes.
+    """Return whether the address of a sink may lead out of a run directory: to a server, another database, or any place of a plugin.
 
     A name without an address, a folder of event files and a project on the user's own server do not.
     """

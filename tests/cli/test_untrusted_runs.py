@@ -149,7 +149,7 @@ def test_other_files_of_the_directory_may_be_anything(
 
 
 def test_links_in_a_prepared_directory_are_replaced_and_not_followed(tmp_path: Path) -> None:
-    """A run that begins there writes each of its files, and none of those that the links lead to."""
+    """A run that begins there writes its own files, and leaves the file that the links lead to."""
     names = ("config.json", "status.json", "cursors.json", "trainer.lock", "sinks.lock", "writer.lock", "sinks.log")
     outside = tmp_path / "outside"
     outside.write_text("kept")
@@ -185,7 +185,7 @@ def test_a_name_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ("run/config.json", "it is a file of the run"),
         ("run/link.html", "it is a symbolic link in a run directory"),
         ("run", "it is a directory"),
-        ("nowhere/page.html", "there is no directory"),
+        ("nowhere/page.html", "nowhere does not exist"),
     ],
 )
 def test_a_page_never_replaces_a_file_of_a_run(

@@ -121,7 +121,7 @@ def test_lines_of_a_later_version_are_ignored_and_its_fields_too() -> None:
 
 
 def test_a_broken_line_is_named() -> None:
-    with pytest.raises(ValueError, match="a record has no axes"):
+    with pytest.raises(ValueError, match="a record lacks axes"):
         decode({"kind": "record", "seq": 1})
 
 
