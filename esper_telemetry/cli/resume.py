@@ -69,7 +69,9 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     """
     config, facts = _config_and_facts(run_dir)
     # JSON has lists for tuples.
-    stored = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    stored: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+    }
     settings = {name: stored[name] for name in STORED_OPTIONS}
     settings |= {"preset_name": stored["preset"], "level": facts.get("level", "normal")}
     ppo = {field.name: stored[field.name] for field in fields(PPOConfig)}

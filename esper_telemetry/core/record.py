@@ -289,11 +289,15 @@ class SinkLag(NamedTuple):
     errors: int
 
 
+MAX_SEGMENTS = 32
+"""Segments up to which a key is looked for among the templates, which takes time that grows with the square of their number."""
+
+
 def template_of(key: str, templates: Mapping[str, object]) -> str:
     """Return the template in `templates` of which `key` is an instance, or the key itself."""
-    if key in templates:
-        return key
     segments = key.split("/")
+    if key in templates or len(segments) > MAX_SEGMENTS:
+        return key
     # a label is one segment anywhere, or a whole key of several segments at either end
     places = [(start, 1) for start in range(len(segments))]
     places += [(start, n) for n in range(len(segments) - 1, 1, -1) for start in (0, len(segments) - n)]

@@ -311,7 +311,6 @@ def read_wandb(path: str) -> LoggedRun:
 
 
 def _local_wandb(path: Path) -> LoggedRun:
-    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     files = [path] if path.is_file() else sorted(file for file in path.rglob("run-*.wandb") if file.is_file())
@@ -329,7 +328,7 @@ def _local_wandb(path: Path) -> LoggedRun:
                 config.update(_json_items(record.run.config.update))
             elif kind == "config":
                 config.update(_json_items(record.config.update))
-    except (ValueError, DecodeError) as error:
+    except Exception as error:  # of protocol buffers, of JSON and of numbers
         raise ValueError(f"{files[0]} is damaged: {error}") from None
     return LoggedRun(name, points_of(rows), config)
 

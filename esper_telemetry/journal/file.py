@@ -37,7 +37,7 @@ JOURNAL_NAME: Final = "journal.jsonl"
 MAX_BACKLOG_BYTES: Final = 8 << 20
 """What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
-MAX_LINE_BYTES: Final = 8 << 20
+MAX_LINE_BYTES: Final = 16 << 20
 """Longest line that is read: decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
 MAX_TAIL_BYTES: Final = 4 << 20
 """Distance from its end up to which a journal is searched for its last line."""

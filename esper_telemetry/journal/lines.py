@@ -211,10 +211,11 @@ def _parse(data: bytes) -> Line:
         raise ValueError(f"it is not JSON: {error.msg}") from None
     except ValueError:  # the limit of Python's integers, unless a constant was refused
         raise ValueError("it is not JSON: NaN, Infinity, or a number with thousands of digits") from None
-    # In strict JSON a control character is an escape, or DEL, or not ASCII; the fields of a record are not nested.
-    is_plain_record = data.startswith(RECORD_HEAD) and "\\" not in text and "\x7f" not in text and text.isascii()
-    if not is_plain_record:
+    # In strict JSON such a character is an escape, or DEL, or not ASCII. The fields of a record are not nested.
+    may_have_controls = "\\" in text or "\x7f" in text or not text.isascii()
+    if may_have_controls or not data.startswith(RECORD_HEAD):
         check_nesting(line)
+    if may_have_controls:
         line = printable_values(line)
     if not isinstance(line, dict):
         raise ValueError("it is not an object")

@@ -16,6 +16,8 @@ from esper_telemetry.core.record import MetricInfo
 MAX_COUNT: Final = 2**63 - 1
 MAX_TIME: Final = 253_402_300_799
 """Seconds since the epoch at the end of the year 9999, the last one that calendars know."""
+MAX_TEXT_CHARACTERS: Final = 65_536
+"""Length of a name, a sentence or a description; only notes may be longer."""
 MAX_SETTING: Final = 1e15
 """Size of a fact: products of several are still finite."""
 NOT_FINITE: Final[Mapping[Any, float]] = {word: float(word) for word in ("inf", "-inf", "nan")}
@@ -38,7 +40,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS
 
 
 def optional(form: Form) -> Form:
@@ -73,7 +75,7 @@ NUMBER: Final = Form("a finite number", _lies_within(-float_info.max, float_info
 COUNT: Final = Form("a whole number from 0 on", _is_count)
 SHARE: Final = Form("a number from 0 to 1", _lies_within(0, 1))
 TIME: Final = Form("a time in seconds since the epoch", _lies_within(0, MAX_TIME))
-TEXT: Final = Form("text", _is_text)
+TEXT: Final = Form(f"text of at most {MAX_TEXT_CHARACTERS:,} characters", _is_text)
 FLAG: Final = Form("true or false", lambda value: isinstance(value, bool))
 OBJECT: Final = Form("an object", lambda value: isinstance(value, Mapping))
 TEXTS: Final = list_of(TEXT, "a list of texts")
@@ -89,7 +91,7 @@ RUN: Final[Mapping[str, Form]] = {
     "started": TIME,
     "config": OBJECT,
     "tags": TEXTS,
-    "notes": TEXT,
+    "notes": Form("text", lambda value: isinstance(value, str)),
     "versions": NAMED_TEXTS,
     "facts": OBJECT,
     "resumed_from": optional(object_of(COUNT, "an object of whole numbers")),
@@ -198,6 +200,8 @@ def check(values: Any, forms: Mapping[str, Form], name: str, *, required: Iterab
 
 def kind_of(value: Any) -> str:
     """Return what a value of JSON is, in words; a number itself if it is short."""
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
+        return f"text of {len(value):,} characters"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{value:.6g}" if abs(value) <= float_info.max or isinstance(value, float) else "a huge number"
     return KINDS.get(type(value), type(value).__name__)

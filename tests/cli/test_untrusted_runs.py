@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 from healthy_run import run
 
 from esper_telemetry import Telemetry
-from esper_telemetry.cli import arguments
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.delivery import doctor
@@ -236,8 +236,8 @@ def test_doctor_connects_to_an_address_of_the_directory_only_if_the_user_agrees(
     named = run_cli(["doctor", run_dir, "--sink", SERVER], capfd)
     typed = []
     for answer in ("n\n", "y\n"):
-        monkeypatch.setattr(arguments.sys, "stdin", Terminal(answer))
-        monkeypatch.setattr(arguments.sys, "stderr", Terminal())
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys, "stderr", Terminal())
         typed.append(run_cli(["doctor", run_dir], capfd))
 
     sentence = f"not read, as it is at an address that files in the run directory name: agree with --sink {SERVER}"

@@ -84,7 +84,7 @@ def changed(line: dict[str, Any], path: str, value: Any) -> bytes:
         (changed(RECORD, "axes.wall_time", 1e308), "wall_time of axes is 1e+308, not a time in seconds since the epoch"),
         (changed(RECORD, "histograms.a.counts", [1.0, "x"]), "histogram a needs finite counts, and one edge more"),
         (changed(RECORD, "partial", "yes"), "partial of a record is text, not true or false"),
-        (changed(ALARM, "text", None), "text of an alarm is null, not text"),
+        (changed(ALARM, "text", None), "text of an alarm is null, not text of at most 65,536 characters"),
         (changed(ALARM, "severity", 7), "severity of an alarm is 7, not a number from 0 to 1"),
         (changed(ALARM, "level", "purple"), "'purple' is not a valid AlarmLevel"),
         (changed(ALARM, "evidence.usual", {"policy/kl": 3}), "evidence of an alarm is an object, not an object of evidence"),

@@ -23,7 +23,8 @@ from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from esper_telemetry.core.terminal import printable
-from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
+from esper_telemetry.journal.file import journal_path
+from esper_telemetry.journal.packed import PACKED_SUFFIX
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
