@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from math import hypot, isfinite
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -264,19 +265,21 @@ def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
 
 def _decode_record(line: Line, _: Path | None) -> Record:
     schema.check(line, schema.RECORD, "a record", required=("seq", "axes", "values"))
-    schema.check_values(line["values"])
+    values = line["values"]
+    if not schema.are_finite(values.values()):
+        schema.check(values, dict.fromkeys(values, schema.NUMBER), "values")
     histograms = {key: _decode_histogram(key, value) for key, value in line.get("histograms", {}).items()}
-    return Record(line["seq"], _decode_axes(line["axes"]), line["values"], histograms, line.get("partial", False))
+    return Record(line["seq"], _decode_axes(line["axes"]), values, histograms, line.get("partial", False))
 
 
 def _decode_histogram(key: str, value: Any) -> Histogram:
     try:
         edges, counts = tuple(value["edges"]), tuple(value["counts"])
-    except (TypeError, KeyError):
-        edges = counts = ()
-    if len(edges) != len(counts) + 1 or not schema.are_finite(edges + counts):
-        raise ValueError(f"histogram {key} needs finite counts, and one edge more")
-    return Histogram(edges, counts)
+        if len(edges) == len(counts) + 1 and isfinite(hypot(*edges)) and isfinite(hypot(*counts)):
+            return Histogram(edges, counts)
+    except (TypeError, KeyError, OverflowError):
+        pass
+    raise ValueError(f"histogram {key} needs finite counts, and one edge more")
 
 
 def _decode_alarm(line: Line, _: Path | None) -> Alarm:
@@ -299,9 +302,15 @@ def _decode_end(line: Line, _: Path | None) -> End:
     return End(RunStatus(line["status"]), line.get("seq", 0))
 
 
-def _decode_axes(axes: Any) -> Axes:
-    schema.check(axes, schema.AXES, "axes", required=schema.AXES)
-    return Axes(axes["update"], axes["env_step"], axes["gradient_step"], axes["wall_time"])
+def _decode_axes(line: Any) -> Axes:
+    try:
+        axes = Axes(line["update"], line["env_step"], line["gradient_step"], line["wall_time"])
+        if schema.are_usual(axes):
+            return axes
+    except (TypeError, KeyError):
+        pass
+    schema.check(line, schema.AXES, "axes", required=schema.AXES)
+    return axes
 
 
 _DECODERS: dict[str, Callable[[Line, Path | None], Entry]] = {

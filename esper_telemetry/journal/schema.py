@@ -11,7 +11,7 @@ from math import hypot, isfinite
 from sys import float_info
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.record import MetricInfo
+from esper_telemetry.core.record import Axes, MetricInfo
 
 MAX_COUNT: Final = 2**63 - 1
 MAX_TIME: Final = 253_402_300_799
@@ -96,7 +96,7 @@ RUN: Final[Mapping[str, Form]] = {
     "facts": OBJECT,
     "resumed_from": optional(object_of(COUNT, "an object of whole numbers")),
 }
-RECORD: Final[Mapping[str, Form]] = {"seq": COUNT, "partial": FLAG, "histograms": OBJECT}
+RECORD: Final[Mapping[str, Form]] = {"seq": COUNT, "values": OBJECT, "partial": FLAG, "histograms": OBJECT}
 AXES: Final[Mapping[str, Form]] = {"update": COUNT, "env_step": COUNT, "gradient_step": COUNT, "wall_time": TIME}
 ALARM: Final[Mapping[str, Form]] = {
     **dict.fromkeys(("seq", "since", "streak", "incident"), COUNT),
@@ -207,21 +207,26 @@ def kind_of(value: Any) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
+def are_usual(axes: Axes) -> bool:
+    """Return True for axes that need no `check`, which takes three times as long."""
+    update, env_step, gradient_step = axes.update, axes.env_step, axes.gradient_step
+    return (
+        type(update) is type(env_step) is type(gradient_step) is int
+        and min(update, env_step, gradient_step) >= 0
+        and max(update, env_step, gradient_step) <= MAX_COUNT
+        and type(axes.wall_time) is float
+        and 0 <= axes.wall_time <= MAX_TIME
+    )
+
+
 def are_finite(numbers: Collection[Any]) -> bool:
     """Return whether all of them are finite numbers."""
     try:
-        if isfinite(hypot(*numbers)):  # 2 microseconds for the values of a record; overflows with numbers above 1e154
+        if isfinite(hypot(*numbers)):  # takes 2 microseconds for 240 numbers; may overflow where each of them is finite
             return True
     except (TypeError, OverflowError):  # a text, a list or null; an integer of hundreds of digits
         pass
     return all(map(NUMBER.accepts, numbers))
-
-
-def check_values(values: Any) -> None:
-    """Raise ValueError, with the reason, unless these are the values of a record: finite numbers by key."""
-    if not isinstance(values, dict) or not are_finite(values.values()):
-        check(values, {}, "values")
-        check(values, dict.fromkeys(values, NUMBER), "values")
 
 
 def check_event(kind: str, data: Mapping[str, Any]) -> None:
