@@ -137,6 +137,7 @@ EVENT_DATA: Final[Mapping[str, Mapping[str, Form]]] = {
 REQUIRED_DATA: Final[Mapping[str, tuple[str, ...]]] = {"remark": ("update", "text"), "outcome": ("outcome", "text")}
 TASK_EVENTS: Final = "task/"
 
+OTHER_FACT: Final = Form("a finite number", lambda value: not isinstance(value, int) or NUMBER.accepts(int(value)))
 FACTS: Final[Mapping[str, Form]] = {
     **dict.fromkeys(
         ("total_steps", "num_envs", "num_steps", "num_epochs", "num_minibatches", "ranks", "horizon"), STEPS
@@ -239,9 +240,9 @@ def check_event(kind: str, data: Mapping[str, Any]) -> None:
 def wrong_facts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the reason why a fact is left out, by its name: it has another form."""
     return {
-        name: f"{name} of facts is {kind_of(facts[name])}, not {form.expected}"
-        for name, form in FACTS.items()
-        if name in facts and not form.accepts(facts[name])
+        name: f"{name} of facts is {kind_of(value)}, not {form.expected}"
+        for name, value in facts.items()
+        if not (form := FACTS.get(name, OTHER_FACT)).accepts(value)
     }
 
 
