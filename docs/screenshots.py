@@ -29,10 +29,11 @@ from typing import Any, Final, TypeVar
 from selenium import webdriver
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+from esper_telemetry.core.files import replace_file
 from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.page import comparison_page
 from esper_telemetry.views.compare.runs import read_compared
-from esper_telemetry.views.report import report_html, write_report
+from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.app import WatchApp
 
@@ -199,7 +200,7 @@ def mlflow_ids(run_dir: Path) -> tuple[str, str]:
 def take_report(run_dir: Path, picture: Path) -> None:
     """The first screens of the page of a run."""
     page = run_dir / "report.html"
-    write_report(page, report_html([open_view(run_dir, judged=True)]))
+    replace_file(page, report_html([open_view(run_dir, judged=True)]))
     take_page(page, picture, 1000, 1150)
 
 

@@ -52,6 +52,7 @@ from esper_telemetry.core.record import (
     Axes,
     Record,
     RunStatus,
+    judgeable,
 )
 
 QUIET_UPDATES: Final = 3
@@ -287,11 +288,9 @@ class Detectors:
         return self._outcome.end(status, bad_ending(status, self._before.axes.update if self._before else 0, ()))
 
     def _look(self, record: Record) -> None:
-        """Turn the view to this record, without values that are not finite."""
+        """Turn the view to this record, with its `judgeable` values."""
         view, before = self._view, self._before
-        values = record.values
-        if not all(map(math.isfinite, values.values())):
-            values = {key: value for key, value in values.items() if math.isfinite(value)}
+        values = judgeable(record.values)
         view.look(values)
         self._note_families(values)
         view.update = self._update

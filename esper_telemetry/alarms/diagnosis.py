@@ -41,8 +41,8 @@ class IncidentReport:
 
     @property
     def main(self) -> Alarm:
-        """The alarm of the cause, as it was raised."""
-        raised = [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE]
+        """The alarm of the cause, as it was raised; another one if the journal has lost that line."""
+        raised = [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE] or self.alarms
         return next((alarm for alarm in raised if alarm.type == self.cause), raised[0])
 
     @property

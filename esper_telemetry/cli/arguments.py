@@ -7,16 +7,19 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.messages import question
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.terminal import printable
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "
 OPTION: Final = re.compile(r"--[\w-]+")
+PAGE_SUFFIXES: Final = (".html", ".htm", ".md", ".txt")
 
 
 class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an error of the program
@@ -24,6 +27,49 @@ class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an err
 
     def __init__(self, sentence: str) -> None:
         super().__init__(masked(sentence))
+
+    def __str__(self) -> str:
+        """Return the sentence, `printable`: it may quote names and messages of others."""
+        return printable(super().__str__())
+
+
+def agrees(text: str) -> bool:
+    """Ask a question and return whether the answer is yes; False without a terminal, as no one can answer then."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(f"esper-telemetry: {printable(text)} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def check_output(path: Path, *, sources: Iterable[str] = (), default: str = "") -> None:
+    """Raise WrongUse for a path that no page may be written to: a directory, a file of a run, a file that the page is made from.
+
+    Args:
+        path: as the user has named it.
+        sources: paths that the page is made from, or other words.
+        default: name of the page that the command itself writes into a run directory.
+    """
+    from esper_telemetry.journal.file import holds_run
+
+    reason = ""
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.absolute().parent.is_dir():
+        reason = f"{path.parent} does not exist"
+    elif any(Path(source).is_file() and path.exists() and path.samefile(source) for source in sources):
+        reason = "it is made from that file"
+    elif path.is_symlink() and holds_run(path.parent):
+        reason = "it is a symbolic link in a run directory"
+    elif path.is_file() and path.suffix not in PAGE_SUFFIXES and path.name != default and holds_run(path.parent):
+        reason = "it is a file of the run"
+    if reason:
+        raise WrongUse(f"the page cannot be written to {path}: {reason}")
+
+
+def echo(text: str) -> None:
+    """Print a text that may hold names and messages of others."""
+    print(printable(text))
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from esper_telemetry.alarms.diagnosis import diagnose as judge
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.outcome import BAD, OutcomeKind
-from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, echo, without_warnings, wrong_use
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
 from esper_telemetry.importers.source import READERS, read_source
-from esper_telemetry.journal.file import damage_sentence, journal_path
+from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents, read_run
 from esper_telemetry.views.outcome import diagnosis_as_dict, print_diagnosis
@@ -79,7 +79,7 @@ def _diagnose_journal(options: Diagnose) -> int:
         head = f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}"
         print_diagnosis(head, verdict, ending, list_unanswered=options.all)
         if run.damaged:
-            print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
+            echo(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
     return _exit_code(verdict, ending, options.fail_on)
 
 
@@ -99,9 +99,9 @@ def _diagnose_logs(options: Diagnose) -> int:
         print_diagnosis(head_line, verdict, list_unanswered=options.all)
         print("\nRead as:")
         for key, tag in view.used.items():
-            print(f"  {key}: {tag}")
+            echo(f"  {key}: {tag}")
         if view.unused:
-            print(f"\nNot read: {', '.join(view.unused)}")
+            echo(f"\nNot read: {', '.join(view.unused)}")
     return _exit_code(verdict, "", options.fail_on)
 
 
@@ -126,19 +126,11 @@ def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
 def _runs_within(directory: Path) -> dict[str, JournalContents]:
     """Return the runs in the folders of a directory that is no run itself, the oldest first, by their paths."""
     runs = {}
-    for path in directory.iterdir() if directory.is_dir() and not _is_run(directory) else ():
-        if _is_run(path):
+    for path in directory.iterdir() if directory.is_dir() and not holds_run(directory) else ():
+        if holds_run(path):
             with suppress(ValueError):  # a journal that does not say which run it is
                 runs[str(path)] = read_contents(path)
     return dict(sorted(runs.items(), key=lambda item: item[1].info.started))
-
-
-def _is_run(directory: Path) -> bool:
-    try:
-        journal_path(directory)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _list_runs(directory: str, runs: Mapping[str, JournalContents], *, as_json: bool) -> None:
@@ -150,7 +142,7 @@ def _list_runs(directory: str, runs: Mapping[str, JournalContents], *, as_json: 
         ]
         print(json.dumps({"runs": entries}, indent=1))
         return
-    print(f"{directory} is not a run, but holds {len(runs)}:")
+    echo(f"{directory} is not a run, but holds {len(runs)}:")
     for path, run in runs.items():
         command = shlex.join(["esper-telemetry", "diagnose", path])
-        print(f"  {run.info.name}, {run.recorded:,} updates, {run.status or 'not ended'}: {command}")
+        echo(f"  {run.info.name}, {run.recorded:,} updates, {run.status or 'not ended'}: {command}")

@@ -47,7 +47,8 @@ class Train:
     resume: str | None = None
     """Go on with the run in this directory, from its latest checkpoint and with its settings.
 
-    --total-steps and most others may change; sinks are replaced by those given."""
+    --total-steps and most others may change; sinks are replaced by those given. It asks before it imports the module of an environment
+    module:Id, or sends a token to a server, unless --env or --sink names it."""
     task: Literal["synthetic", "digits", "text"] = "synthetic"
     """What the hosts of morphogenesis learn. There --policy may also be heuristic, oracle or random, which learn nothing."""
     mask_velocity: bool = False
@@ -142,7 +143,7 @@ class Doctor:
     run_dir: tyro.conf.Positional[str]
     """The run directory."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Sink URI, as for train --sink: one that cannot be found by its name, because of a password in it."""
+    """Sink URI, as for train --sink: a server that the run directory names and you trust, or an address with a password."""
     json: bool = False
     """As JSON."""
 
@@ -344,6 +345,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
         saved = resume.saved_options(Train, run_dir)
         options: Train = parse_arguments(rest, Train, default=saved, program=f"{PROGRAM} train")
+        if not any(word.partition("=")[0] == "--env" for word in rest):
+            resume.check_saved_env(run_dir, saved.env)
         return resume.checked(replace(options, sink=options.sink or resume.saved_sinks(run_dir)), saved)
     program = f"{PROGRAM} {name}"
     command = parse_arguments(rest, COMMANDS[name], program=program)

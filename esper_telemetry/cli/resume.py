@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from esper_telemetry.cli.arguments import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, agrees, wrong_use
 from esper_telemetry.core.redaction import HIDDEN, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.journal.schema import TEXTS
 from esper_telemetry.ppo.checkpoint import TrainingRun, read
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.sinks.registry import leads_outside
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
@@ -30,6 +33,9 @@ STORED_OPTIONS: Final = (
     "threads",
 )
 """Options, besides those of `PPOConfig`, that a run stores in its settings."""
+
+MAX_QUOTED: Final = 100
+"""Characters of a setting in a message."""
 
 FIXED: Final = ("env", "task", "mask_velocity", "num_envs")
 FIXED_PPO: Final = (
@@ -62,18 +68,36 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     Raises WrongUse unless the directory holds a run of `esper-telemetry train`.
     """
     config, facts = _config_and_facts(run_dir)
-    settings = {name: config[name] for name in STORED_OPTIONS if name in config}
-    # A setting that this version has added has its default; JSON has lists for tuples.
-    ppo = {field.name: config[field.name] for field in fields(PPOConfig) if field.name in config}
-    ppo |= {name: tuple(value) for name, value in ppo.items() if isinstance(value, list)}
-    return form(
-        **settings,
-        resume=run_dir,
-        level=facts.get("level", "normal"),
-        ppo=PPOConfig(**ppo),
-        preset_name=config["preset"],
-        sink=(),
-    )
+    # JSON has lists for tuples. A setting that this version has added has its default.
+    stored: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+    }
+    settings: dict[str, Any] = {name: stored[name] for name in STORED_OPTIONS if name in stored}
+    settings |= {"preset_name": stored["preset"], "level": facts.get("level", "normal")}
+    ppo = {field.name: stored[field.name] for field in fields(PPOConfig) if field.name in stored}
+    for kind, values in ((form, settings), (PPOConfig, ppo)):
+        hints = get_type_hints(kind)
+        for name, value in values.items():
+            if not _fits(value, hints[name]):
+                raise WrongUse(
+                    f"{run_dir} is not a run of esper-telemetry train: {name} is {str(value)[:MAX_QUOTED]!r}"
+                )
+    with wrong_use():
+        return form(**settings, resume=run_dir, ppo=PPOConfig(**ppo), sink=())
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of the type that an option has: a class, a union, a tuple of one type or a list of words."""
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in parts
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if parts:
+        return any(_fits(value, part) for part in parts)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def checked(options: Train, saved: Train) -> Train:
@@ -95,12 +119,38 @@ def checked(options: Train, saved: Train) -> Train:
 
 
 def saved_sinks(run_dir: str) -> tuple[str, ...]:
-    """Return the sinks of the run; raises WrongUse for an address whose password was not stored."""
+    """Return the sinks of the run; raises WrongUse for an address without its password, and for one that the user does not agree to."""
     config, _ = _config_and_facts(run_dir)
-    for sink in config["sinks"]:
+    sinks = config["sinks"]
+    if not TEXTS.accepts(sinks):
+        raise WrongUse(f"the sinks that {run_dir} was trained with cannot be read: name them with --sink")
+    for sink in sinks:
         if HIDDEN in sink:
             raise WrongUse(f"the password in sink {sink} was not kept: name the sinks again with --sink")
-    return tuple(config["sinks"])
+        if leads_outside(sink, Path(run_dir)) and not agrees(
+            f"{run_dir} names the backend {sink}: send your token there?"
+        ):
+            raise WrongUse(
+                f"{run_dir} names the backend {sink}, which would get your token: agree with --sink {shlex.quote(sink)}, and "
+                "name all other sinks too"
+            )
+    return tuple(sinks)
+
+
+def check_saved_env(run_dir: str, env: str) -> None:
+    """Raise WrongUse for an environment of a module, which would be imported, unless the user wants that."""
+    if ":" in env and not agrees(f"{run_dir} names the environment {env}: import that module?"):
+        raise WrongUse(
+            f"{run_dir} names the environment {env}, whose module would be imported: agree with --env {shlex.quote(env)}"
+        )
+
+
+def command(run_dir: Path, options: Train) -> str:
+    """Return the command that resumes a run; it names what `--resume` does not take from the run directory without a question."""
+    env = ["--env", options.env] if ":" in options.env else []
+    outside = any(leads_outside(sink, run_dir) for sink in options.sink)
+    sinks = [word for sink in options.sink for word in ("--sink", masked(sink))] if outside else []
+    return shlex.join(["esper-telemetry", "train", "--resume", str(run_dir), *env, *sinks])
 
 
 def check_ranks(run_dir: str, ranks: int) -> None:
@@ -130,7 +180,7 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
             f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: more need a larger --total-steps"
         )
     trainer.load(path)
-    has_episodes = state["collector"]["environment"]
+    has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
     return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
 

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
-from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, agrees, check_output, echo, without_warnings, wrong_use
+from esper_telemetry.core.files import replace_file, write_output
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.core.redaction import masked, redacted
+from esper_telemetry.core.terminal import printable
 from esper_telemetry.delivery import catch_up, health
-from esper_telemetry.delivery.cursors import Cursors, replace_file
+from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.journal import file as journal_file
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import Run, damaged_lines, read_contents, read_run
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.protocol import Sink, SupportsChildPreparation, sink_name
-from esper_telemetry.sinks.registry import as_sink
+from esper_telemetry.sinks.registry import as_sink, leads_outside
 from esper_telemetry.sinks.wandb import workspace as wandb_workspace
 from esper_telemetry.sinks.wandb.sink import WandbSink
 
@@ -45,7 +47,7 @@ def replay(options: Replay) -> int:
                 report = catch_up.replay(
                     options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress
                 )
-            print(report)
+            echo(str(report))
             complete &= report.complete
     return 0 if complete else FAILED
 
@@ -64,7 +66,12 @@ def _replay_progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], ob
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
         total = None
         if not (bar.disable or options.follow or options.missing):
@@ -78,12 +85,14 @@ def doctor(options: Doctor) -> int:
     """Print the comparison of every backend with the journal; 1 if something is missing, differs, is stored twice or cannot be read."""
     with wrong_use(), without_warnings():
         named_sinks = [prepared_sink(uri) for uri in options.sink]
-        for name in Cursors(Path(options.run_dir)).names():
-            with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
-                prepared_sink(name)
-        with _comparison_progress() as progress:
-            run = health.doctor(options.run_dir, progress=progress)
         directory = Path(options.run_dir).absolute()
+        uris = health.sink_uris(directory)
+        agreed = {uri for uri in uris.values() if not leads_outside(uri, directory) or _agrees_to_read(uri, options)}
+        for uri in agreed:
+            with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
+                prepared_sink(uri)
+        with _comparison_progress() as progress:
+            run = health.doctor(options.run_dir, agreed=agreed, progress=progress)
         named = {
             sink_name(sink): health.check_backend(directory, sink, name=sink_name(sink), ended=False)
             for sink in named_sinks
@@ -107,19 +116,26 @@ def doctor(options: Doctor) -> int:
         }
         print(json.dumps(values, indent=1))
     else:
-        print(_health_page(options.run_dir, run, ending, sinks))
+        echo(_health_page(options.run_dir, run, ending, sinks))
     return 0 if is_healthy else FAILED
+
+
+def _agrees_to_read(uri: str, options: Doctor) -> bool:
+    """Return whether the user reads the backend at an address that somebody else may have written into the run directory."""
+    return uri in options.sink or agrees(f"{options.run_dir} names the backend {uri}: connect to it, with your token?")
 
 
 @contextmanager
 def _comparison_progress() -> Iterator[Callable[[str], object]]:
     """Show on a terminal which backend is being compared; yields the function that takes its name."""
+    from rich.text import Text
+
     console = make_console(stderr=True)
     if not is_live(console):
         yield lambda name: None
         return
     with console.status("reading the journal") as status:
-        yield lambda name: status.update(f"comparing {name}")
+        yield lambda name: status.update(Text(f"comparing {name}"))
 
 
 def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[health.SinkCheck]) -> str:
@@ -152,17 +168,20 @@ def compress(options: Compress) -> int:
             damaged = damaged_lines(run_dir)
             before, after = journal_file.compress(run_dir)
         saved = "is packed already" if before == after else f"{before / 1e6:.1f} MB are now {after / 1e6:.1f} MB"
-        print(f"{run_dir}: {saved}")
+        echo(f"{run_dir}: {saved}")
         if damaged:
             sentence = journal_file.damage_sentence(journal_file.journal_path(run_dir), damaged)
-            print(f"{sentence} wherever the journal is read, and packed as it is")
+            echo(f"{sentence} wherever the journal is read, and packed as it is")
     return 0
 
 
 def workspace(options: Workspace) -> int:
     """Write the run's dashboard as a W&B workspace and, with --push, save it there; 1 if the server does not accept it."""
     os.environ.setdefault("WANDB_SILENT", "true")
+    path = Path(options.output or Path(options.run_dir) / WORKSPACE_NAME)
     with wrong_use():
+        if options.output:
+            check_output(path, default=WORKSPACE_NAME)
         wandb_workspace.require_workspaces()
         run = read_run(options.run_dir)
         sink = WandbSink(project=options.project or _wandb_project(options.run_dir))
@@ -174,13 +193,14 @@ def workspace(options: Workspace) -> int:
             dashboard = wandb_workspace.workspace(
                 run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
             )
-            path = Path(options.output or Path(options.run_dir) / WORKSPACE_NAME)
-            replace_file(path, json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n")
-        print(f"the workspace {options.name!r} of project {sink.project} is in {path}")
+            (write_output if options.output else replace_file)(
+                path, json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n"
+            )
+        echo(f"the workspace {options.name!r} of project {sink.project} is in {path}")
         if options.push:
-            print(f"and at {wandb_workspace.push(dashboard)}")
+            echo(f"and at {wandb_workspace.push(dashboard)}")
     except wandb_workspace.PushError as error:
-        sys.stderr.write(f"esper-telemetry: {masked(str(error))}\n")
+        sys.stderr.write(f"esper-telemetry: {printable(masked(str(error)))}\n")
         return FAILED
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 import traceback
@@ -91,7 +90,7 @@ def train(options: Train) -> int:
             status = STATUSES.get(code, RunStatus.FAILED)
             run_dir, resume_line = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
             if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
-                resume_line = f"resume with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}"
+                resume_line = f"resume with: {resume.command(run_dir, options)}"
             summary.show(session_of(telemetry).run_end(status, resume_line))
         return code
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, check_output, echo, without_warnings, wrong_use
+from esper_telemetry.core.files import replace_file, write_output
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Compare, Report, Watch
@@ -37,15 +38,14 @@ def report(options: Report) -> int:
     """Write runs as one HTML file, or their verdicts as Markdown, and print where it is."""
     from esper_telemetry.importers.source import READERS, read_source
     from esper_telemetry.sinks.pages import REPORT_NAME
-    from esper_telemetry.views.report import report_html, report_markdown, write_report
+    from esper_telemetry.views.report import report_html, report_markdown
     from esper_telemetry.views.run_view import open_view
 
     if not options.run_dirs and not options.source:
         raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
     output = Path(options.output).expanduser() if options.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        reason = "it is a directory" if output.is_dir() else f"there is no directory {output.parent}"
-        raise WrongUse(f"the report cannot be written to {options.output}: {reason}")
+    if output is not None:
+        check_output(output, sources=[address.partition(":")[2] for address in options.source])
     with wrong_use():
         for address in options.source:
             if address.partition(":")[0] not in READERS:
@@ -54,12 +54,13 @@ def report(options: Report) -> int:
             views = [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]
         text = report_markdown(views) if options.format == "markdown" else report_html(views)
         if options.format == "markdown" and output is None:
-            print(text)
+            echo(text)
             return 0
         run_dir = views[0].run_dir if len(views) == 1 else None
         path = output or (run_dir or Path()) / REPORT_NAME
-        write_report(path, text)
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+        (write_output if output else replace_file)(path, text)
+    if path.is_file():  # else it may be the terminal itself
+        echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
@@ -71,17 +72,17 @@ def compare(options: Compare) -> int:
 
     with wrong_use(), without_warnings():
         output = Path(options.output).expanduser() if options.output else None
-        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-            raise ValueError(f"{options.output} cannot be written: it is a folder, or its folder does not exist")
+        if output is not None:
+            check_output(output)
         result = comparison([read_compared(place) for place in find_runs(options.runs)])
         if output is not None:
             from esper_telemetry.views.compare.page import comparison_page
 
-            output.write_text(comparison_page(result), encoding="utf-8")
+            write_output(output, comparison_page(result))
     if options.json:
         print(json.dumps(result.as_dict(), indent=1))
     else:
         print_comparison(result)
         if output is not None:
-            print(f"\nwrote {output}")
+            echo(f"\nwrote {output}")
     return 0

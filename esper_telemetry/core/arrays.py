@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.record import MAX_COUNT
 
 IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
 """A whole number of Python, NumPy or torch."""
@@ -94,11 +95,13 @@ def as_integer(value: object, name: str, *, smallest: int = 0) -> int:
 
     Raises:
         TypeError: for what is no number.
-        ValueError: for fractions, NaN, infinities and numbers below `smallest`.
+        ValueError: for fractions, NaN, infinities, and numbers below `smallest` or above `MAX_COUNT`.
     """
     number = _integer(value, name)
     if number < smallest:
         raise ValueError(f"{name} must be at least {smallest}, got {shown(value)}")
+    if number > MAX_COUNT:
+        raise ValueError(f"{name} must be at most {MAX_COUNT}, got {shown(value)}")
     return number
 
 

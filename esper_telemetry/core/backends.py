@@ -90,7 +90,7 @@ def check_tracking_uri(uri: str) -> None:
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
     """Yield the complete records of a `.wandb` file; it ends at the first chunk that is cut off or unreadable."""
-    position, parts = WANDB_HEADER_BYTES, b""
+    position, parts = WANDB_HEADER_BYTES, bytearray()
     while position + WANDB_CHUNK.size <= len(data):
         space = WANDB_BLOCK_BYTES - position % WANDB_BLOCK_BYTES
         if space < WANDB_CHUNK.size:
@@ -101,6 +101,8 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
         if not kind or position > len(data):
             return
         chunk = data[position - length : position]
-        parts = chunk if kind in (WHOLE, FIRST) else parts + chunk
+        if kind in (WHOLE, FIRST):
+            parts.clear()
+        parts += chunk
         if kind in (WHOLE, LAST):
-            yield parts
+            yield bytes(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,17 @@ class Record:
         more = f", ... {len(self.values) - MAX_SHOWN_VALUES} more" if len(self.values) > MAX_SHOWN_VALUES else ""
         partial = ", partial" if self.partial else ""
         return f"Record({axes}, values={{{some}{more}}}, {len(self.histograms)} histograms{partial})"
+
+
+MAX_JUDGED = 1e100
+"""Size of a value as histories and detectors see it: its powers, and sums of these, are finite."""
+
+
+def judgeable(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Return values that histories and detectors can calculate with: at most `MAX_JUDGED` in size, without NaN and infinities."""
+    if math.hypot(*values.values()) <= MAX_JUDGED:
+        return values
+    return {key: min(max(value, -MAX_JUDGED), MAX_JUDGED) for key, value in values.items() if math.isfinite(value)}
 
 
 class AlarmLevel(StrEnum):
@@ -277,11 +289,18 @@ class SinkLag(NamedTuple):
     errors: int
 
 
+MAX_COUNT = 2**63 - 1
+"""Largest update, step or other count."""
+
+MAX_SEGMENTS = 32
+"""Segments up to which a key is looked for among the templates, which takes time that grows with the square of their number."""
+
+
 def template_of(key: str, templates: Mapping[str, object]) -> str:
     """Return the template in `templates` of which `key` is an instance, or the key itself."""
-    if key in templates:
-        return key
     segments = key.split("/")
+    if key in templates or len(segments) > MAX_SEGMENTS:
+        return key
     # A label is one segment anywhere, or a whole key at either end. The history of a declared key comes first: the layers of
     # `opt/update_to_weight/{layer}` do not include `opt/update_to_weight/drift`.
     whole = [(start, n) for n in range(len(segments) - 1, 1, -1) for start in (0, len(segments) - n)]
@@ -320,8 +339,16 @@ WHOLE_KEYS = ("key",)
 """Labels that stand for another key, whatever its segments: `{key}/ema` is `policy/kl/ema`, `alarm/{key}` is `alarm/policy/kl_spike`."""
 
 
+MAX_KEY_CHARACTERS = 250
+"""Length of a key that MLflow accepts, which has the lowest limit."""
+
+
 def check_key(key: str) -> str:
     """Return the key; raise ValueError unless every backend accepts it."""
+    if isinstance(key, str) and len(key) > MAX_KEY_CHARACTERS:
+        raise ValueError(
+            f"a metric key has at most {MAX_KEY_CHARACTERS} characters, got {len(key):,}, which begin with {key[:40]!r}"
+        )
     if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
         likely = "/".join(part.strip("_") for part in re.sub("[^a-z0-9_/]+", "_", str(key).lower()).split("/"))
         instead = f": write {likely!r}" if KEY_PATTERN.fullmatch(likely) else ""

@@ -27,6 +27,7 @@ from esper_telemetry.core.secret_rules import (
     is_random,
     suspicion,
 )
+from esper_telemetry.core.terminal import printable
 
 HIDDEN: Final = "***"
 """Replacement of a secret."""
@@ -139,7 +140,7 @@ def error_line(error: BaseException) -> str:
         text = str(error)
     except Exception:  # an exception class of the user's
         text = ""
-    text = " ".join(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode().split())
+    text = " ".join(printable(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()).split())
     return masked(f"{name}: {text}" if text else name)[:MAX_ERROR_CHARACTERS]
 
 

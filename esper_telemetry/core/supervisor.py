@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.files import open_own
 from esper_telemetry.core.redaction import MaskedStream
 
 MIN_PAUSE_SECONDS: Final = 5.0
@@ -105,7 +106,7 @@ class ProcessSupervisor:
         """
         replies, reply_end = os.pipe()
         try:
-            with self.log.open("ab") as log:
+            with os.fdopen(open_own(self.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-c", self._entry, str(reply_end), *self._arguments],
                     stdin=subprocess.PIPE,

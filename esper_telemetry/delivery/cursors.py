@@ -1,4 +1,4 @@
-"""`cursors.json` in the run directory: how far each sink is. And small files that several processes of a run change."""
+"""`cursors.json` in the run directory: how far each sink is. And the lock on files that several processes of a run change."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import json
 import logging
 import math
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.files import open_regular, read_json, replace_file
 from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.journal.file import JOURNAL_NAME, JournalReader, journal_path
 from esper_telemetry.journal.lock import lock_file
+from esper_telemetry.journal.schema import COUNT, FLAG, check
 
 CURSORS_NAME: Final = "cursors.json"
 COUNT_LINES: Final = 1000
 """Lines that are read at once to count records."""
+CURSOR: Final = {**dict.fromkeys(("offset", "seq", "records", "quarantined"), COUNT), "closed": FLAG}
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -27,22 +29,13 @@ _logger = logging.getLogger("esper_telemetry")
 @contextlib.contextmanager
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
     """Admit one process and thread at a time, as far as the file system has locks; raises OSError where there is no journal."""
-    with journal_path(run_dir).open("rb") as journal:  # it is there as long as the run is
-        with contextlib.suppress(OSError):
-            lock_file(journal.fileno(), wait=True)
-        yield
-
-
-def replace_file(path: Path, content: str) -> None:
-    """Replace the content of a file as a whole or not at all; raises OSError where it cannot be written."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    journal = open_regular(journal_path(run_dir), os.O_RDONLY, follow_links=True)  # it is there as long as the run is
     try:
-        draft.write_text(content, encoding="utf-8")
-        draft.replace(path)
-    except OSError:
         with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+            lock_file(journal, wait=True)
+        yield
+    finally:
+        os.close(journal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +89,7 @@ class Cursors:
                 size: float = self._journal.stat().st_size
             except FileNotFoundError:  # a compressed journal is whole
                 size = math.inf
+            check(saved, CURSOR, "a cursor", required=("offset", "seq", "records", "closed"))
             offset = min(saved["offset"], size)
             refused = saved.get("quarantined", 0)
             return Cursor(int(offset), saved["seq"], saved["records"], end and RunStatus(end), saved["closed"], refused)
@@ -121,7 +115,7 @@ class Cursors:
 
     def _read(self) -> dict[str, Any]:
         try:
-            cursors = json.loads(self.path.read_bytes())
+            cursors = read_json(self.path)
         except (FileNotFoundError, ValueError):
             return {}
         return cursors if isinstance(cursors, dict) else {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import read_contents
 from esper_telemetry.sinks.protocol import Sink
-from esper_telemetry.sinks.registry import as_sink
+from esper_telemetry.sinks.registry import as_sink, leads_outside
 
 MIN_IDLE_SECONDS: Final = 30.0
 """Time since the last write after which a journal without an end is closed: not every file system has locks."""
@@ -130,10 +131,26 @@ class RunHealth:
     damaged: tuple[int, ...] = ()
 
 
-def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> RunHealth:
+def sink_uris(run_dir: Path) -> dict[str, str]:
+    """Return the address of each backend that files in a run directory name, by the sink's name."""
+    uris = {name: name for name in Cursors(run_dir).names()}
+    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(run_dir).items()}
+    return {name: uri for name, uri in uris.items() if uri}  # a sink that exists in a program only has no spelling
+
+
+def doctor(
+    run_dir: str | os.PathLike[str],
+    *,
+    agreed: Collection[str] = (),
+    progress: Callable[[str], object] = lambda name: None,
+) -> RunHealth:
     """Compare every backend of a run with its journal; end a run whose trainer is gone as killed, in the backends too.
 
-    `progress` is called with the name of each backend before it is read, and how many there are.
+    Args:
+        run_dir: of the run.
+        agreed: sink URIs that lead out of the run directory and may be read. Others are skipped: a client would send its token to a
+            server that somebody else may have chosen.
+        progress: called with the name of each backend before it is read, and how many there are.
 
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
     """
@@ -147,12 +164,14 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     contents = read_contents(directory)
     ended = contents.status is not None and not under_way
     delivering = deliveries_under_way(directory)
-    uris = {name: name for name in Cursors(directory).names()}
-    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
-    uris = {name: uri for name, uri in uris.items() if uri}  # a sink that exists in a program only has no spelling
+    uris = sink_uris(directory)
     sinks = []
     for number, (name, uri) in enumerate(sorted(uris.items()), 1):
         progress(f"{name} ({number} of {len(uris)})")
+        if leads_outside(uri, directory) and uri not in agreed:
+            reason = f"not read, as it is at an address that files in the run directory name: agree with --sink {shlex.quote(uri)}"
+            sinks.append(SinkCheck(name, reason=reason, unreadable=True))
+            continue
         check = _check_uri(directory, name, uri, ended=ended)
         if name in delivering and not check.equal:  # what is missing needs no repair yet
             check = replace(check, under_way=True, note="still being delivered", command="")

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.files import open_own
 from esper_telemetry.core.record import Alarm, Record
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.status import one_line
@@ -324,6 +325,10 @@ def append_dead_letter(run_dir: Path | None, sink: str, record: Record, error: s
     if run_dir is None:
         return
     line = {"kind": "dead_letter", "sink": sink, "time": time.time(), "error": error, "record": encode_record(record)}
-    with suppress(OSError), (run_dir / DEAD_LETTER_NAME).open("ab", buffering=0) as file:
-        file.write(to_json(line))
-        os.fsync(file.fileno())
+    with suppress(OSError):
+        letters = open_own(run_dir / DEAD_LETTER_NAME, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(letters, to_json(line))
+            os.fsync(letters)
+        finally:
+            os.close(letters)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import unreachable
+from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.record import SinkLag
 from esper_telemetry.core.redaction import error_line, redacted
-from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
+from esper_telemetry.delivery.cursors import run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
 from esper_telemetry.sinks.registry import BUNDLED, known_sinks
@@ -241,10 +242,11 @@ def clear_under_way(run_dir: Path) -> None:
 def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the entry of each sink in `status.json`, by name; empty where there is none."""
     try:
-        sinks = json.loads((run_dir / STATUS_NAME).read_bytes())["sinks"]
+        sinks = read_json(run_dir / STATUS_NAME)["sinks"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return dict(sinks) if isinstance(sinks, dict) else {}
+    entries = sinks.items() if isinstance(sinks, dict) else ()
+    return {name: entry for name, entry in entries if isinstance(entry, dict)}
 
 
 def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
@@ -252,8 +254,8 @@ def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
     if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.SINKS)):
         return {}
     under_way = {name: entry for name, entry in read_status(run_dir).items() if entry.get("under_way")}
-    states = {name: SinkState(entry["state"]) for name, entry in under_way.items()}
-    return {name: state for name, state in states.items() if state not in SETTLED}
+    states = {name: str(entry.get("state")) for name, entry in under_way.items()}
+    return {name: SinkState(state) for name, state in states.items() if state in {*SinkState} - SETTLED}
 
 
 def _entry(delivery: SinkStatus | SinkReport, sent: int) -> dict[str, Any]:

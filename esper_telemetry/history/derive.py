@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry.core.metric import Array, Derived, segment
-from esper_telemetry.core.record import Level
+from esper_telemetry.core.record import Level, judgeable
 from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
 from esper_telemetry.history.correlation import CORRELATION_WINDOW as PAIRS
 from esper_telemetry.history.correlation import lr_response
@@ -239,6 +239,7 @@ class RunHistory:
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """Return the derived values of a record with these measured ones, as far as they belong to `level`."""
+        values = judgeable(values)
         returns = recent_return(values, self._return)
         entropy: dict[str, float] = {}
         if "policy/entropy" in values:

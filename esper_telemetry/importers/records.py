@@ -12,10 +12,11 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from sys import float_info
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.record import Axes, Level, Record
+from esper_telemetry.core.record import MAX_COUNT, Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.importers.trainers import (
     DEAD_GROUPS,
@@ -30,6 +31,7 @@ from esper_telemetry.importers.trainers import (
     Trainer,
     trainer_of,
 )
+from esper_telemetry.journal.schema import wrong_facts
 
 RECENT_EPISODES: Final = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -108,6 +110,8 @@ def parse_number(value: object) -> float | int | None:
     """Return the value, or its text, as a number; None where it is none, as empty cells and switches are."""
     if isinstance(value, bool) or value is None:
         return None
+    if isinstance(value, int) and abs(value) > float_info.max:
+        return math.inf if value > 0 else -math.inf
     if isinstance(value, int | float):
         return value
     try:
@@ -182,7 +186,7 @@ def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) 
     main = max(per_update, key=lambda tag: (tag in main_tags, len(logged.points[tag])))
     is_late = any(alias.late for alias in tags_by_alias)
     tags = per_update if is_late else [main]
-    return sorted({point.x for tag in tags for point in logged.points[tag] if math.isfinite(point.x)})
+    return sorted({point.x for tag in tags for point in logged.points[tag] if abs(point.x) <= MAX_COUNT})
 
 
 def _values_at(
@@ -220,12 +224,12 @@ def _add_episodes(
     for x in positions:
         episodes = by_position.get(x, [])
         recent.extend(episodes)
-        if episodes:
-            table[x][alias.key] = sum(episodes) / len(episodes)
+        means = {alias.key: episodes, RETURN_100: recent} if alias.key == RETURN else {alias.key: episodes}
+        for key, returns in means.items():
+            if returns and math.isfinite(mean := sum(returns) / len(returns)):
+                table[x][key] = mean
         if alias.key == RETURN:
             table[x]["episode/count"] = float(len(episodes))
-            if recent:
-                table[x][RETURN_100] = sum(recent) / len(recent)
 
 
 class ImportedRun(NamedTuple):
@@ -266,6 +270,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")
     sources = dict(table.sources)
     facts = {**trainer.facts, **facts_of(logged.config, trainer.settings)}
+    facts = {name: value for name, value in facts.items() if name not in wrong_facts(facts)}
     rows = _with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources)
     history = RunHistory(facts)
     records = tuple(

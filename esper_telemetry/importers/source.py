@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
+from esper_telemetry.core.files import MAX_JSON_FILE_BYTES, parse_json, read_file
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
 
 X_NAMES: Final = (
@@ -38,7 +40,7 @@ def read_source(address: str) -> LoggedRun:
     """Return the run at an address.
 
     Raises:
-        ValueError: for an unknown kind, an address of no run or of several, and a file that is no log.
+        ValueError: for an unknown kind, an address that holds several runs or none, and a file that is damaged or not a log.
         FileNotFoundError: for a missing file.
         ModuleNotFoundError: if the backend's package is missing.
     """
@@ -47,7 +49,9 @@ def read_source(address: str) -> LoggedRun:
         raise ValueError(f"--from takes {', '.join(f'{name}:...' for name in READERS)}, got {address!r}")
     if not rest:
         raise ValueError(f"--from {kind}: needs what to read, such as {EXAMPLES[kind]}")
-    return READERS[kind](rest)
+    logged = READERS[kind](rest)
+    points = {printable(tag): points for tag, points in logged.points.items()}
+    return LoggedRun(printable(logged.name), points, printable_values(dict(logged.config)))
 
 
 def read_tensorboard(directory: str) -> LoggedRun:
@@ -60,13 +64,22 @@ def read_tensorboard(directory: str) -> LoggedRun:
         raise FileNotFoundError(f"there is no {directory}")
     run = one_run(path)
     accumulator = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
+    try:
+        accumulator.Reload()
+    except Exception as error:  # of protocol buffers, which a damaged event is not
+        raise ValueError(f"{run} holds a damaged file of events: {error}") from None
     tags = accumulator.Tags()
     points = {
         tag: [LoggedPoint(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags["scalars"]
     }
     for tag in tags["tensors"]:
-        numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in accumulator.Tensors(tag)]
+        events = accumulator.Tensors(tag)
+        if any(dim.size != 1 for event in events for dim in event.tensor_proto.tensor_shape.dim):
+            continue  # its shape may ask for any amount of memory
+        try:
+            numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in events]
+        except (ValueError, TypeError):  # a damaged tensor
+            continue
         if all(number.size == 1 and number.dtype.kind in "fiu" for _, number in numbers):
             points[tag] = [LoggedPoint(step, float(number.reshape(()))) for step, number in numbers]
     return LoggedRun(run.name or str(run.absolute()), points)
@@ -75,11 +88,14 @@ def read_tensorboard(directory: str) -> LoggedRun:
 def one_run(path: Path) -> Path:
     """Return the directory below `path` that has event files; a file of events is a run itself.
 
-    Raises ValueError if there are several, with their names, and if there is none.
+    Raises ValueError for several directories, with their names, for none, and if one of the files is a FIFO or a device.
     """
     if path.is_file():
         return path
-    found = {file.parent for file in path.rglob("*tfevents*")}
+    files = [file for file in path.rglob("*tfevents*") if not file.is_dir()]
+    if strange := next((file for file in files if not file.is_file()), None):
+        raise ValueError(f"{strange} is not a regular file")
+    found = {file.parent for file in files}
     runs = sorted(run for run in found if found.isdisjoint(run.parents))  # settings stand in a folder below a run
     if not runs:
         raise ValueError(f"{path} holds no event files of TensorBoard")
@@ -94,14 +110,16 @@ def read_csv(file: str) -> LoggedRun:
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    with path.open(newline="", encoding="utf-8") as text:
-        rows = list(csv.DictReader(text))
-    if not rows:
+    try:
+        with _opened(path, newline="") as text:
+            table = [
+                {name: number for name, cell in row.items() if name and (number := parse_number(cell)) is not None}
+                for row in csv.DictReader(text)
+            ]
+    except csv.Error as error:
+        raise ValueError(f"{file} is not a table: {error}") from None
+    if not table:
         raise ValueError(f"{file} has no rows")
-    table = [
-        {name: number for name, cell in row.items() if name and (number := parse_number(cell)) is not None}
-        for row in rows
-    ]
     return LoggedRun(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
 
 
@@ -115,29 +133,47 @@ def read_log(file: str) -> LoggedRun:
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        whole = None
-    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-        found = whole["log_history"]
-    else:
-        found = list(_printed_rows(text.splitlines()))
+    with suppress(ValueError, OSError):  # lines, or a long file
+        whole = parse_json(read_file(path, MAX_JSON_FILE_BYTES).removeprefix(codecs.BOM_UTF8))
+        if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
+            return _logged_rows(path, whole["log_history"])
+    with _opened(path) as text:
+        return _logged_rows(path, _printed_rows(_lines(text)))
+
+
+def _opened(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text in UTF-8, or in UTF-16 if it begins with that mark: spreadsheets and PowerShell write marks and UTF-16."""
+    with path.open("rb") as file:
+        is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return path.open(newline=newline, encoding="utf-16" if is_wide else "utf-8-sig", errors="replace")
+
+
+def _lines(text: TextIO) -> Iterator[str]:
+    """Yield the lines; a line that is too long for a row of metrics is empty."""
+    is_whole = True
+    while line := text.readline(MAX_LOG_LINE_CHARACTERS):
+        was_whole, is_whole = is_whole, line.endswith("\n")
+        yield line.rstrip("\n") if was_whole and (is_whole or len(line) < MAX_LOG_LINE_CHARACTERS) else ""
+
+
+def _logged_rows(file: Path, found: Iterable[object]) -> LoggedRun:
+    """Return the run of rows of metrics; raises ValueError without any."""
     rows = [numbers for row in found if isinstance(row, dict) and (numbers := _flat_numbers(row))]
     if not rows:
         raise ValueError(
             f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1 and what OpenRLHF and NeMo-RL print "
             "are read"
         )
-    return LoggedRun(path.stem if path.stem not in UNNAMED_LOGS else path.absolute().parent.name, points_of(rows))
+    return LoggedRun(file.stem if file.stem not in UNNAMED_LOGS else file.absolute().parent.name, points_of(rows))
 
+
+MAX_LOG_LINE_CHARACTERS: Final = 1 << 20
 
 UNNAMED_LOGS: Final = {"trainer_state", "console", "output", "log", "train"}
 """Names of files that say nothing of the run: it has the name of their folder."""
 
-NEMO_RL_EPOCH: Final = re.compile(r"={5,} Epoch (\d+)/\d+ ={5,}")
-NEMO_RL_STEP: Final = re.compile(r"={5,} Step (\d+)/\d+ ={5,}")
+NEMO_RL_EPOCH: Final = re.compile(r"={5,} Epoch (\d{1,15})/\d+ ={5,}")
+NEMO_RL_STEP: Final = re.compile(r"={5,} Step (\d{1,15})/\d+ ={5,}")
 NEMO_RL_METRIC: Final = re.compile(r"• ([A-Z][\w ()-]+): (-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))(?![\w.])")
 NEMO_RL_TAGS: Final = {
     "Avg Total Reward": "reward",
@@ -205,7 +241,7 @@ def _printed_row(line: str) -> object:
         return None
     row = None
     text = NOT_FINITE.sub(r"'\1'", braces[0])
-    for parse, content in ((json.loads, braces[0]), (ast.literal_eval, text)):
+    for parse, content in ((parse_json, braces[0]), (ast.literal_eval, text)):
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
             row = parse(content)
             break
@@ -277,27 +313,30 @@ def read_wandb(path: str) -> LoggedRun:
 def _local_wandb(path: Path) -> LoggedRun:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    files = [path] if path.is_file() else sorted(path.rglob("run-*.wandb"))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("run-*.wandb") if file.is_file())
     if len(files) != 1:
         raise ValueError(f"{path} holds {len(files) or 'no'} runs of W&B{': name one of them' if files else ''}")
     name, config, rows = files[0].stem, {}, []
-    for data in wandb_records(files[0].read_bytes()):
-        record = Record.FromString(data)
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            rows.append(_numbers_of(_json_items(record.history.item)))
-        elif kind == "run":
-            name = record.run.display_name or name
-            config.update(_json_items(record.run.config.update))
-        elif kind == "config":
-            config.update(_json_items(record.config.update))
+    try:
+        for data in wandb_records(read_file(files[0])):
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                rows.append(_numbers_of(_json_items(record.history.item)))
+            elif kind == "run":
+                name = record.run.display_name or name
+                config.update(_json_items(record.run.config.update))
+            elif kind == "config":
+                config.update(_json_items(record.config.update))
+    except Exception as error:  # of protocol buffers, of JSON and of numbers
+        raise ValueError(f"{files[0]} is damaged: {error}") from None
     return LoggedRun(name, points_of(rows), config)
 
 
 def _json_items(items: Iterable[Any]) -> dict[str, Any]:
     values = {}
     for item in items:
-        value = json.loads(item.value_json)
+        value = parse_json(item.value_json)
         values["/".join(item.nested_key) or item.key] = (
             value.get("value") if isinstance(value, dict) and "value" in value else value
         )
@@ -309,9 +348,9 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
     cells = {name: words.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
     return {
-        name: float(value)
+        name: float(number)
         for name, value in cells.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and (number := parse_number(value)) is not None
     }
 
 

@@ -5,33 +5,28 @@ A compressed journal takes a fifth of the space, and every reader takes it as it
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import os
 import re
-import shutil
-import tempfile
 import threading
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Final, Self
+from typing import Final, Self
 
+from esper_telemetry.core.files import open_regular
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
-    EVENT_HEAD,
     RECORD_HEAD,
     Entry,
     JournalEvent,
     Line,
     LineEncoder,
-    decode,
+    decode_line,
     encode_end,
     encode_event,
     end_status,
@@ -39,12 +34,14 @@ from esper_telemetry.journal.lines import (
     record_without_values,
     to_json,
 )
+from esper_telemetry.journal.packed import PACKED_SUFFIX, PackedFile, pack, unpack
 
 JOURNAL_NAME: Final = "journal.jsonl"
-PACKED_SUFFIX: Final = ".gz"
 MAX_BACKLOG_BYTES: Final = 8 << 20
 """What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
+MAX_LINE_BYTES: Final = 16 << 20
+"""Longest line that is read: decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
 MAX_TAIL_BYTES: Final = 4 << 20
 """Distance from its end up to which a journal is searched for its last line."""
 MAX_NAMED_LINES: Final = 10
@@ -102,7 +99,7 @@ class Journal:
             raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             refused = type(error)(f"cannot write to run directory {run_dir}: {error.strerror}")
             refused.errno = error.errno
@@ -118,10 +115,8 @@ class Journal:
         path = journal_path(run_dir)
         if path.suffix == PACKED_SUFFIX:
             packed, path = path, path.with_suffix("")
-            with _draft_of(path) as draft, gzip.open(packed, "rb") as source, draft.open("wb") as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-            packed.unlink()
-        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+            unpack(packed, path)
+        fd = open_regular(path, os.O_RDWR | os.O_APPEND)
         journal = cls(path.parent.absolute(), fd)
         journal.go_on()
         return journal
@@ -249,6 +244,38 @@ class Journal:
         self._is_writing = False
 
 
+class DamagedLine(int):
+    """Number of a line that cannot be understood, from 1 for the first of the file, with the reason."""
+
+    reason: str
+
+    def __new__(cls, number: int, reason: str = "") -> Self:
+        """Return the number; `reason` says why the line is left out."""
+        line = super().__new__(cls, number)
+        line.reason = reason
+        return line
+
+
+class _PlainFile:
+    """The bytes of a journal that is not packed."""
+
+    fault = ""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(open_regular(path, os.O_RDONLY, follow_links=True), "rb", buffering=0)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        self._file.seek(offset)
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class JournalReader:
     """Follows a journal file from an offset.
 
@@ -256,13 +283,17 @@ class JournalReader:
         path: of the file.
         offset: position after the last line that `read` gave, in bytes; set it to go on from a saved position.
         damage: positions of the lines that `read` left out because they could not be understood, in bytes.
+
+    Raises OSError if the file cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
         self.offset = offset
         self.damage: list[int] = []
-        self._file = _open_for_reading(self.path)
+        self._faults: dict[int, str] = {}
+        self._is_open = True
+        self._file = PackedFile(self.path) if self.path.suffix == PACKED_SUFFIX else _PlainFile(self.path)
 
     @property
     def skipped(self) -> int:
@@ -272,7 +303,7 @@ class JournalReader:
     @property
     def size(self) -> int:
         """Current size of the journal in bytes, decompressed."""
-        return os.fstat(self._file.fileno()).st_size
+        return self._file.size
 
     @property
     def run_dir(self) -> Path | None:
@@ -333,8 +364,8 @@ class JournalReader:
                     step = step or max(1, (self.size - begin) // records)
                     if begin >= due:
                         sample[begin], due = line, begin + step
-                elif (kind := EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])) and is_rare(kind[1].decode()):
-                    events[kind[1].decode()] = (begin, line)
+                elif (kind := _event_type(line)) and is_rare(kind):
+                    events[kind] = (begin, line)
                 else:
                     sample[begin] = line
                 begin += len(line) + 1
@@ -342,111 +373,123 @@ class JournalReader:
         entries = [entry for begin in sorted(sample) for entry in self._decoded([sample[begin]], begin)]
         return entries, sum(isinstance(entry, Record) for entry in entries) == count
 
-    def damaged_lines(self) -> tuple[int, ...]:
-        """Return the numbers of the lines that `read` left out, from 1 for the first of the file."""
-        numbers, number, position = [], 1, 0
-        for offset in self.damage:
-            while position < offset:
-                self._file.seek(position)
-                chunk = self._file.read(min(CHUNK_BYTES, offset - position))
+    def damaged_lines(self) -> tuple[DamagedLine, ...]:
+        """Return the numbers of the lines that `read` left out, with the reasons."""
+        lines, number, position = [], 1, 0
+        for offset in sorted(self.damage):
+            while position < offset and (chunk := self._file.read_at(position, min(CHUNK_BYTES, offset - position))):
                 number, position = number + chunk.count(b"\n"), position + len(chunk)
-            numbers.append(number)
-        return tuple(numbers)
+            lines.append(DamagedLine(number, self._faults[offset]))
+        return tuple(lines)
 
-    def head(self) -> RunInfo | None:
-        """Return the run as the lines before `offset` describe it: its last `run` line and the descriptions of keys."""
-        info: RunInfo | None = None
-        before = JournalReader(self.path)
-        while before.offset < self.offset and (lines := before._lines(None)):
-            info = merge_head(info, before._decoded(line for line in lines if _is_head(line)))
-        before.damage.clear()  # a reader of all lines reports it
-        before.close()
-        return info
+    def head(self, before: int | None = None) -> RunInfo | None:
+        """Return the run as the lines before a position, `offset` by default, describe it: its last `run` line and keys after it."""
+        return merge_head(None, self._earlier(self.offset if before is None else before, _is_head))
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
         """Return the alarms in the lines before a position, in the whole file by default; `offset` stays where it is."""
-        alarms: list[Alarm] = []
+        entries = self._earlier(before, lambda line: line.startswith(ALARM_HEAD))
+        return tuple(entry for entry in entries if isinstance(entry, Alarm))
+
+    def last_event(self, kind: str) -> JournalEvent | None:
+        """Return the last event of a type in the whole file, without parsing records; None without one."""
+        entries = self._earlier(None, lambda line: _event_type(line) == kind)
+        return next((entry for entry in reversed(entries) if isinstance(entry, JournalEvent)), None)
+
+    def close(self) -> None:
+        """Release the file, and warn of damaged lines that this process has not warned of; harmless when repeated."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        reported = _reported_damage.setdefault(self.path.absolute(), set()) if self.damage else set()
+        new = [line for line in self.damaged_lines() if line not in reported]
+        reported.update(new)
+        if new:
+            _logger.warning("esper-telemetry: %s", damage_sentence(self.path, new))
+        self._file.close()
+
+    def _earlier(self, before: int | None, is_wanted: Callable[[bytes], bool]) -> list[Entry]:
+        """Return the wanted entries before a position, in the whole file by default; damage is left to a reader of all lines."""
+        entries: list[Entry] = []
         reader = JournalReader(self.path)
         while (before is None or reader.offset < before) and (lines := reader._lines(None)):
             ends = accumulate(
                 (len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines)
             )
             next(ends)
-            earlier = [line for line, end in zip(lines, ends, strict=True) if before is None or end <= before]
-            entries = reader._decoded(line for line in earlier if line.startswith(ALARM_HEAD))
-            alarms.extend(entry for entry in entries if isinstance(entry, Alarm))
+            earlier = (line for line, end in zip(lines, ends, strict=True) if before is None or end <= before)
+            entries.extend(reader._decoded(filter(is_wanted, earlier)))
         reader.damage.clear()
         reader.close()
-        return tuple(alarms)
-
-    def last_event(self, kind: str) -> JournalEvent | None:
-        """Return the last event of a type in the whole file, without parsing records; None without one."""
-        mark, last = f'"type":"{kind}"'.encode(), b""
-        reader = JournalReader(self.path)
-        while lines := reader._lines(None):
-            last = next((line for line in reversed(lines) if line.startswith(EVENT_HEAD) and mark in line), last)
-        events = [entry for entry in reader._decoded([last] if last else []) if isinstance(entry, JournalEvent)]
-        reader.damage.clear()
-        reader.close()
-        return events[-1] if events and events[-1].type == kind else None
-
-    def close(self) -> None:
-        """Release the file, and warn of damaged lines that this process has not warned of; harmless when repeated."""
-        if self._file.closed:
-            return
-        reported = _reported_damage.setdefault(self.path.absolute(), set()) if self.damage else set()
-        new = [number for number in self.damaged_lines() if number not in reported]
-        reported.update(new)
-        if new:
-            _logger.warning("esper-telemetry: %s", damage_sentence(self.path, new))
-        self._file.close()
+        return entries
 
     def _lines(self, limit: int | None) -> list[bytes]:
         """Return complete lines after the offset, about `CHUNK_BYTES` of them, and move the offset behind them."""
-        chunk, size = b"", CHUNK_BYTES
-        while (cut := chunk.rfind(b"\n")) < 0:
-            self._file.seek(self.offset)
-            chunk = self._file.read(size)
-            if len(chunk) < size and b"\n" not in chunk:
+        size = CHUNK_BYTES
+        while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0:
+            if len(chunk) < size:
+                if self._file.fault:
+                    self._add_damage(self.offset, self._file.fault)
                 return []
-            size *= 2
+            if size < MAX_LINE_BYTES:
+                size *= 2
+            elif self._skip_line(self.offset + size):
+                size = CHUNK_BYTES
+            else:
+                return []
         lines = chunk[:cut].split(b"\n")[:limit]
         self.offset += sum(map(len, lines)) + len(lines)
         return lines
+
+    def _skip_line(self, position: int) -> bool:
+        """Leave out a line that is too long, whose rest begins at a position; return False if its end has not been written yet."""
+        while chunk := self._file.read_at(position, CHUNK_BYTES):
+            end = chunk.find(b"\n")
+            if end >= 0:
+                self._add_damage(self.offset, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
+                self.offset = position + end + 1
+                return True
+            position += len(chunk)
+        return False
 
     def _decoded(self, lines: Iterable[bytes], begin: int = 0, *, values: bool = True) -> list[Entry]:
         """Decode lines, the first of which begins at that position."""
         entries: list[Entry] = []
         for line in lines:
-            if not values and (record := record_without_values(line)) is not None:
-                entries.append(record)
-                begin += len(line) + 1
-                continue
-            try:
-                entry = decode(json.loads(line), self.run_dir)
-            except ValueError:
-                if line and not line.endswith(TORN):
-                    self.damage.append(begin)
-            else:
-                if entry is not None:
-                    entries.append(entry)
+            entry: Entry | None = None if values else record_without_values(line)
+            if entry is None:
+                entry, fault = decode_line(line, self.run_dir)
+                if fault and line and not line.endswith(TORN):
+                    self._add_damage(begin, fault)
+            if entry is not None:
+                entries.append(entry)
             begin += len(line) + 1
         return entries
+
+    def _add_damage(self, position: int, fault: str) -> None:
+        if self._faults.setdefault(position, fault) is fault:
+            self.damage.append(position)
+
+
+def _event_type(line: bytes) -> str:
+    """Return the type of an event's line; empty for other lines."""
+    kind = EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])
+    return kind[1].decode(errors="replace") if kind else ""
 
 
 def _is_head(line: bytes) -> bool:
     """Return False for a line that cannot describe the run or its keys."""
-    kind = EVENT_TYPE.match(line[:EVENT_HEAD_BYTES])
-    return kind[1] == b"metrics" if kind else not line.startswith(RECORD_HEAD)
+    return _event_type(line) in ("", "metrics") and not line.startswith(RECORD_HEAD)
 
 
-def damage_sentence(path: Path, numbers: Sequence[int]) -> str:
-    """Return a sentence, without its full stop, on the damaged lines of a journal."""
-    named = ", ".join(f"{number:,}" for number in numbers[:MAX_NAMED_LINES])
-    more = ", ..." if len(numbers) > MAX_NAMED_LINES else ""
-    if len(numbers) == 1:
-        return f"line {named} of {path} is damaged: it is left out"
-    return f"{len(numbers):,} lines of {path} are damaged ({named}{more}): they are left out"
+def damage_sentence(path: Path, lines: Sequence[int]) -> str:
+    """Return a sentence, without its full stop, on the damaged lines of a journal, with the reasons."""
+    named = [f"{line:,}" + (f": {line.reason}" if isinstance(line, DamagedLine) else "") for line in lines]
+    if len(lines) == 1:
+        number, _, reason = named[0].partition(": ")
+        return f"line {number} of {path} is damaged{f' ({reason})' if reason else ''}: it is left out"
+    more = "; ..." if len(lines) > MAX_NAMED_LINES else ""
+    return f"{len(lines):,} lines of {path} are damaged ({'; '.join(named[:MAX_NAMED_LINES])}{more}): they are left out"
 
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
@@ -464,10 +507,19 @@ def is_abandoned(run_dir: str | os.PathLike[str]) -> bool:
     """Return whether a journal holds no whole line: its trainer was killed before it had written the first one."""
     path = Path(run_dir) / JOURNAL_NAME
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             return not any(b"\n" in chunk for chunk in iter(partial(file.read, CHUNK_BYTES), b""))
     except OSError:
         return False
+
+
+def holds_run(directory: Path) -> bool:
+    """Return whether a directory holds a journal."""
+    try:
+        journal_path(directory)
+    except OSError:
+        return False
+    return True
 
 
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
@@ -495,7 +547,7 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
         raise ValueError(
             f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed"
         )
-    return before, _pack(path).stat().st_size
+    return before, pack(path).stat().st_size
 
 
 def last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
@@ -506,51 +558,3 @@ def last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
     reader.damage.clear()  # reading began in the middle of a line
     reader.close()
     return entries
-
-
-def _open_for_reading(path: Path) -> IO[bytes]:
-    """Open a file to read at any position: a compressed one decompressed, in a temporary file without a name."""
-    if path.suffix != PACKED_SUFFIX:
-        return path.open("rb", buffering=0)
-    plain = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115  # the reader closes it
-    with gzip.open(path, "rb") as packed:
-        shutil.copyfileobj(packed, plain, CHUNK_BYTES)
-    return plain
-
-
-def _pack(path: Path) -> Path:
-    """Compress a journal that has no writer, and remove it once the result is read back the same.
-
-    Raises OSError where there is no space for both, and leaves the journal as it is then.
-    """
-    packed = path.with_name(path.name + PACKED_SUFFIX)
-    with _draft_of(packed) as draft:
-        with path.open("rb") as source, draft.open("wb") as target:
-            with gzip.GzipFile("", "wb", fileobj=target, mtime=0) as zipped:
-                shutil.copyfileobj(source, zipped, CHUNK_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
-        with path.open("rb") as source, gzip.open(draft, "rb") as zipped:
-            if _checksum(source) != _checksum(zipped):
-                raise OSError(f"{path} was changed while it was packed")
-    path.unlink()
-    return packed
-
-
-@contextmanager
-def _draft_of(path: Path) -> Iterator[Path]:
-    """Give the name of a file that becomes `path` as a whole, or is removed where something raises."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-
-
-def _checksum(file: IO[bytes] | gzip.GzipFile) -> tuple[int, int]:
-    size, checksum = 0, 0
-    while chunk := file.read(CHUNK_BYTES):
-        size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum

@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import islice
+from math import hypot, isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from esper_telemetry.core.files import TOO_DEEP, check_nesting
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.record import (
     Alarm,
@@ -31,13 +33,15 @@ from esper_telemetry.core.record import (
     RunStatus,
 )
 from esper_telemetry.core.redaction import error_line, redacted
+from esper_telemetry.core.terminal import printable, printable_values
+from esper_telemetry.journal import schema
 
 MAX_ITEMS: Final = 100_000
 """Items of one value that a line holds, at all depths; the rest is counted."""
 MAX_LIST_ITEMS: Final = 10_000
 """Items of one list or mapping in it."""
-MAX_TEXT_CHARACTERS: Final = 1 << 20
-"""Length of a text in a line; the rest is counted."""
+MAX_TEXT_CHARACTERS: Final = 50_000
+"""Length of a text in a line; the rest is counted. Masks may lengthen it by a quarter: readers take `schema.MAX_TEXT_CHARACTERS`."""
 MAX_INTEGER_BITS: Final = 1024
 """Size of an integer that readers take; a larger one is text."""
 
@@ -122,8 +126,10 @@ _logger = logging.getLogger("esper_telemetry")
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
 ALARM_HEAD: Final = b'{"kind":"alarm"'
-EVENT_HEAD: Final = b'{"kind":"event"'
-"""First bytes of the line of a record, an alarm or an event: a reader of certain lines need not parse the others."""
+"""First bytes of the line of a record or an alarm: a reader of certain lines need not parse the others."""
+
+MAX_FAULT_CHARACTERS: Final = 200
+"""Characters of the reason why a line is damaged."""
 
 Line = Mapping[str, Any]
 
@@ -198,7 +204,13 @@ def encode_alarm(alarm: Alarm) -> dict[str, Any]:
 def encode_event(event: JournalEvent) -> dict[str, Any]:
     """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
-    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": redacted(plain(event.data))}
+    return {
+        "kind": "event",
+        "seq": event.seq,
+        **axes,
+        "type": _shortened(event.type),
+        "data": redacted(plain(event.data)),
+    }
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:
@@ -256,16 +268,73 @@ class LineEncoder:
         return encoded, refused
 
 
+class DecodedLine(NamedTuple):
+    """The value of a line of a file; None for a damaged line, and for a kind of line that this version does not know.
+
+    Attributes:
+        entry: the value.
+        fault: why the line, or facts in it, are left out; empty for a sound one.
+    """
+
+    entry: Entry | None
+    fault: str = ""
+
+
+def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
+    """Decode the bytes of a line of a file; its texts become `printable`. A malformed line is a fault and never an exception."""
+    try:
+        line = _parse(data)
+        entry = decode(line, run_dir)
+    except ValueError as error:
+        return DecodedLine(None, printable(str(error))[:MAX_FAULT_CHARACTERS])
+    if isinstance(entry, RunInfo) and (faults := schema.wrong_facts(line.get("facts", {}))):
+        return DecodedLine(entry, printable("; ".join(faults.values()))[:MAX_FAULT_CHARACTERS])
+    return DecodedLine(entry)
+
+
+def _parse(data: bytes) -> Line:
+    """Return the JSON of a line, strict but for repeated names, of which the last counts; raises ValueError with the reason."""
+    try:
+        text = data.decode()
+        line = _decode_json(text)
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg}") from None
+    except ValueError:  # the limit of Python's integers, unless a constant was refused
+        raise ValueError("it is not JSON: NaN, Infinity, or a number with thousands of digits") from None
+    # In strict JSON such a character is an escape, or DEL, or not ASCII. The fields of a record are not nested.
+    may_have_controls = "\\" in text or "\x7f" in text or not text.isascii()
+    if may_have_controls or not data.startswith(RECORD_HEAD):
+        check_nesting(line)
+    if may_have_controls:
+        line = printable_values(line)
+    if not isinstance(line, dict):
+        raise ValueError("it is not an object")
+    return line
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(word)
+
+
+_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
 def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
     """Return the value of a line; None for a kind of line that this version does not know.
 
-    In an event of type "metrics" the data are `MetricInfo` by key. Raises ValueError for a line that breaks the schema.
+    In an event of type "metrics" the data are `MetricInfo` by key. Facts of another form than this version knows are left out.
+
+    Raises ValueError, with the reason, for a line that breaks the schema.
     """
-    try:
-        decoder = _DECODERS.get(line["kind"])
-        return None if decoder is None else decoder(line, run_dir)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a line of a journal ({error!r}): {str(line)[:80]}") from error
+    kind = line.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("it lacks a kind")
+    decoder = _DECODERS.get(kind)
+    return None if decoder is None else decoder(line, run_dir)
 
 
 RECORD_AXES: Final = re.compile(
@@ -283,6 +352,9 @@ def record_without_values(line: bytes) -> Record | None:
 
 
 def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
+    schema.check(line, schema.RUN, "a run line", required=("run_id", "started"))
+    facts = line.get("facts", {})
+    left_out = schema.wrong_facts(facts)
     return RunInfo(
         run_id=line["run_id"],
         name=line.get("name", ""),
@@ -292,35 +364,60 @@ def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
         tags=tuple(line.get("tags", ())),
         notes=line.get("notes", ""),
         versions=line.get("versions", {}),
-        facts=line.get("facts", {}),
+        facts={name: schema.fact(name, value) for name, value in facts.items() if name not in left_out},
         metrics=_decode_descriptions(line.get("metrics", {})),
         resumed_from=line.get("resumed_from"),
     )
 
 
 def _decode_record(line: Line, _: Path | None) -> Record:
-    histograms = {k: Histogram(tuple(h["edges"]), tuple(h["counts"])) for k, h in line.get("histograms", {}).items()}
-    return Record(line["seq"], _decode_axes(line["axes"]), line["values"], histograms, line.get("partial", False))
+    schema.check(line, schema.RECORD, "a record", required=("seq", "axes", "values"))
+    values = line["values"]
+    if not schema.are_finite(values.values()):
+        schema.check(values, dict.fromkeys(values, schema.NUMBER), "values")
+    histograms = {key: _decode_histogram(key, value) for key, value in line.get("histograms", {}).items()}
+    return Record(line["seq"], _decode_axes(line["axes"]), values, histograms, line.get("partial", False))
+
+
+def _decode_histogram(key: str, value: Any) -> Histogram:
+    try:
+        edges, counts = tuple(value["edges"]), tuple(value["counts"])
+        if len(edges) == len(counts) + 1 and isfinite(hypot(*edges)) and isfinite(hypot(*counts)):
+            return Histogram(edges, counts)
+    except (TypeError, KeyError, OverflowError):
+        pass
+    raise ValueError(f"histogram {key} needs finite counts, and one edge more")
 
 
 def _decode_alarm(line: Line, _: Path | None) -> Alarm:
+    schema.check(line, schema.ALARM, "an alarm", required=("seq", "axes", "type", "event", "severity", "level", "key"))
     present = {item.name: line[item.name] for item in fields(Alarm) if item.name in line}
     enums = {"event": AlarmEvent(line["event"]), "level": AlarmLevel(line["level"])}
     return Alarm(**{**present, **enums, "axes": _decode_axes(line["axes"])})
 
 
 def _decode_event(line: Line, _: Path | None) -> JournalEvent:
-    data = _decode_descriptions(line["data"]) if line["type"] == "metrics" else line["data"]
+    schema.check(line, schema.EVENT, "an event", required=("type", "data"))
+    kind, data = line["type"], line["data"]
+    schema.check_event(kind, data)
     axes = _decode_axes(line["axes"]) if "axes" in line else None
-    return JournalEvent(line["type"], data, line.get("seq", 0), axes)
+    return JournalEvent(kind, _decode_descriptions(data) if kind == "metrics" else data, line.get("seq", 0), axes)
 
 
 def _decode_end(line: Line, _: Path | None) -> End:
+    schema.check(line, schema.END, "an end", required=("status",))
     return End(RunStatus(line["status"]), line.get("seq", 0))
 
 
-def _decode_axes(line: Line) -> Axes:
-    return Axes(line["update"], line["env_step"], line["gradient_step"], line["wall_time"])
+def _decode_axes(line: Any) -> Axes:
+    try:
+        axes = Axes(line["update"], line["env_step"], line["gradient_step"], line["wall_time"])
+        if schema.are_usual(axes):
+            return axes
+    except (TypeError, KeyError):
+        pass
+    schema.check(line, schema.AXES, "axes", required=schema.AXES)
+    return axes
 
 
 _DECODERS: dict[str, Callable[[Line, Path | None], Entry]] = {
@@ -342,8 +439,11 @@ def _encode_descriptions(metrics: Mapping[str, MetricInfo]) -> dict[str, dict[st
     }
 
 
-def _decode_descriptions(line: Line) -> dict[str, MetricInfo]:
+def _decode_descriptions(line: Any) -> dict[str, MetricInfo]:
     """Decode descriptions; fields that a later version added are ignored."""
+    schema.check(line, {}, "metrics")
+    for key, described in line.items():
+        schema.check(described, schema.DESCRIPTION, f"the description of {key}", required=("unit", "question"))
     return {
         key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION})
         for key, described in line.items()

@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.files import open_own, open_regular
+
 try:
     import fcntl
 except ImportError:  # Windows, where journals can be read and not written
@@ -111,7 +113,7 @@ def await_release(run_dir: Path, role: Role, seconds: float) -> bool:
 def is_held(run_dir: Path, role: Role) -> bool:
     """Return whether a process holds the lock."""
     try:
-        descriptor = os.open(run_dir / role, os.O_RDWR)
+        descriptor = open_regular(run_dir / role, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -126,4 +128,4 @@ def is_held(run_dir: Path, role: Role) -> bool:
 
 
 def _opened(run_dir: Path, role: Role) -> int:
-    return os.open(run_dir / role, os.O_CREAT | os.O_RDWR, 0o644)
+    return open_own(run_dir / role, os.O_RDWR)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -115,7 +116,10 @@ class MemoryReader:
     def read(self, limit: int | None = None) -> list[Entry]:
         """Return up to `limit` lines that were not read before, decoded."""
         count = len(self._waiting) if limit is None else min(limit, len(self._waiting))
-        entries = [decode(json.loads(self._waiting.popleft())) for _ in range(count)]
+        entries: list[Entry | None] = []
+        for _ in range(count):
+            with suppress(ValueError):  # a journal in a file would have refused the line
+                entries.append(decode(json.loads(self._waiting.popleft())))
         self.offset += count
         return [entry for entry in entries if entry is not None]
 

@@ -6,6 +6,7 @@ And `end_after_parent`: the end line of a run whose trainer was killed, written 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
-from esper_telemetry.journal.file import LOST, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.file import LOST, DamagedLine, JournalReader, damage_sentence, end_if_open, journal_path
 from esper_telemetry.journal.lines import Entry, JournalEvent, encode_axes, end_status, merge_head
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class JournalContents:
     status: RunStatus | None
     lost: int = 0
     failure: JournalEvent | None = None
-    damaged: tuple[int, ...] = ()
+    damaged: tuple[DamagedLine, ...] = ()
     offset: int = 0
 
     @property
@@ -66,8 +67,7 @@ def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     """Return the run in a directory, without reading its records; raises as `read_contents`."""
     path = journal_path(run_dir)
     reader = JournalReader(path)
-    reader.offset = reader.size
-    info = reader.head()
+    info = reader.head(before=sys.maxsize)
     reader.close()
     return _required(info, path)
 
@@ -117,7 +117,7 @@ def entries(run_dir: str | os.PathLike[str], offset: int = 0) -> Iterator[Entry]
         reader.close()
 
 
-def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
+def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[DamagedLine, ...]:
     """Return the numbers of damaged lines of a journal, from 1; raises FileNotFoundError where there is no journal."""
     reader = JournalReader(journal_path(run_dir))
     while reader.read(CHUNK_LINES):
@@ -164,7 +164,9 @@ def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:
 
 def _required(info: RunInfo | None, path: Path) -> RunInfo:
     if info is None:
-        raise ValueError(f"{path} has no line that describes the run")
+        damaged = damaged_lines(path.parent)
+        because = f": {damage_sentence(path, damaged)}" if damaged else ""
+        raise ValueError(f"{path} has no line that describes the run{because}")
     return info
 
 
@@ -189,7 +191,7 @@ class Run:
     records: tuple[Record, ...]
     events: tuple[JournalEvent, ...] = ()
     status: RunStatus | None = None
-    damaged: tuple[int, ...] = ()
+    damaged: tuple[DamagedLine, ...] = ()
     alarms: tuple[Alarm, ...] = ()
 
     @property

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
+from esper_telemetry.core.files import replace_file
 from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
@@ -45,6 +47,10 @@ INVALID_PATH_ERRORS: Final = frozenset(
     {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
 )
 """Error numbers for a path that can be no run directory, on any disk; others come and go with the machine."""
+
+NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\]+")
+MAX_LABEL_CHARACTERS: Final = 50
+"""Characters of a run's name in the name of its directory, which systems limit to 255 bytes."""
 
 SYNC_SECONDS: Final = 20.0
 """Time that a checkpoint waits for the journal."""
@@ -311,7 +317,7 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
         "versions": run.versions,
     }
     try:
-        (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")
+        replace_file(run_dir / "config.json", json.dumps(plain(settings), indent=2) + "\n")
     except OSError as error:
         message = "esper-telemetry: cannot write config.json in %s (%s); training goes on, and the journal holds it too"
         _logger.warning(message, run_dir, error.strerror)
@@ -439,7 +445,8 @@ def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
 
 def _new_journal(name: str | None) -> Journal:
     shown = masked(name or Path(sys.argv[0]).stem or "run").replace(HIDDEN, "hidden")
-    stem = f"{shown}-{time.strftime('%Y%m%d-%H%M%S')}"
+    label = NOT_IN_FILE_NAMES.sub("-", shown)[:MAX_LABEL_CHARACTERS].strip("-.") or "run"
+    stem = f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         with suppress(FileExistsError):
             return Journal.create(Path("runs") / f"{stem}{suffix}")

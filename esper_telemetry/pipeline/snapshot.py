@@ -14,7 +14,6 @@ import functools
 import io
 import json
 import logging
-import os
 import pickle
 import platform
 import re
@@ -29,6 +28,7 @@ from typing import IO, Any, Final, NamedTuple
 import numpy as np
 
 from esper_telemetry.alarms.rule import AlarmRule, Ramp
+from esper_telemetry.core.files import draft_of
 from esper_telemetry.journal.file import JOURNAL_NAME
 from esper_telemetry.journal.read import JournalContents
 
@@ -86,17 +86,14 @@ class SnapshotFile:
 
     def write(self, contents: JournalContents, state: RunState) -> None:
         """Replace the snapshot; a disk that does not take it costs the time that it would have saved."""
-        draft = self._path.with_name(f"{SNAPSHOT_NAME}.{os.getpid()}")
         try:
             checksum = _checksum(self._run_dir, contents.offset)
             head = {"fingerprint": self._fingerprint, "offset": contents.offset, "checksum": checksum}
-            with draft.open("wb") as file:
+            with draft_of(self._path) as draft, draft.open("wb") as file:
                 file.write(json.dumps(head).encode() + b"\n")
                 pickle.dump(replace(contents, info=replace(contents.info, run_dir=None)), file, protocol=5)
                 _StatePickler(file, self._static, state.references).dump(dict(state.values))
-            draft.replace(self._path)
         except Exception as error:  # pickling runs code of users' alarms
-            draft.unlink(missing_ok=True)
             _logger.debug("no snapshot of the histories: %s", error)
 
     def read(self, references: Mapping[str, Any]) -> tuple[JournalContents, Mapping[str, Any]] | None:

@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import os
-import pickle
 import random
 import statistics
 from collections import deque
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from esper_telemetry.core.files import draft_of
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
 from esper_telemetry.ppo.ranks import Ranks
 
@@ -149,6 +149,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 
 FORMAT = 1
+COUNTS = ("env_steps", "updates", "gradient_steps")
 RECENT_EPISODES: Final = 100
 
 PARTS_OF_RANKS: Final = ("normalizers", "generator", "collector", "generators", "checkpointables")
@@ -246,7 +247,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
         "policy": trainer.policy.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "normalizers": trainer.normalizers.state_dict(),
-        "counts": {name: getattr(trainer, name) for name in ("env_steps", "updates", "gradient_steps")},
+        "counts": {name: getattr(trainer, name) for name in COUNTS},
         "generator": trainer.generator.get_state(),
         "collector": trainer.collector.state_dict(),
         "generators": generator_states(),
@@ -275,29 +276,33 @@ def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        with draft_of(path) as draft, draft.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # torch raises its own error over that of the disk
             raise error.__context__ from None
         raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU; raise ValueError where the file is not a checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from error
+    except OSError:
+        raise
+    except Exception as error:  # the unpickler of a file that holds anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} is not a checkpoint: {reason}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of format {FORMAT}")
+    counts = state.get("counts")
+    if not isinstance(counts, dict) or not all(isinstance(counts.get(name), int) for name in COUNTS[:2]):
+        raise ValueError(
+            f"{path} is not a complete checkpoint: it does not say after how many steps and updates it was saved"
+        )
     return state
 
 
@@ -310,13 +315,20 @@ def load(trainer: PPO, path: str | Path) -> None:
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
     """
+    try:
+        _load(trainer, path)
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _load(trainer: PPO, path: str | Path) -> None:
     state = own_state(trainer.ranks, made_of(trainer), path)
     check_shapes(trainer, state, path)
     trainer.policy.load_state_dict(state["policy"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.normalizers.load_state_dict(state["normalizers"])
-    for name, count in state["counts"].items():
-        setattr(trainer, name, count)
+    for name in COUNTS:
+        setattr(trainer, name, state["counts"][name])
     trainer.generator.set_state(state["generator"])
     trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:

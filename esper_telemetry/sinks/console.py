@@ -15,22 +15,31 @@ from typing import Any, ClassVar, Final, NamedTuple
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.core.terminal import printable
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.protocol import Place, check_options
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
-    """Return rich's console; with NO_COLOR it writes no escape sequence at all, where rich itself still writes bold and dim.
+    """Return rich's console, which writes every text `printable`; with NO_COLOR without any escape sequence, even for bold and dim.
 
     Args:
         piped_width: columns where the output is no terminal and COLUMNS does not say how many.
         settings: passed on to `rich.console.Console`.
     """
     from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        """Writes texts without the escape sequences that are in them, and its own with them."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(printable(part.text), part.style)
 
     plain = {"force_terminal": False, "color_system": None} if os.environ.get("NO_COLOR") else {}
-    console = Console(**{**settings, **plain})
+    console = PrintableConsole(**{**settings, **plain})
     if piped_width is not None and not console.file.isatty() and "COLUMNS" not in os.environ:
         console.width = piped_width
     return console
@@ -81,6 +90,8 @@ TIME_COLUMNS: Final = len("0:00:00")
 REDRAW_SECONDS: Final = 0.5
 """Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
 
+MAX_STEPS: Final = 10**15
+"""Largest number of environment steps that is taken for the length of a run."""
 TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
@@ -251,7 +262,7 @@ class ProgressBar:
 def total_steps(run: RunInfo) -> int | None:
     """Return how many environment steps the run has, as its trainer or its settings say; None where neither does."""
     totals = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
-    return next((total for total in totals if isinstance(total, int) and total > 0), None)
+    return next((total for total in totals if isinstance(total, int) and 0 < total <= MAX_STEPS), None)
 
 
 def line(record: Record, total: int | None = None, width: int | None = None) -> str:

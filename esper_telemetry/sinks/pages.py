@@ -39,7 +39,7 @@ def run_readme(run: RunInfo) -> str:
     if run.tags:
         facts.append(f"- tags: {safe(', '.join(run.tags))}")
     if run.run_dir is not None:
-        facts.append(f"- directory: `{run.run_dir}`; `journal.jsonl` in it holds every number of the run")
+        facts.append(f"- directory: {code(str(run.run_dir))}; `journal.jsonl` in it holds every number of the run")
     facts.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` say where each lies")
     declared = {family_name(key) for key in run.metrics}
     questions = {name: family.question for name, family in families().items() if name in declared}
@@ -63,6 +63,11 @@ def safe(text: str) -> str:
     return re.sub("^>", "&gt;", escaped.replace("&", "&amp;").replace("<", "&lt;"))
 
 
+def code(text: str) -> str:
+    """Return the text as code in Markdown, which it cannot break out of, nor out of a table."""
+    return f"`{' '.join(text.replace('`', '').replace('|', '').split())}`"
+
+
 def metric_description(info: MetricInfo) -> str:
     """Return the tooltip of a metric: its name, question, unit, bounds, and what to try when they are left."""
     levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
@@ -82,7 +87,7 @@ def guide(keys: Iterable[str], run: RunInfo) -> str:
     """Return a table of what these metrics answer, what is healthy and what to try otherwise; empty without any."""
     infos = {template_of(key, run.metrics): run.describe(key) for key in keys}
     rows = [
-        f"| **{safe(info.name or key)}** `{key}` | {safe(info.question)} | {safe(info.healthy)} "
+        f"| **{safe(info.name or key)}** {code(key)} | {safe(info.question)} | {safe(info.healthy)} "
         f"| {safe(info.action if info.healthy else '')} |"
         for key, info in infos.items()
         if info is not None
@@ -251,7 +256,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
     if record is not None and keys:
         place = f"at update {record.axes.update:,}, step {record.axes.env_step:,}"
         rows = [
-            f"| {safe(info.name or key)} `{key}` | {_number(record.values[key])} | {safe(info.healthy)} |"
+            f"| {safe(info.name or key)} {code(key)} | {_number(record.values[key])} | {safe(info.healthy)} |"
             for key in keys
             for info in [described(key, run)]
         ]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import parse_qsl
 
+from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Record
 from esper_telemetry.core.redaction import masked
@@ -21,6 +23,8 @@ SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
 
 SinkFactory: TypeAlias = Callable[[str, Mapping[str, str]], Sink]
 NAME = re.compile("[a-z0-9_-]+")
+SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]+:")
+"""Beginning of an address; a single letter is a drive of Windows."""
 
 GROUP = "esper_telemetry.sinks"
 
@@ -115,6 +119,19 @@ def sink_from_uri(uri: str) -> Sink:
         names = sorted({*sinks, *_registered})
         raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
     return _from_target(name, sinks[name].load(), rest, options)
+
+
+def leads_outside(uri: str, run_dir: Path) -> bool:
+    """Return whether the address of a sink may lead out of a run directory: to a server, another database, or any place of a plugin.
+
+    A name without an address, a folder of event files and a project on the user's own server do not.
+    """
+    name, _, rest = uri.partition("?")[0].partition(":")
+    if name not in BUNDLED:
+        return bool(rest)
+    if rest.startswith(SQLITE):
+        return not Path(rest.removeprefix(SQLITE)).resolve().is_relative_to(run_dir.resolve())
+    return SCHEME.match(rest) is not None
 
 
 def known_sinks() -> dict[str, EntryPoint]:

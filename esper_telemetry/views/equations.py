@@ -23,7 +23,7 @@ from esper_telemetry.core.equations.equation import (
     unchecked_reason,
 )
 from esper_telemetry.core.equations.schedule import SCHEDULES, RateHistory
-from esper_telemetry.core.record import Record, RunInfo
+from esper_telemetry.core.record import Record, RunInfo, judgeable
 from esper_telemetry.sinks.console import make_console
 
 State = Literal["matches", "variant", "differs", "unchecked"]
@@ -155,13 +155,14 @@ class EquationHistory:
         """Add a record; those of updates that did not end do not count."""
         if record.partial:
             return
-        for result in equation_results(record.values, self._facts):
+        values = judgeable(record.values)
+        for result in equation_results(values, self._facts):
             self._results.setdefault(result.equation.name, []).append((record.axes.update, result))
-        action_sum = self._calibration.add(record.values)
+        action_sum = self._calibration.add(values)
         if action_sum is not None:
             self._sum = action_sum
             self._sum_since = (self._sum_since or record.axes.update) if action_sum.exceeds else 0
-        self._rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+        self._rates.add(record.axes.env_step, values.get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
             self._results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))

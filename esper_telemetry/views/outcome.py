@@ -179,7 +179,7 @@ def _panel(incident: IncidentReport, *, is_symptom: bool) -> Panel:
     text.append(f"\n\nAlarms: {', '.join(f'{kind} ({state})' for kind, state in states.items())}", style="dim")
     note = " (a symptom; cause not known)" if is_symptom else ""
     title = f"incident {incident.number}, update {incident.since}: {incident.cause}{note}"
-    return Panel(text, title=title, title_align="left", border_style=PANEL_COLOURS[incident.main.level])
+    return Panel(text, title=Text(title), title_align="left", border_style=PANEL_COLOURS[incident.main.level])
 
 
 class SummaryLine(NamedTuple):

@@ -76,7 +76,7 @@ def run_progress(
         now: seconds since the epoch, by default the present.
     """
     total = info.facts.get("total_steps")
-    total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total > 0 else None
+    total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total >= 1 else None
     steps = axes.env_step if axes else 0
     seconds, speed = _speed(clock)
     since = axes.wall_time if axes else info.started

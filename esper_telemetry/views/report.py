@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +12,7 @@ from typing import Any, Final
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE
 from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import NAMES
+from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -58,21 +56,10 @@ def report_html(views: Sequence[RunView]) -> str:
     return html_page(f"{title} · esper_telemetry", body, charts)
 
 
-def write_report(path: Path, text: str) -> None:
-    """Write a report as a whole: an earlier one stays where this one cannot be written; raises OSError."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-
-
 def write_run_report(run_dir: Path) -> None:
     """Write the page of a run into its directory; what fails costs a warning, as training goes on after it."""
     try:
-        write_report(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
+        replace_file(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
     except (Exception, SystemExit) as error:  # an installed plugin's code among others
         _logger.warning("esper-telemetry: there is no %s of %s: %s", REPORT_NAME, run_dir, error)
 
@@ -428,7 +415,7 @@ def command_of(view: RunView) -> str:
     if view.run_dir is None:
         return ""
     try:
-        command = json.loads((view.run_dir / "config.json").read_text(encoding="utf-8")).get("command", ())
+        command = read_json(view.run_dir / "config.json").get("command", ())
     except (OSError, ValueError, AttributeError):
         return ""
     return " ".join(map(str, command)) if isinstance(command, list) else ""

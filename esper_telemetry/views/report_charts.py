@@ -16,7 +16,7 @@ from typing import Any, Final
 from esper_telemetry.views.gradient_flow import GradientFlow
 from esper_telemetry.views.run_parts import ChartView, IncidentView
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer
+from esper_telemetry.views.series import HealthyRange, Series, SeriesBuffer, drawable
 
 MAX_POINTS: Final = 200
 """Values of a line: a chart is about 350 pixels wide."""
@@ -161,7 +161,7 @@ def _differences(numbers: Sequence[int]) -> list[int]:
 
 
 def _short(value: float) -> float | int:
-    rounded = float(f"{value:.5g}")
+    rounded = float(f"{drawable(value):.5g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
@@ -171,7 +171,7 @@ def _hundredths(value: float) -> int | None:
 
 def y_range(values: Sequence[float], healthy: HealthyRange | None, *, log: bool) -> tuple[float, float]:
     """Return the ends of an axis, as exponents of ten for a logarithmic one: all values, and ends of the healthy range that are near."""
-    finite = [math.log10(value) if log else value for value in values] or [0.0]
+    finite = [math.log10(drawable(value)) if log else drawable(value) for value in values] or [0.0]
     low, high = min(finite), max(finite)
     reach = max(high - low, 1.0 if log else 0.25 * max(abs(low), abs(high)))
     for end in () if healthy is None else (healthy.low, healthy.high):

@@ -15,6 +15,8 @@ DEFAULT_POINTS: Final = 600
 """Points of a series: about one for each pixel of a narrow chart."""
 MIN_POINTS: Final = 6
 MAX_PENDING: Final = 32
+MAX_DRAWN: Final = 1e150
+"""Size of a value in a chart: the ends of an axis, and their distance, are finite."""
 VALUE: Final = itemgetter(2)
 
 
@@ -30,6 +32,11 @@ class Series(NamedTuple):
     updates: tuple[int, ...] = ()
     env_steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
+
+
+def drawable(value: float) -> float:
+    """Return the value as a chart shows it: at most `MAX_DRAWN` in size."""
+    return min(max(value, -MAX_DRAWN), MAX_DRAWN)
 
 
 class SeriesBuffer:

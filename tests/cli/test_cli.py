@@ -442,7 +442,7 @@ def test_a_server_that_is_not_there_is_one_sentence(
     Cursors(here / "run").save("mlflow:http://127.0.0.1:1", Cursor())
 
     read = run_cli(["diagnose", "--from", "mlflow:http://127.0.0.1:1?run=abc"], capfd)
-    compared = run_cli(["doctor", "run"], capfd)
+    compared = run_cli(["doctor", "run", "--sink", "mlflow:http://127.0.0.1:1"], capfd)
 
     dead = "the server does not answer (Connection refused)"
     assert read == (2, "", f"esper-telemetry: MLflow at http://127.0.0.1:1 cannot be read: {dead}\n")

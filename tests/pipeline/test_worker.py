@@ -19,6 +19,7 @@ from forked import run_python
 from waiting import wait_until
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
+from esper_telemetry.core.record import MAX_COUNT
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.pipeline.record import InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
@@ -30,7 +31,7 @@ from esper_telemetry.updates.data import TrainingProgress, UpdateData
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
 
-LARGE = {f"text_{letter}": letter * 1_000_000 for letter in "abcde"}
+LARGE = {f"text_{number}": f"{number} " * 16_000 for number in range(10, 110)}
 """Details of an intervention that are larger than the pipe to the worker."""
 
 
@@ -235,7 +236,7 @@ def test_a_message_left_in_the_pipe_of_a_dead_worker_is_written_in_process(tmp_p
     os.kill(pid, signal.SIGKILL)
 
     worker = worker_of(telemetry)
-    wait_until(lambda: not worker.take_reports() and LARGE["text_e"] in journal(tmp_path), "the message")
+    wait_until(lambda: not worker.take_reports() and LARGE["text_109"] in journal(tmp_path), "the message")
     telemetry.close()
 
     assert rates(tmp_path) == [1.0]
@@ -307,7 +308,7 @@ def own_values(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_records_of_a_users_loop_are_the_same_in_process_and_in_a_worker(tmp_path: Path) -> None:
-    """A sink gets each of them once. The last one has a count of more than 64 bits."""
+    """A sink gets each of them once. The last one has the largest count."""
     records = []
     for offload in (True, False):
         got: list[float] = []
@@ -315,12 +316,12 @@ def test_records_of_a_users_loop_are_the_same_in_process_and_in_a_worker(tmp_pat
         with Telemetry(sink, run_dir=tmp_path / str(offload), offload=offload, close_timeout=60.0) as telemetry:
             logged(telemetry, range(1, 41))
             telemetry.log({"my/number": 41.0})
-            telemetry.flush(env_step=1 << 70)
+            telemetry.flush(env_step=MAX_COUNT)
         assert (tmp_path / str(offload) / "summary.log").exists() is offload
         assert got == [float(update) for update in range(1, 42)]
         records.append(read_run(tmp_path / str(offload)).records)
 
-    assert [own[-1].axes.env_step for own in records] == [1 << 70, 1 << 70]
+    assert [own[-1].axes.env_step for own in records] == [MAX_COUNT, MAX_COUNT]
     assert {"policy/kl/ema", "policy/kl/ew_std"} <= records[0][-2].values.keys()
     assert [own_values(record.values) for record in records[0]] == [own_values(record.values) for record in records[1]]
 

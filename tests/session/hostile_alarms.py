@@ -29,7 +29,7 @@ def replace_finding(view: View, changes: dict[str, Any]) -> Finding:
 def clears_the_view(view: View) -> Iterator[Finding]:
     for name in ("values", "previous", "facts"):
         try:
-            getattr(view, name).clear()  # type: ignore[attr-defined]
+            getattr(view, name).clear()
         except AttributeError:
             setattr(view, name, {})
     view.baselines.z.clear()

@@ -240,6 +240,7 @@ def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, step: Any) -> None:
         (math.nan, ValueError, "must be a whole number, got nan"),
         (math.inf, ValueError, "must be a whole number, got inf"),
         (-1, ValueError, "must be at least 0, got -1"),
+        (2**63, ValueError, "must be at most 9223372036854775807, got 9223372036854775808"),
         ("5", TypeError, "must be one number, got '5'"),
         (None, TypeError, "must be one number, got None"),
         (np.arange(3), TypeError, r"must be one number, got a NumPy array of shape \[3\]"),

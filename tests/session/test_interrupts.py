@@ -21,10 +21,10 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cor
 
 
 @pytest.fixture
-def handler() -> Iterator[Callable[[Callable[[], object]], None]]:
+def handler() -> Iterator[Callable[[Callable[[], object]], object]]:
     """Sets what SIGUSR1 does."""
     before = signal.getsignal(signal.SIGUSR1)
-    yield lambda call: signal.signal(signal.SIGUSR1, lambda *_: call()) and None
+    yield lambda call: signal.signal(signal.SIGUSR1, lambda *_: call())
     signal.signal(signal.SIGUSR1, before)
 
 

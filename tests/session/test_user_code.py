@@ -11,7 +11,7 @@ import pytest
 from hostile_alarms import ENDS, KEY, RESULTS, Ending, Returning, rule
 
 from esper_telemetry import RunStatus, Telemetry, read_run
-from esper_telemetry.alarms import Finding, View
+from esper_telemetry.alarms import AlarmRule, Finding, View
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 UPDATES = 8
@@ -169,3 +169,29 @@ def test_a_sink_that_raises_anything_in_its_thread_is_tried_again(
 
     assert taken == [1.0, 2.0, 3.0]
     assert all(len(record.getMessage()) < 1000 for record in caplog.records)
+
+
+def test_texts_of_any_length_are_written_as_readers_take_them(tmp_path: Path) -> None:
+    """Of names, notes, settings, alarms and interventions: three million characters each."""
+    text = "x" * 3_000_000
+    long = AlarmRule(
+        type="my/long", inputs=(KEY,), meaning=text, action=text, judge=lambda view: iter([found(view, text)]), n_on=1
+    )
+    settings = {"long": text, text: 1}
+    with Telemetry(run_dir=tmp_path, name=text, notes=text, tags=[text], config=settings, alarms=long) as telemetry:
+        for update in range(1, 4):
+            telemetry.log({KEY: 1.0})
+            with pytest.raises(ValueError, match="at most 250 characters, got 3,000,003, which begin with 'my/xxx"):
+                telemetry.log({f"my/{text}": 1.0})
+            telemetry.flush(env_step=update)
+            telemetry.notify_intervention(text, why=text, **{text: 1})
+
+    run = read_run(tmp_path)
+    assert not run.damaged and len(run.records) == 3
+    assert [alarm.type for alarm in run.alarms if not alarm.type.startswith("telemetry/")] == ["my/long"]
+    assert len([event for event in run.events if event.type == "intervention"]) == 3
+    assert run.info.name == f"{'x' * 50_000}... 2,950,000 characters more"
+
+
+def found(view: View, text: str) -> Finding:
+    return Finding(1.0, KEY, view.get(KEY), 0.5).with_text(lambda: text)

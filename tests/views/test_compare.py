@@ -362,7 +362,7 @@ def test_the_command_prints_writes_a_page_and_finds_runs_in_folders(
         (["{tmp}/a", "{tmp}/a/"], "at least two runs, got 1"),
         (["{tmp}/a", "{tmp}/folder"], "folder holds no run"),
         (["{tmp}/a", "{tmp}/headless"], "no line that describes the run"),
-        (["{tmp}/a", "{tmp}/b", "-o", "{tmp}/none/page.html"], "page.html cannot be written"),
+        (["{tmp}/a", "{tmp}/b", "-o", "{tmp}/none/page.html"], "page cannot be written"),
     ],
 )
 def test_wrong_use_of_compare_is_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:

@@ -12,6 +12,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.terminal import printable
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
@@ -95,7 +96,7 @@ def log_to_stderr() -> None:
 def say(sentence: str) -> None:
     """Write a line on stderr; a stream that is closed or gone is no error."""
     try:
-        sys.stderr.write(f"esper-telemetry: {masked(sentence)}\n")
+        sys.stderr.write(f"esper-telemetry: {printable(masked(sentence))}\n")
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         return

@@ -117,7 +117,7 @@ def failure_findings(data: Mapping[str, Any], update: int) -> dict[str, Finding]
     findings = {RUN_FAILED: Finding(1.0, FAILED_KEY).with_text(lambda: sentence)}
     tensor = first_tensor(data)
     if tensor:
-        entries = float(data.get("nonfinite", {}).get("count", 1))
+        entries = float((data.get("nonfinite") or {}).get("count", 1))
         nonfinite = Finding(1.0, NONFINITE_KEY, entries, 0.0).with_text(
             lambda: f"the first tensor that is not finite: {tensor}"
         )

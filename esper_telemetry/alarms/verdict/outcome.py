@@ -40,7 +40,7 @@ import numpy as np
 
 from esper_telemetry.alarms.verdict.return_course import STD
 from esper_telemetry.core.messages import number
-from esper_telemetry.core.record import Record, RunStatus
+from esper_telemetry.core.record import Record, RunStatus, judgeable
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
 from esper_telemetry.history.recent_return import (
     COUNT,
@@ -237,7 +237,7 @@ class OutcomeJudge:
 
     def add(self, record: Record) -> None:
         """Add a record without judging."""
-        values, update = record.values, record.axes.update
+        values, update = judgeable(record.values), record.axes.update
         self._updates += 1
         self._ending, self._ended = "", False
         nonfinite = values.get(NONFINITE)

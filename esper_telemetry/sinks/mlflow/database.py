@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE
+from esper_telemetry.core.files import open_own
 from esper_telemetry.journal.lock import lock_file
 
 BROKEN_SUFFIX: Final = ".broken"
@@ -98,7 +99,7 @@ def _lock(folder: Path) -> int:
     while True:
         folder.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # the folder was removed meanwhile
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            lock = open_own(folder / LOCK, os.O_RDWR)
             with suppress(OSError):  # a file system without locks
                 lock_file(lock, wait=True)
             with suppress(FileNotFoundError):

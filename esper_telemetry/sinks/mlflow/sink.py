@@ -30,7 +30,15 @@ from esper_telemetry.sinks.mlflow.run import (
     numbers_of,
     own_run,
 )
-from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
+from esper_telemetry.sinks.protocol import (
+    PermanentSinkError,
+    Place,
+    Shown,
+    StoredMetrics,
+    check_options,
+    require_package,
+    require_run_dir,
+)
 
 UPDATE: Final = "axis/update"
 RUNNING: Final = "RUNNING"
@@ -225,7 +233,10 @@ class MLflowSink:
             return self.tracking_uri
         if run.run_dir is None and "MLFLOW_TRACKING_URI" in os.environ:
             return os.environ["MLFLOW_TRACKING_URI"]
-        return f"{SQLITE}{require_run_dir(run, 'MLflowSink', 'tracking_uri=')}/mlflow.db"
+        database = require_run_dir(run, "MLflowSink", "tracking_uri=") / "mlflow.db"
+        if database.is_symlink():
+            raise PermanentSinkError(f"{database} is a symbolic link, which is not followed: name the database itself")
+        return f"{SQLITE}{database}"
 
 
 class StoredRun(NamedTuple):

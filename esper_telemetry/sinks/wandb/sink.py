@@ -9,7 +9,6 @@ up to a second of them, so a resumed run reads the last update from disk.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -22,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from esper_telemetry.core.backends import wandb_records
+from esper_telemetry.core.files import parse_json, read_file
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
@@ -432,14 +432,14 @@ def _records(file: Path) -> Iterator[tuple[str | None, Any]]:
     """Yield the kind and the message of each record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for data in wandb_records(file.read_bytes()):
+    for data in wandb_records(read_file(file)):
         record = Record.FromString(data)
         yield record.WhichOneof("record_type"), record
 
 
 def _update(history: Any) -> int:
     keys = (("/".join(item.nested_key) or item.key, item.value_json) for item in history.item)
-    return int(next((json.loads(value) for key, value in keys if key == UPDATE), 0))
+    return int(next((parse_json(value) for key, value in keys if key == UPDATE), 0))
 
 
 def _history_numbers(history: Any) -> Iterator[tuple[str, float]]:
@@ -448,5 +448,5 @@ def _history_numbers(history: Any) -> Iterator[tuple[str, float]]:
         key, *part = item.nested_key or [item.key]
         if key.startswith("_") or (part and part != ["values"]):
             continue
-        value = json.loads(item.value_json)
+        value = parse_json(item.value_json)
         yield key, float(sum(value) if part else value)

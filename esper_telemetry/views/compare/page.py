@@ -87,7 +87,7 @@ def _figure(comparison: Comparison) -> Any:
             figure.add_trace(go.Scatter(**trace))
     figure.update_layout(
         xaxis_title="environment steps",
-        yaxis_title=f"{NAMES.get(comparison.return_key, comparison.return_key)}, mean of the middle half of the seeds",
+        yaxis_title=f"{escape(NAMES.get(comparison.return_key, comparison.return_key))}, mean of the middle half of the seeds",
         margin={"l": 60, "r": 10, "t": 10, "b": 50},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -123,7 +123,7 @@ def _traces(group: GroupSummary, colour: str) -> list[dict[str, Any]]:
         "y": list(course.level),
         "mode": "lines+markers",
         "connectgaps": True,
-        "name": group.label,
+        "name": escape(group.label),  # plotly.js reads some HTML in texts
         "legendgroup": group.label,
         "line": {"color": colour},
     }

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.alarms.verdict.outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.catalogue import families, family_name
-from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, template_of
+from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.journal.file import damage_sentence, journal_path
@@ -138,7 +138,8 @@ def read_compared(place: str) -> ComparedRun:
     columns = {key: column for column, key in enumerate(keys)}
     values = np.full((len(records), len(keys)), math.nan)
     for row, record in enumerate(records):
-        values[row, [columns[key] for key in record.values]] = list(record.values.values())
+        known = judgeable(record.values)
+        values[row, [columns[key] for key in known]] = list(known.values())
     judge = OutcomeJudge(run.info.facts)
     returns = np.full((len(RETURN_KEYS), len(records)), math.nan)
     for row, record in enumerate(records):

@@ -22,7 +22,9 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
-from esper_telemetry.journal.file import PACKED_SUFFIX, journal_path
+from esper_telemetry.core.terminal import printable
+from esper_telemetry.journal.file import journal_path
+from esper_telemetry.journal.packed import PACKED_SUFFIX
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
@@ -83,7 +85,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         """Replace the lines, and redraw those that differ."""
         before = [*self._fixed, *self._visible()]
         moved = len(fixed) != len(self._fixed)
-        self._fixed, self._lines = list(fixed), list(lines)
+        self._fixed, self._lines = (list(map(_printable, part)) for part in (fixed, lines))
         ids = [line.id for line in self._lines if line.id]
         chosen = self.chosen if self._moved and self.chosen in ids else ids[0] if ids else ""
         lost, self.chosen = chosen != self.chosen, chosen
@@ -240,7 +242,7 @@ class WatchApp(App[None]):
                 return
             view = self._views[index] = RunView(run_info(source), source, max_points=POINTS)
             view.read_sample(SAMPLE_RECORDS)
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             if not missing_ok:
                 raise
         else:
@@ -509,8 +511,14 @@ def _file_state(view: RunView) -> FileState | None:
         return FileState(file.read(HEAD_BYTES), stat.st_size, stat.st_mtime_ns)
 
 
+def _printable(line: Line) -> Line:
+    """Return the line without control characters, which readers of files leave out and names of files may have."""
+    plain = line.text.plain
+    return line if printable(plain) == plain else line._replace(text=Text(printable(plain)))
+
+
 def rendered(renderable: RenderableType, width: int) -> list[Line]:
-    """Return a Rich renderable as lines of that width."""
-    console = Console(width=width, color_system="standard", force_terminal=True)
+    """Return a Rich renderable as lines of that width; a text is shown as it is."""
+    console = Console(width=width, color_system="standard", force_terminal=True, markup=False, emoji=False)
     rows = console.render_lines(renderable, console.options.update(width=width), pad=False)
     return [Line(Text.assemble(*((part.text, part.style or "") for part in row))) for row in rows]

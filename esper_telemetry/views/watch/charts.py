@@ -15,7 +15,7 @@ from esper_telemetry.core.record import template_of
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_parts import LineView
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import Series
+from esper_telemetry.views.series import Series, drawable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 RUN_MARKS: Final = (
@@ -195,8 +195,8 @@ def scaling(values: Sequence[float], *, log: bool) -> Callable[[float], float]:
     """Return the scale of an axis: the logarithm where no value is negative, with zeros at the smallest positive one, else the value."""
     positive = min((value for value in values if value > 0), default=0.0)
     if not (log and positive and min(values) >= 0):
-        return float
-    return lambda value: math.log10(max(value, positive))
+        return drawable
+    return lambda value: math.log10(max(drawable(value), positive))
 
 
 class Canvas:
@@ -263,9 +263,11 @@ def plot(
     if not values:
         return []
     scale = scaling(values, log=state.log)
-    log = scale is not float
+    log = scale is not drawable
     low, high = scale(min(values)), scale(max(values))
-    low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
+    if high - low <= 1e-12 * max(1.0, abs(low), abs(high)):
+        margin = max(0.5, 1e-6 * abs(high))
+        low, high = low - margin, high + margin
     columns, ends = max(8, width - 11), (min(steps), max(steps))
     canvas = Canvas(columns, rows - 1)
 
