@@ -21,6 +21,7 @@ On CUDA the tensors of an update are measured where they are, and several ranks 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +39,6 @@ from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
-from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.metrics.performance import telemetry_health
@@ -122,7 +122,7 @@ class TelemetrySession:
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
         self._lock = threading.RLock()
-        self._generation = fork_generation()
+        self._pid = os.getpid()
         self._containment = Containment()
         self._watched = WatchedModels(self.clock)
         self._open = OpenUpdate()
@@ -427,13 +427,13 @@ class TelemetrySession:
     @property
     def _active(self) -> bool:
         """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
-        return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
+        return self.level > Level.OFF and not self._closed and os.getpid() == self._pid
 
     def _accepts(self, call: str) -> bool:
         """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""
         if self._active:
             return True
-        if self._closed and not self._reports_at_close and fork_generation() == self._generation:
+        if self._closed and not self._reports_at_close and os.getpid() == self._pid:
             self._usage.warn(AFTER_CLOSE, call)
         return False
 

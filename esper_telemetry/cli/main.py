@@ -20,9 +20,6 @@ from importlib import import_module
 from operator import or_
 from typing import Annotated, Any, Final, Literal
 
-# Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
-os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
-
 import tyro
 
 from esper_telemetry import __version__
