@@ -151,12 +151,12 @@ class ScriptTelemetry:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
         self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
-        self._errors = 0
+        self._early_failures: list[tuple[Callable[..., object], Exception]] = []
 
     def begin(self) -> None:
         """Install the taps; only in the first of several ranks, which would have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
-            log_to_stderr()
+            log_to_stderr(tracebacks=self.options.level == "debug")
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:
@@ -174,6 +174,8 @@ class ScriptTelemetry:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
+        if self.telemetry is None and self._early_failures:
+            self._report_early_failures()
         if self.last_words:
             self._print_end_block(error)
         if self.last_words or self._taps.error is not None or not self.run_dirs:
@@ -183,7 +185,7 @@ class ScriptTelemetry:
         from esper_telemetry.adapters.script.listener import ScriptListener
         from esper_telemetry.events import UpdateEnd
 
-        script = ScriptListener(self._attach, self._log)
+        script = ScriptListener(self._attach, self._log, self._failed)
 
         def announce(_: UpdateEnd) -> None:
             if not self._announced:
@@ -210,6 +212,8 @@ class ScriptTelemetry:
         self.telemetry = self._make_telemetry()
         attach(self.telemetry, script)
         self._taps.clock = session_of(self.telemetry).clock
+        for function, error in self._early_failures:
+            session_of(self.telemetry).failed(function, error)
 
     def _make_telemetry(self, number: int = 1) -> Telemetry:
         """Return the telemetry of the script, or of the model with that number, which has a directory of its own."""
@@ -247,6 +251,22 @@ class ScriptTelemetry:
     def _log(self, values: Mapping[str, float]) -> None:
         if self.telemetry is not None:
             self.telemetry.log(values)
+
+    def _failed(self, function: Callable[..., object], error: Exception) -> None:
+        """Count and report what telemetry's own function has raised, in the first record if there is no telemetry yet."""
+        from esper_telemetry.telemetry import session_of
+
+        if self.telemetry is None:
+            self._early_failures.append((function, error))
+        else:
+            session_of(self.telemetry).failed(function, error)
+
+    def _report_early_failures(self) -> None:
+        from esper_telemetry.updates.containment import Containment
+
+        containment = Containment()
+        for function, error in self._early_failures:
+            containment.note(function, error)
 
     def _print_end_block(self, error: BaseException | None) -> None:
         """Print the block about the run, or about the last of several, on stderr."""

@@ -80,4 +80,4 @@ class Containment:
             self._warned.add(name)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             message = "%s failed (%s): what it measures is missing from the records, training goes on"
-            _logger.warning(message, name, reason, exc_info=_logger.isEnabledFor(logging.DEBUG))
+            _logger.warning(message, name, reason, exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None)
