@@ -7,6 +7,7 @@ the journal. The baselines of alarms exclude outliers, so they are not the avera
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from esper_telemetry.alarms.alarm_state import (
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
-from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View, checked_finding
 from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -71,6 +72,8 @@ GRADIENTS_ALONE: Final = (
     "with the functions of docs/own_loop.md"
 )
 
+_logger = logging.getLogger("esper_telemetry")
+
 
 class Verdict(NamedTuple):
     """The judgement of one record.
@@ -112,11 +115,10 @@ class Detectors:
         self.facts = dict(facts or {})
         self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
         declared = with_alarms(alarm_rules(), alarms)
-        judges = {rule.type: rule.judge for rule in declared if rule.judge and rule.type not in thresholds.off}
-        self.rules = tuple(rule for rule in declared if rule.type in judges and rule.applies(self.facts))
+        self._failing: set[str] = set()
         self._declared = {rule.type: rule for rule in declared}
-        self._judges: dict[str, Judge] = {rule.type: copy.deepcopy(judges[rule.type]) for rule in self.rules}
-        self._prototypes = judges
+        self._judges: dict[str, Judge] = {}
+        self.rules = tuple(rule for rule in declared if rule.type not in thresholds.off and self._applies(rule))
         self._baselines = Baselines(history for rule in self.rules for history in rule.histories)
         self._view = View(self.facts, thresholds, self._baselines)
         self._states = {rule.type: AlarmState(rule, patience=self._view.patience) for rule in self.rules}
@@ -136,6 +138,27 @@ class Detectors:
         self._intervened = False
         self._families: set[str] = set()
         self._explained = False
+
+    def _applies(self, rule: AlarmRule) -> bool:
+        """Return whether a rule judges this run; then this run has a copy of its judge."""
+        if rule.judge is None:
+            return False
+        try:
+            if not rule.applies(self.facts):
+                return False
+            self._judges[rule.type] = copy.deepcopy(rule.judge)
+        except Exception as error:  # a user's own code
+            self._failed(rule, error)
+            return False
+        return True
+
+    def _failed(self, rule: AlarmRule, error: Exception) -> None:
+        """Warn once of a rule whose own code raises; the others judge as before."""
+        if rule.type not in self._failing:
+            self._failing.add(rule.type)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            message = "alarm %s cannot be judged (%s): the other alarms are, and training goes on"
+            _logger.warning(message, rule.type, reason, exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None)
 
     @property
     def gradients_alone(self) -> bool:
@@ -251,10 +274,15 @@ class Detectors:
         for rule in self.rules:
             if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            state, findings = self._states[rule.type], list(self._judges[rule.type](self._view))
-            if state.is_calm(findings):
+            state = self._states[rule.type]
+            try:
+                findings = list(self._judges[rule.type](self._view))
+                if state.is_calm(findings):
+                    continue
+                findings = [checked_finding(finding) for finding in findings if not math.isnan(finding.severity)]
+            except Exception as error:  # a user's own code
+                self._failed(rule, error)
                 continue
-            findings = [finding for finding in findings if not math.isnan(finding.severity)]
             change = state.step(findings, self._update) if findings else None
             if change is not None:
                 changes.append((state, change))
@@ -267,7 +295,7 @@ class Detectors:
         ended = []
         for rule in self.rules:
             if rule.relative:
-                self._judges[rule.type] = copy.deepcopy(self._prototypes[rule.type])
+                self._judges[rule.type] = copy.deepcopy(self._declared[rule.type].judge)  # type: ignore[assignment]  # it has one
                 state = self._states[rule.type]
                 last = state.stop()
                 if last is not None:
@@ -308,6 +336,12 @@ class Detectors:
         event, finding, streak = change
         over = event is AlarmEvent.CLEAR
         incident = state.incident
+        try:
+            text = alarm_text(state, finding, event, self._view, explained=self._explained)
+        except Exception as error:  # a user's own code
+            self._failed(state.rule, error)
+            plain = finding._replace(text=None, advice=None)
+            text = alarm_text(state, plain, event, self._view, explained=self._explained)
         alarm = Alarm(
             seq=record.seq,
             axes=record.axes,
@@ -324,7 +358,7 @@ class Detectors:
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=alarm_text(state, finding, event, self._view, explained=self._explained),
+            text=text,
             evidence={} if over else record_evidence(state, finding, self._view),
         )
         if over:

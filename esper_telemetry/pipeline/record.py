@@ -18,7 +18,19 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.record import (
+    Alarm,
+    AlarmEvent,
+    Axes,
+    Level,
+    MetricInfo,
+    Record,
+    RunInfo,
+    RunStatus,
+    SinkLag,
+    check_key,
+)
+from esper_telemetry.core.requirements import require_count, require_number
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
@@ -104,6 +116,31 @@ class SupportsEnd(Protocol):
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
 """Makes the detector of a run from its facts; it can be pickled, because the process that writes the journal calls it."""
+
+
+def made_detector(factory: DetectorFactory, facts: Mapping[str, Any]) -> Detector:
+    """Return the detector of a run; raise TypeError if the factory makes something else."""
+    detector = factory(facts)
+    missing = [
+        name for name in ("step", "intervention", "failure", "rule") if not callable(getattr(detector, name, None))
+    ]
+    if missing:
+        raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which has no {missing[0]}")
+    return detector
+
+
+def detector_verdict(judge: Callable[[], Judgement]) -> Judgement:
+    """Return a detector's verdict; raise TypeError or ValueError for one that no journal can hold."""
+    verdict = judge()
+    require_count("remaining", verdict.remaining)
+    for key, value in verdict.values.items():
+        require_number(check_key(key), value)
+    for alarm in verdict.alarms:
+        if not isinstance(alarm, Alarm):
+            raise TypeError(f"a verdict has instances of Alarm, got {alarm!r}")
+        for number in filter(None, (alarm.severity, alarm.value, alarm.threshold, alarm.z)):
+            require_number(f"each number of alarm {alarm.type}", number)
+    return verdict
 
 
 class AlarmReport(NamedTuple):
@@ -280,8 +317,10 @@ class InProcessPipeline:
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
         self._series = RunHistory(facts)
-        factory = self._settings.detector_factory
-        self._detector: Detector | None = None if factory is None else factory(facts)
+        factory, detectors = self._settings.detector_factory, list[Detector]()
+        if factory is not None:
+            self._containment.attempt(partial(made_detector, factory, facts), detectors.append)
+        self._detector = next(iter(detectors), None)
 
     def _read_back(self, info: RunInfo) -> None:
         assert info.run_dir is not None
@@ -310,7 +349,8 @@ class InProcessPipeline:
         """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
         verdicts: list[Judgement] = []
         if self._detector is not None:
-            self._containment.attempt(partial(self._detector.step, record), verdicts.append)
+            judge = partial(self._detector.step, record)
+            self._containment.attempt(partial(detector_verdict, judge), verdicts.append)
         return verdicts
 
     def _judged(self, record: Record, update: FlushedUpdate) -> Iterator[Line]:
@@ -351,10 +391,10 @@ class InProcessPipeline:
         """Pass an event to the detector; return its judgement of a failure."""
         verdicts: list[Judgement] = []
         if self._detector is not None and event.type == INTERVENTION:
-            self._detector.intervention()
+            self._containment.attempt(self._detector.intervention, lambda _: None)
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
-            failure = partial(self._detector.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(failure, verdicts.append)
+            judge = partial(self._detector.failure, event.seq, event.axes, event.data)
+            self._containment.attempt(partial(detector_verdict, judge), verdicts.append)
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:

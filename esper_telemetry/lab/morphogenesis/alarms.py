@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.alarms.rule import SMALLEST_DIVISOR, AlarmRule, Finding, View, above, below, hard, number, percent
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, Stage
 
 EXPLODING, VANISHING, SCORE, RETURN = "seed/exploding", "seed/vanishing", "env/score", "episode/return_mean"
@@ -22,16 +22,26 @@ LEVEL_WEIGHT = 0.2
 """Weight of a new value in the levels of score and return."""
 
 SEED_EXPLODING = above(
-    "seed_exploding", 0.75, "severity of the largest gradient of a seed; 0.75 is 32 times its clip limit"
+    "seed_exploding",
+    0.75,
+    "severity of the largest gradient of a seed; 0.75 is 32 times its clip limit",
+    lowest=SMALLEST_DIVISOR,
 )
 SEED_EXPLODING_FRAC = above(
-    "seed_exploding_frac", 0.05, "share of the seeds that learn whose gradients are beyond ten clip limits"
+    "seed_exploding_frac",
+    0.05,
+    "share of the seeds that learn whose gradients are beyond ten clip limits",
+    lowest=SMALLEST_DIVISOR,
 )
 SEED_ALONE = below(
     "seed_alone", 0.005, "share of seeds beyond ten clip limits, below which the largest of thousands is chance"
 )
-SEED_VANISHING = above("seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average")
-SEED_DORMANT = above("seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches")
+SEED_VANISHING = above(
+    "seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average", lowest=SMALLEST_DIVISOR
+)
+SEED_DORMANT = above(
+    "seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches", lowest=SMALLEST_DIVISOR
+)
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are worth less in the end than they were")
 
 
