@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.messages import question
+from esper_telemetry.core.requirements import require_path
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "
@@ -32,6 +34,18 @@ def wrong_use() -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise WrongUse(f"{where}{error.strerror or error}") from error
+
+
+def output_path(option: str) -> Path:
+    """Return the path of a file that a command is to write; raises WrongUse for one that cannot be written."""
+    with wrong_use():
+        path = require_path("the output", option)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise WrongUse(f"{option} cannot be written: {reason}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise WrongUse(f"{option} cannot be written: permission denied")
+    return path
 
 
 @contextmanager

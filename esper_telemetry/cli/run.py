@@ -26,6 +26,8 @@ from esper_telemetry.adapters.script.program import (
 )
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
+from esper_telemetry.core.messages import one_line
+from esper_telemetry.core.requirements import require_path
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
@@ -122,7 +124,11 @@ def check_run_dir(run_dir: str) -> None:
     """Refuse a directory that cannot be that of a new run."""
     if not run_dir.strip():
         raise WrongUse(f"run_dir must name a directory, got {run_dir!r}")
-    if (Path(run_dir) / "journal.jsonl").exists():
+    with wrong_use():
+        path = require_path("run_dir", run_dir)
+    if path.exists() and not path.is_dir():
+        raise WrongUse(f"run_dir {run_dir!r} is a file: pass the path of a directory")
+    if (path / "journal.jsonl").exists():
         raise WrongUse(f"{run_dir} holds a run already: give another directory")
 
 
@@ -150,7 +156,8 @@ class ScriptTelemetry:
     def __post_init__(self) -> None:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
         self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
-        self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
+        run_dir = self.options.run_dir
+        self._directory = None if run_dir is None else require_path("run_dir", run_dir).absolute()
         self._early_failures: list[tuple[Callable[..., object], Exception]] = []
 
     def begin(self) -> None:
@@ -301,6 +308,6 @@ def main(arguments: Sequence[str]) -> None:
         options = parse(arguments)
         code: Any = run(options)
     except WrongUse as mistake:
-        sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(2) from None
     raise SystemExit(code)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
-from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, output_path, without_warnings, wrong_use
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.delivery import catch_up, health
 from esper_telemetry.delivery.cursors import Cursors, replace_file
@@ -140,6 +140,8 @@ def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[h
 
 def compress(options: Compress) -> int:
     """Pack each journal and print how much that saves; all directories are checked before anything is changed."""
+    if not options.run_dirs:
+        raise WrongUse("compress needs a run directory; see esper-telemetry compress --help")
     for run_dir in options.run_dirs:
         with wrong_use():
             journal_file.journal_path(run_dir)
@@ -160,6 +162,7 @@ def compress(options: Compress) -> int:
 def workspace(options: Workspace) -> int:
     """Write the run's dashboard as a W&B workspace and, with --push, save it there; 1 if the server does not accept it."""
     os.environ.setdefault("WANDB_SILENT", "true")
+    output = output_path(options.output) if options.output else None
     with wrong_use():
         wandb_workspace.require_workspaces()
         run = read_run(options.run_dir)
@@ -172,7 +175,7 @@ def workspace(options: Workspace) -> int:
             dashboard = wandb_workspace.workspace(
                 run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
             )
-            path = Path(options.output or Path(options.run_dir) / WORKSPACE_NAME)
+            path = output or Path(options.run_dir) / WORKSPACE_NAME
             replace_file(path, json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n")
         print(f"the workspace {options.name!r} of project {sink.project} is in {path}")
         if options.push:

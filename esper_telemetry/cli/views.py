@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, output_path, without_warnings, wrong_use
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Compare, Report, Watch
@@ -42,10 +42,7 @@ def report(options: Report) -> int:
 
     if not options.run_dirs and not options.source:
         raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
-    output = Path(options.output).expanduser() if options.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        reason = "it is a directory" if output.is_dir() else f"there is no directory {output.parent}"
-        raise WrongUse(f"the report cannot be written to {options.output}: {reason}")
+    output = output_path(options.output) if options.output else None
     with wrong_use():
         for address in options.source:
             if address.partition(":")[0] not in READERS:
@@ -70,9 +67,7 @@ def compare(options: Compare) -> int:
     from esper_telemetry.views.compare.text import print_comparison
 
     with wrong_use(), without_warnings():
-        output = Path(options.output).expanduser() if options.output else None
-        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-            raise ValueError(f"{options.output} cannot be written: it is a folder, or its folder does not exist")
+        output = output_path(options.output) if options.output else None
         result = comparison([read_compared(place) for place in find_runs(options.runs)])
         if output is not None:
             from esper_telemetry.views.compare.page import comparison_page

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from numbers import Integral, Real
-from typing import Any, TypeVar
+import operator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from esper_telemetry.core.arrays import shown
+from esper_telemetry.core.messages import shown
+
+MAX_NAME_BYTES: Final = 255
+MAX_PATH_BYTES: Final = 4095
+"""Of a file's name, and of a whole path, in the usual file systems."""
 
 Value = TypeVar("Value")
 
@@ -21,11 +31,42 @@ def require_text(name: str, value: Any, *, may_be_empty: bool = False) -> str:
     return value
 
 
+def require_path(name: str, value: Any) -> Path:
+    """Return a path, `~` expanded, that file systems can have."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a path, got {shown(value)}")
+    if not text.strip():
+        raise ValueError(f"{name} must not be empty, got {shown(text)}")
+    if "\0" in text:
+        raise ValueError(f"{name} must be a path without NUL characters, got {shown(text)}")
+    try:
+        sizes = [len(os.fsencode(part)) for part in (text, *Path(text).parts)]
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be a path that file systems can encode, got {shown(text)}") from None
+    if sizes[0] > MAX_PATH_BYTES or max(sizes[1:], default=0) > MAX_NAME_BYTES:
+        limits = f"at most {MAX_PATH_BYTES:,} bytes, and {MAX_NAME_BYTES} between slashes"
+        raise ValueError(f"{name} must be a path of {limits}, got {shown(text)}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a path, and there is no home directory of {text.partition(os.sep)[0]}"
+        ) from None
+
+
 def require_flag(name: str, value: Any) -> bool:
     """Return True or False."""
     if value is not True and value is not False:
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
+
+
+def require_truth(name: str, value: Any) -> bool:
+    """Return the truth of True, False, their kind in NumPy, or 0 and 1."""
+    if getattr(value, "ndim", 0) or isinstance(value, float | str) or value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
 
 
 def require_number(
@@ -41,19 +82,20 @@ def require_number(
 
 def require_count(name: str, value: Any, *, low: int = 0, high: float = math.inf) -> int:
     """Return a whole number from `low` to `high`."""
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or bool(getattr(value, "ndim", 0)):
         raise TypeError(f"{name} must be a whole number, got {shown(value)}")
-    if not low <= value <= high:
-        ends = f"at least {low:,}" if high == math.inf else f"from {low:,} to {high:,}"
-        raise ValueError(f"{name} must be {ends}, got {shown(value)}")
-    return int(value)
+    count = operator.index(value)
+    if not low <= count <= high:
+        end = f"at least {low:,}" if count < low else f"at most {high:,}"
+        raise ValueError(f"{name} must be {end}, got {shown(value)}")
+    return count
 
 
 def require_each(
     name: str, values: Any, require: Callable[[str, Any], Value], *, may_be_empty: bool = True
 ) -> tuple[Value, ...]:
-    """Return the items of a tuple or list, each of which meets a requirement."""
-    if not isinstance(values, tuple | list):
+    """Return the items of a tuple, a list or a set, each of which meets a requirement."""
+    if not isinstance(values, tuple | list | set | frozenset):
         raise TypeError(f"{name} must be a tuple, got {shown(values)}")
     if not (values or may_be_empty):
         raise ValueError(f"{name} must not be empty, got {shown(values)}")
@@ -69,9 +111,36 @@ def require_choice(name: str, value: Any, choices: Collection[Value]) -> Value:
     raise ValueError(f"{name} must be {_alternatives(choices)}, got {shown(value)}")
 
 
+def require_types(settings: Any) -> None:
+    """Raise TypeError for a field of a dataclass whose value is not of the type that it declares: a plain type, or a tuple of one."""
+    for field in fields(settings):
+        value, kind = getattr(settings, field.name), str(field.type)
+        if value is None and kind.endswith(" | None"):
+            continue
+        requirement = REQUIREMENTS[kind.removesuffix(" | None")]
+        requirement(field.name, value)
+
+
+def _require_real(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be one number, got {shown(value)}")
+
+
+REQUIREMENTS: Final[Mapping[str, Callable[[str, Any], object]]] = {
+    "bool": require_truth,
+    "float": _require_real,
+    "int": partial(require_count, low=-sys.maxsize),
+    "str": partial(require_text, may_be_empty=True),
+    "tuple[int, ...]": partial(require_each, require=partial(require_count, low=-sys.maxsize)),
+}
+"""Requirements by the annotation of a field."""
+
+
 def _range(low: float, high: float, above: float) -> str:
-    ends = [f"at least {low:g}"] if low > -math.inf else [f"larger than {above:g}"] if above > -math.inf else []
-    return " and ".join([*ends, f"at most {high:g}" if high < math.inf else "finite"])
+    if low > -math.inf and high < math.inf:
+        return f"between {low:,.15g} and {high:,.15g}"
+    words = [f"at least {low:,.15g}"] if low > -math.inf else ["positive"] if above == 0 else []
+    return " and ".join([*words, f"at most {high:,.15g}" if high < math.inf else "finite"])
 
 
 def _alternatives(choices: Iterable[object]) -> str:

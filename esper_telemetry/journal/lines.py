@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.messages import shown
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -23,22 +25,31 @@ from esper_telemetry.core.record import (
     RunStatus,
 )
 
+MAX_INTEGER: Final = 1 << 63
+MAX_ARRAY_ENTRIES: Final = 1 << 16
+"""Of arrays in settings and events that are written entry by entry."""
+
 
 def plain(value: Any, *, depth: int = 16) -> Any:
     """Return the value as JSON that a person can read: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
 
-    Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
-    is text too, so a structure that contains itself ends.
+    Functions and classes become their names; integers beyond 64 bits, non-finite floats, large arrays and everything else become text.
+    Nesting beyond `depth` is text too, so a structure that contains itself ends.
     """
     if isinstance(value, Enum):
         return value.value if isinstance(value, str) else value.name
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()  # without half of a surrogate pair
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < MAX_INTEGER):
         return value
     if isinstance(value, float):
         return float(value) if value - value == 0 else repr(float(value))
-    if depth == 0:
-        return repr(value)
-    return _plain_structure(value, depth - 1)
+    if depth == 0 or isinstance(value, int):
+        return shown(value)
+    try:
+        return _plain_structure(value, depth - 1)
+    except Exception:  # whatever an object of the user's does when it is looked at
+        return shown(value)
 
 
 def _plain_structure(value: Any, depth: int) -> Any:
@@ -57,7 +68,7 @@ def _plain_leaf(value: Any, depth: int) -> Any:
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     if not isinstance(value, type) and callable(getattr(value, "tolist", None)):
-        return plain(value.tolist(), depth=depth)
+        return plain(value.tolist(), depth=depth) if math.prod(value.shape) <= MAX_ARRAY_ENTRIES else shown(value)
     name = getattr(value, "__qualname__", None)
     return repr(value) if name is None else f"{value.__module__}.{name}"
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -19,9 +20,10 @@ from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.group import SlotLayout
-from esper_telemetry.core.messages import redacted
+from esper_telemetry.core.messages import redacted, shown
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.requirements import require_path
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
@@ -43,6 +45,9 @@ INVALID_PATH_ERRORS: Final = frozenset(
     {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
 )
 """Error numbers for a path that can be no run directory, on any disk; others come and go with the machine."""
+
+MAX_STEM_CHARACTERS: Final = 50
+"""Characters of a run's name in the name of its directory."""
 
 SYNC_SECONDS: Final = 20.0
 """Time that a checkpoint waits for the journal."""
@@ -112,7 +117,7 @@ class RunRecorder:
     """
 
     def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
-        if options.resume and options.run_dir in ("auto", None):
+        if options.resume and (options.run_dir is None or options.run_dir == "auto"):
             raise ValueError("resume needs the run directory to go on in: pass run_dir")
         if options.resume:
             assert options.run_dir is not None
@@ -155,12 +160,12 @@ class RunRecorder:
             name = self.run_dir.name  # a new directory has the given name in it, and the time
         run = RunInfo(
             run_id=secrets.token_hex(6),
-            name=name,
+            name=plain(name),
             run_dir=self.run_dir,
             started=time.time(),
             config=redacted(plain(config)),
-            tags=options.tags,
-            notes=options.notes,
+            tags=tuple(plain(options.tags)),
+            notes=plain(options.notes),
             versions=_versions(),
             facts={"level": self.settings.level.name.lower(), **facts},
             metrics=metrics,
@@ -315,7 +320,8 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
     if run_dir is None:
         return RunLease(MemoryJournal())
     try:
-        journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
+        is_auto = isinstance(run_dir, str) and run_dir == "auto"
+        journal = _new_journal(name) if is_auto else Journal.create(_directory(run_dir))
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in INVALID_PATH_ERRORS:
             raise
@@ -359,10 +365,12 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
 def _directory(run_dir: str | Path) -> Path:
     """Return the path, `~` expanded; raises TypeError or ValueError for what is none, NotADirectoryError for a file."""
     if not isinstance(run_dir, str | os.PathLike):
-        raise TypeError(f"run_dir must be a path, 'auto' or None, got {run_dir!r}")
+        raise TypeError(f"run_dir must be a path, 'auto' or None, got {shown(run_dir)}")
     if not os.fspath(run_dir).strip():
-        raise ValueError(f"run_dir must name a directory, got {run_dir!r}: pass 'auto' for a new one, None for none")
-    path = Path(run_dir).expanduser()
+        raise ValueError(
+            f"run_dir must name a directory, got {shown(run_dir)}: pass 'auto' for a new one, None for none"
+        )
+    path = require_path("run_dir", run_dir)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"run_dir {str(run_dir)!r} is a file: pass the path of a directory")
     return path
@@ -383,7 +391,8 @@ def _locked(directory: Path, name: str) -> TrainerLock | None:
 
 
 def _new_journal(name: str | None) -> Journal:
-    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    word = re.sub(r"[^\w.-]+", "_", name or Path(sys.argv[0]).stem)[:MAX_STEM_CHARACTERS].strip("._") or "run"
+    stem = f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         with suppress(FileExistsError):
             return Journal.create(Path("runs") / f"{stem}{suffix}")

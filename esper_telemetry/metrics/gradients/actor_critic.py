@@ -11,7 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
+from esper_telemetry.core.arrays import ArrayLike, as_floats, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
@@ -248,6 +249,7 @@ class LeafGradients(NamedTuple):
     dots: Tensor | None
 
 
+@checked_arguments()
 def interference(
     actor: ArrayLike,
     critic: ArrayLike,
@@ -289,6 +291,7 @@ def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafG
     return LeafGradients(norms[: len(actors)], norms[len(actors) :], dots)
 
 
+@checked_arguments()
 def leaf_interference(
     actors: Sequence[ArrayLike], critics: Sequence[ArrayLike], *, coefs: ArrayLike = 1.0, shared: bool = True
 ) -> Interference:
@@ -300,7 +303,7 @@ def leaf_interference(
         coefs: [M] clip coefficients; 1 where nothing is clipped.
         shared: both are gradients of one and the same output; otherwise there is no cosine.
     """
-    of_actors, of_critics = as_tensors(actors), as_tensors(critics)
+    of_actors, of_critics = as_floats(actors), as_floats(critics)
     if not of_actors or len(of_actors) != len(of_critics):
         raise ValueError(
             f"every step has a gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
@@ -350,8 +353,8 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product in at least float32; one that leaves its range makes the cosine undefined."""
-    if a.dtype.itemsize < 4:
-        a, b = a.float(), b.float()
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a, b = a.to(dtype), b.to(dtype)
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
