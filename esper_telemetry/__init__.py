@@ -20,7 +20,6 @@ Names are imported when they are first used, so that a sink's process needs no t
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core import moved_modules as moved_modules
 from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ if TYPE_CHECKING:
     from esper_telemetry.telemetry import Telemetry as Telemetry
 
 __version__ = "0.2.0"
-
-moved_modules.install()
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -21,6 +22,8 @@ def main() -> None:
     else:
         from esper_telemetry.core.lazy import collection_paused
 
+        # Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with collection_paused():
             from esper_telemetry.cli.main import main as command_line
         command_line()

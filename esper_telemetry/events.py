@@ -422,14 +422,16 @@ class UsedAdvantages(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
     """The moment before the first minibatch; the weights are those that training begins with. `collection` shows the policy what it
-    acted on, and is valid during the event only; None from a source that cannot. `network` is the policy of both, where they can be
-    pickled with it; else None.
+    acted on, and is valid during the event only; None from a source that cannot. `network` is the policy of both, which are then asked with
+    a copy of it; without it they are asked as they are. `modes` says which of its modules were in training mode when it acted, in the order
+    of `modules()`; None if they still are.
     """
 
     update: int
     policy: PolicyReplay
     collection: CollectionReplay | None = None
     network: nn.Module | None = None
+    modes: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +43,6 @@ from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
-from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import Hooks, ObservedSource
@@ -132,7 +132,7 @@ class TelemetrySession:
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
         self._calls = SerialCalls()
-        self._generation = fork_generation()
+        self._pid = os.getpid()
         self._containment = Containment()
         self._watched = WatchedModels(self.clock)
         self._open = OpenUpdate()
@@ -501,11 +501,11 @@ class TelemetrySession:
     @property
     def _active(self) -> bool:
         """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
-        return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
+        return self.level > Level.OFF and not self._closed and os.getpid() == self._pid
 
     def _serve(self, call: Callable[[], Result], deferred: Result | None = None) -> Result:
         """Make a call when it is its turn; a forked copy of the process has no other threads, and nothing to wait for."""
-        if fork_generation() != self._generation:
+        if os.getpid() != self._pid:
             return call()
         return self._calls.run(call, deferred=cast(Result, deferred))
 
@@ -513,7 +513,7 @@ class TelemetrySession:
         """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""
         if self._active:
             return True
-        if self._closed and not self._reports_at_close and fork_generation() == self._generation:
+        if self._closed and not self._reports_at_close and os.getpid() == self._pid:
             self._usage.warn(AFTER_CLOSE, call)
         return False
 

@@ -21,9 +21,11 @@ from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
+from esper_telemetry.core.facts import checked_facts
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
+from esper_telemetry.core.requirements import require_each, require_text
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import ObservedSource
@@ -35,6 +37,9 @@ from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.protocol import require_package
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
+
+MAX_CLOSE_TIMEOUT_SECONDS: Final = 1e8
+"""Three years; operating systems wait no longer than some centuries."""
 
 Parameters = ParamSpec("Parameters")
 
@@ -139,8 +144,10 @@ class Telemetry:
         report: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
-        if not as_number(close_timeout, "close_timeout") > 0:
-            raise ValueError(f"close_timeout must be a positive number of seconds, got {close_timeout}")
+        seconds = as_number(close_timeout, "close_timeout")
+        if not 0 < seconds <= MAX_CLOSE_TIMEOUT_SECONDS:
+            limit = f"{MAX_CLOSE_TIMEOUT_SECONDS:,.0f}"
+            raise ValueError(f"close_timeout must be positive and at most {limit} seconds, got {shown(close_timeout)}")
         _check_choice("ranks", ranks, ("all", "alone"))
         if offload is not None:
             _check_choice("offload", offload, (True, False))
@@ -148,9 +155,11 @@ class Telemetry:
         _check_choice("report", report, (True, False))
         if report:
             require_package("plotly", "report=True")
-        if not isinstance(name, str | None):
-            raise TypeError(f"name must be a text, got {shown(name)}")
-        labels = (tags,) if isinstance(tags, str) else tuple(map(str, tags or ()))
+        if name is not None:
+            require_text("name", name, may_be_empty=True)
+        if notes is not None:
+            require_text("notes", notes, may_be_empty=True)
+        labels = () if tags is None else require_each("tags", [tags] if isinstance(tags, str) else tags, require_text)
         rules = tuple(as_rules(alarms))
         factory = detector_factory(detect, rules)
         if offload:
@@ -162,10 +171,14 @@ class Telemetry:
             level=Level.parse(level),
             detector_factory=factory,
             budget=as_number(budget, "budget"),
-            close_timeout=close_timeout,
+            close_timeout=seconds,
             offload=offload,
             config=settings,
-            facts={**as_settings(facts, "facts"), **threshold_facts(detect), **escalation_facts(escalation)},
+            facts={
+                **checked_facts(as_settings(facts, "facts")),
+                **threshold_facts(detect),
+                **escalation_facts(escalation),
+            },
             all_ranks=ranks == "all",
             report=bool(report),
         )
@@ -339,7 +352,7 @@ def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = (
         return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
     given: object = detect
     if not callable(detect) or given is Thresholds:
-        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
+        raise TypeError(f"detect takes True, False or Thresholds, got {shown(detect)}")
     return detect
 
 

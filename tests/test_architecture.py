@@ -104,6 +104,50 @@ def test_importing_telemetry_imports_no_backend() -> None:
     assert loaded.isdisjoint({"wandb", "mlflow", "tensorboard", "gymnasium", "rich", "tyro", "pandas"})
 
 
+GLOBAL_STATE = """
+import atexit, copyreg, gc, importlib, logging, os, signal, sys, warnings
+import gymnasium, numpy, rich, stable_baselines3, torch, torch._dynamo, tyro
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "import": ([*map(id, sys.meta_path)], [*sys.path], [*map(id, sys.path_hooks)]),
+        "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, atexit._ncallbacks()),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "warnings": [*warnings.filters],
+        "logging": ([*logging.root.handlers], logging.root.level, logging.getLogger("esper_telemetry").handlers),
+        "pickling": dict(copyreg.dispatch_table),
+        "garbage": (gc.isenabled(), gc.get_threshold()),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed()),
+    }
+
+before = state()
+register, registered = os.register_at_fork, []
+os.register_at_fork = lambda **hooks: registered.append(hooks)
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ImportError as missing:  # the trainer of an adapter
+        assert "esper_telemetry" not in (missing.name or "")
+after = state()
+print(registered, *[name for name in before if before[name] != after[name]])
+"""
+
+
+def test_importing_changes_nothing_global() -> None:
+    """No module of the package but those that are programs: no finder, variable, signal handler, hook, filter or setting of torch."""
+    programs = {"__main__", "sb3_models", "language_models"}
+    modules = sorted(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+        if path.stem not in programs
+    )
+
+    done = subprocess.run([sys.executable, "-c", GLOBAL_STATE, *modules], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
 def _loaded_by(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

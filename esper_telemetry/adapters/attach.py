@@ -480,6 +480,9 @@ class PairProbe:
                 self._name,
             )
 
+    def __reduce__(self) -> tuple[type[_NoProbe], tuple[()]]:
+        return _NoProbe, ()
+
     def follow(self, _: nn.Module, __: object, output: object) -> None:
         """Wait for the gradient of an output."""
 
@@ -503,6 +506,13 @@ class PairProbe:
         norms = (event.norms[list(own)], event.norms[list(hosts)])
         group = pair_gradients(self._name, list(own.values()), list(hosts.values()), norms=norms, upstream=upstream)
         self._telemetry.observe(group, epoch=event.epoch, step=event.step)
+
+
+class _NoProbe:
+    """Replacement of a `PairProbe` in copies and pickles of its module."""
+
+    def follow(self, *_: object) -> None:
+        """Do nothing."""
 
 
 def _gradients(event: BackwardEnd, parameters: Iterable[Tensor]) -> Mapping[int, Tensor]:

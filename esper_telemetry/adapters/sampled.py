@@ -20,12 +20,14 @@ from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
     BeforeUpdate,
+    CollectionReplay,
     FirstMinibatch,
     HeadsBackward,
     Hooks,
     MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
+    PolicyReplay,
     Remover,
     TrunkBackward,
     UsedAdvantages,
@@ -252,7 +254,7 @@ class GradientProbe:
 
 
 class ReplayProbe:
-    """Shows the policy its rollout before and after sampled updates, or copies it, for the worker to do so.
+    """Shows copies of the policy its rollout before and after sampled updates, here or in the worker.
 
     Exact divergences after the last step, churn, staleness of states and gradients through time need the policy itself: as columns of an
     event they would cost every update a pass.
@@ -268,7 +270,8 @@ class ReplayProbe:
         self._collection = CollectionProbe()
         self._passes: FirstPasses | None = None
         self._replay: UpdateReplay | None = None
-        self._can_be_copied = True
+        self._local_replay: UpdateReplay | None = None
+        self._travels = self._copies_locally = True
 
     def begin(self) -> None:
         """Sample the update that begins now."""
@@ -287,29 +290,34 @@ class ReplayProbe:
     def stop(self) -> None:
         """Sample nothing any more."""
         self._listener.stop()
-        self._passes = self._replay = None
+        self._passes = self._replay = self._local_replay = None
 
     def _before_update(self, event: BeforeUpdate) -> None:
-        level, precision = self._telemetry.update_level, self._telemetry.precision
-        with_capacity = level >= Level.DEBUG and self.samples % CAPACITY_PERIOD == 0
+        with_capacity = self._telemetry.update_level >= Level.DEBUG and self.samples % CAPACITY_PERIOD == 0
         self.samples += 1
-        self._replay = self._copied(event, with_capacity=with_capacity)
-        if self._replay is not None:
-            self._collection.leave_to_worker(self._replay)
-            return
-        self._passes = FirstPasses.take(event.policy, event.collection)
-        self._telemetry.measure(
-            self._passes.measurements(self._collection, precision, level, with_capacity=with_capacity)
-        )
-
-    def _copied(self, event: BeforeUpdate, *, with_capacity: bool) -> UpdateReplay | None:
-        """Return the replay for the worker; None where there is none, the policy cannot be copied, or passes of training are needed."""
         has_modes = self._collection.needs_modes or (event.collection is not None and event.collection.has_modes)
-        if has_modes or not (self._telemetry.has_worker and self._can_be_copied):
-            return None
-        replay = update_replay(event, with_capacity=with_capacity)
-        self._can_be_copied = replay is not None
-        return replay
+        if event.network is None:
+            self._take_passes(event.policy, event.collection, with_capacity=with_capacity)
+            return
+        if self._travels and self._telemetry.has_worker and not has_modes:
+            self._replay = update_replay(event, with_capacity=with_capacity)
+            if self._replay is not None:
+                self._collection.leave_to_worker(self._replay)
+                return
+            self._travels = False
+        if self._copies_locally:
+            try:
+                self._local_replay = update_replay(event, with_capacity=with_capacity, local=True)
+            except TypeError:
+                self._copies_locally = False
+                raise
+            assert self._local_replay is not None
+            self._take_passes(*self._local_replay.load(), with_capacity=with_capacity)
+
+    def _take_passes(self, policy: PolicyReplay, collection: CollectionReplay | None, *, with_capacity: bool) -> None:
+        self._passes = passes = FirstPasses.take(policy, collection)
+        level, precision = self._telemetry.update_level, self._telemetry.precision
+        self._telemetry.measure(passes.measurements(self._collection, precision, level, with_capacity=with_capacity))
 
     def _first_minibatch(self, event: FirstMinibatch) -> None:
         self._telemetry.measure(self._collection.first_minibatch(event, self._telemetry.precision))
@@ -324,8 +332,11 @@ class ReplayProbe:
         if self._replay is not None and event.network is not None:
             self._replay = self._replay._replace(after=pickled_policy(event.network))
         elif self._passes is not None:
-            self._telemetry.measure(self._passes.compared(event.policy))
-        self._passes = None
+            after = event.policy
+            if self._local_replay is not None and event.network is not None:
+                after = self._local_replay._replace(after=pickled_policy(event.network, local=True)).load_after()
+            self._telemetry.measure(self._passes.compared(after))
+        self._passes = self._local_replay = None
         self._listener.stop()
 
 

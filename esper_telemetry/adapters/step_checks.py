@@ -1,8 +1,8 @@
 """Sampled updates: one step of the optimizer is copied, for its gradient, the clip, and the change of the weights to be recomputed.
 
-The gradient of the whole loss takes a forward and a backward pass: where there is a worker, it takes them with a copy of the policy, and
-else they are taken here, with the policy itself. Only where the gradient differs from the trainer's, each term and each alternative to it
-takes a backward pass of its own. Everything else is arithmetic on copies of vectors as long as the gradient.
+The gradient of the whole loss takes a forward and a backward pass with a copy of the policy, in the worker if there is one, else here.
+Only if the gradient differs from the trainer's, each term and each alternative to it takes a backward pass of its own. Everything else is
+arithmetic on copies of vectors as long as the gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from esper_telemetry.adapters.sampled import TimedListener
 from esper_telemetry.core.equations.objective import MinibatchForward, MinibatchObjective
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
-from esper_telemetry.metrics.integrity.steps.loss_gradients import LossGradients
 from esper_telemetry.metrics.integrity.steps.optimizer_step import settings_of
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.steps import (
@@ -31,7 +30,6 @@ from esper_telemetry.updates.steps import (
     gradient_check,
     policy_pass,
     step_checks,
-    with_generators,
 )
 
 MAX_CHECKED_ENTRIES = 1 << 23
@@ -68,7 +66,7 @@ class StepProbe:
         self._finished: CheckedStep | None = None
         self._uncounted: dict[int, int] = {}  # of each optimizer, by its first parameter
         self._samples_without_pass = 0
-        self._can_be_copied = True
+        self._travels = self._copies_locally = True
 
     def begin(self) -> None:
         """Check a step of the update that begins now."""
@@ -115,7 +113,7 @@ class StepProbe:
         parameters = list(event.parameters.values())
         previous = None if all(p.grad is None for p in parameters) else _gradient_of(parameters)
         self._objective_event, self._step = event, begun_step(event, parameters)._replace(previous=previous)
-        self._prepare_loss(event, parameters)
+        self._telemetry.attempt(partial(self._prepare_loss, parameters=parameters), event)
         if self._loss is not None or self._step.loss is not None:
             self._listener.once(BackwardEnd, self._backward)
         self._listener.once(OptimizerStep, self._optimizer_step)
@@ -128,8 +126,8 @@ class StepProbe:
             if terms is not None:
                 self._step = self._step._replace(loss=TermGradients(terms[0]), coefficients=terms[1])
             return
-        if self._samples_without_pass:
-            self._samples_without_pass -= 1
+        if self._samples_without_pass or not self._copies_locally:
+            self._samples_without_pass -= self._samples_without_pass > 0
             return
         forward = event.forward()
         travelling = self._policy_pass(forward, parameters, event.optimizer)
@@ -137,8 +135,13 @@ class StepProbe:
             self._step = self._step._replace(loss=travelling)
             return
         began = time.thread_time()
-        gradients = LossGradients(with_generators(partial(forward.rows, forward.policy), parameters), parameters)
-        self._loss = MinibatchLoss.of(gradients, event.coefficients)
+        try:
+            own = policy_pass(forward, parameters, event.optimizer, local=True)
+        except TypeError:
+            self._copies_locally = False
+            raise
+        assert own is not None
+        self._loss = own.loss(self._step)
         expensive = time.thread_time() - began > EXPENSIVE_PASS_SECONDS
         if expensive and self._telemetry.update_level < Level.DEBUG:
             self._samples_without_pass = EXPENSIVE_PASS_PERIOD - 1
@@ -148,10 +151,10 @@ class StepProbe:
     ) -> PolicyPass | None:
         """Return the pass for the worker; None where there is none, and where the policy is too large or cannot be copied."""
         few = sum(parameter.numel() for parameter in parameters) <= MAX_TRAVELLING_ENTRIES
-        if not (self._telemetry.has_worker and few and self._can_be_copied):
+        if not (self._telemetry.has_worker and few and self._travels):
             return None
         travelling = policy_pass(forward, parameters, optimizer)
-        self._can_be_copied = travelling is not None
+        self._travels = travelling is not None
         return travelling
 
     def _backward(self, event: BackwardEnd) -> None:

@@ -1,8 +1,8 @@
 """Listeners on the methods of single objects, and on gradients at the moment before they are clipped.
 
 A foreign trainer is observed on the objects that it holds, never on classes: a tap stands in an object's attributes before one of its
-methods. An object with a tap can be pickled and copied, and comes out without it, so that what is saved during training is clean. Taps are
-silent while the adapter itself passes rows through the policy.
+methods. An object with a tap can be pickled and copied, and comes out without it, so that what is saved during training is clean, and the
+adapter's own passes through copies of the policy reach no listener.
 
 Norms before clipping are taken where `clip_grad_norm_` receives parameters: the one moment at which every `.grad` is there and none is
 clipped. A hook on each parameter costs a call per tensor and sees gradients that are not stored yet. A clip needs the norms first, so it is
@@ -48,17 +48,15 @@ class Tap:
         self._method = getattr(owner, name)
         self._previous = vars(owner).get(name)
         self.listeners: tuple[tuple[Listener, ErrorHandler], ...] = ()
-        self.muted = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The method's result."""
         result = self._method(*args, **kwargs)
-        if not self.muted:
-            for listener, on_error in self.listeners:
-                try:
-                    listener(args, kwargs, result)
-                except Exception as error:  # a bug of ours must not reach the trainer
-                    on_error(listener, error)
+        for listener, on_error in self.listeners:
+            try:
+                listener(args, kwargs, result)
+            except Exception as error:  # a bug of ours must not reach the trainer
+                on_error(listener, error)
         return result
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
@@ -98,41 +96,27 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 
 @contextmanager
 def without_trace(policy: nn.Module) -> Iterator[None]:
-    """Context in which passes through `policy` reach no listener, and random numbers come from copies of the generators.
+    """Context for passes through a copy of a policy; after it the generators of random numbers are what they were.
 
-    After it the policy's buffers are what they were, and its modules have the attributes that they had.
+    Layers such as dropout draw from the global generators and take no other. The buffers are what they were too, and the modules have the
+    attributes that they had, so that every pass begins alike.
     """
-    taps = [value for module in policy.modules() for value in vars(module).values() if isinstance(value, Tap)]
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
     attributes = [(vars(module), dict(vars(module))) for module in policy.modules()]
     devices = {parameter.device for parameter in policy.parameters() if parameter.is_cuda}
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    for tap in taps:
-        tap.muted += 1
     try:
         with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
             yield
     finally:
-        for tap in taps:
-            tap.muted -= 1
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         for now, earlier in attributes:
-            for name in now.keys() | earlier.keys():
-                _put_back(now, earlier, name)
-
-
-def _put_back(now: dict[str, Any], earlier: Mapping[str, Any], name: str) -> None:
-    """Make an attribute what it was earlier, unless a tap has come or gone."""
-    if now.get(name) is earlier.get(name) or isinstance(now.get(name), Tap) or isinstance(earlier.get(name), Tap):
-        return
-    if name in earlier:
-        now[name] = earlier[name]
-    else:
-        del now[name]
+            now.clear()
+            now.update(earlier)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from esper_telemetry.core.requirements import require_flag, require_number, require_text
 from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, spread
 
 WINDOW = 100
@@ -44,6 +45,12 @@ class History:
     key: str
     scale_min: float = SCALE_MIN
     linear: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a wrong field."""
+        require_text("the key of a history", self.key)
+        require_number("scale_min", self.scale_min, above=0.0)
+        require_flag("linear", self.linear)
 
 
 def power(decades: float) -> float:

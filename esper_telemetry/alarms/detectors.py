@@ -79,6 +79,8 @@ GRADIENTS_ALONE: Final = (
     "with the functions of docs/own_loop.md"
 )
 
+_logger = logging.getLogger("esper_telemetry")
+
 
 STATE: Final = (
     *(
@@ -150,11 +152,10 @@ class Detectors:
         self.facts = dict(facts or {})
         self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
         declared = with_alarms(alarm_rules(), alarms)
-        judges = {rule.type: rule.judge for rule in declared if rule.judge and rule.type not in thresholds.off}
-        self.rules = tuple(rule for rule in declared if rule.type in judges and rule.applies(self.facts))
+        self._containment = Containment()
         self._declared = {rule.type: rule for rule in declared}
-        self._judges: dict[str, Judge] = {rule.type: copy.deepcopy(judges[rule.type]) for rule in self.rules}
-        self._prototypes = judges
+        self._judges: dict[str, Judge] = {}
+        self.rules = tuple(rule for rule in declared if rule.type not in thresholds.off and self._applies(rule))
         self._baselines = Baselines(history for rule in self.rules for history in rule.histories)
         self._view = View(self.facts, thresholds, self._baselines)
         self._states = {rule.type: AlarmState(rule, patience=self._view.patience) for rule in self.rules}
@@ -167,7 +168,6 @@ class Detectors:
         self._coverage = RuleCoverage(self.rules, self.facts)
         self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
         self._limit_incident: Incident | None = None
-        self._containment = Containment()
         self._user_types = {rule.type for rule in self.rules if is_foreign(rule)}
         self._recorded: dict[str, Incident | None] = {}
         self._quiet = 0
@@ -176,6 +176,19 @@ class Detectors:
         self._intervened = False
         self._families: set[str] = set()
         self._explained = False
+
+    def _applies(self, rule: AlarmRule) -> bool:
+        """Return whether a rule judges this run; then this run has a copy of its judge."""
+        if rule.judge is None:
+            return False
+        try:
+            if not rule.applies(self.facts):
+                return False
+            self._judges[rule.type] = copy.deepcopy(rule.judge)
+        except BaseException as error:  # whatever a user's rule raises
+            self._containment.note(rule, error, name=f"alarm {rule.type}")
+            return False
+        return True
 
     @property
     def gradients_alone(self) -> bool:
@@ -340,7 +353,7 @@ class Detectors:
         ended = []
         for rule in self.rules:
             if rule.relative:
-                self._judges[rule.type] = copy.deepcopy(self._prototypes[rule.type])
+                self._judges[rule.type] = copy.deepcopy(self._declared[rule.type].judge)  # type: ignore[assignment]  # it has one
                 state = self._states[rule.type]
                 last = state.stop()
                 if last is not None:
@@ -405,11 +418,14 @@ class Detectors:
         return alarm
 
     def _text(self, state: AlarmState, finding: Finding, event: AlarmEvent) -> str:
-        """Return the sentence of an alarm; its bare meaning if the code that words it raises."""
-        sentences = [state.rule.meaning]
-        worded = partial(alarm_text, state, finding, event, self._view, explained=self._explained)
-        self._containment.attempt(worded, sentences.append, name=f"the text of alarm {state.rule.type}")
-        return sentences[-1][:MAX_TEXT_CHARACTERS]
+        """Return the sentence of an alarm, in the words of its rule if the finding's own raise."""
+        sentences: list[str] = []
+        worded = partial(alarm_text, state, event=event, view=self._view, explained=self._explained)
+        self._containment.attempt(
+            partial(worded, finding), sentences.append, name=f"the text of alarm {state.rule.type}"
+        )
+        text = sentences[0] if sentences else worded(finding._replace(text=None, advice=None))
+        return text[:MAX_TEXT_CHARACTERS]
 
     def _limit_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
         """The alarm that stands for those beyond the limit."""

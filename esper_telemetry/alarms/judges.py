@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from esper_telemetry.alarms.rule import Bound, Finding, Ramp, View, above, hard, number, percent, times
+from esper_telemetry.alarms.rule import (
+    Bound,
+    Finding,
+    Ramp,
+    View,
+    above,
+    hard,
+    number,
+    percent,
+    require_template,
+    times,
+)
+from esper_telemetry.core.requirements import require_number, require_text
 
 Z = Ramp("z", 4.0, 12.0, "robust standard scores where the severity of an outlier begins")
 Z_SUDDEN = Ramp("z_sudden", 6.0, 18.0, "the same for a single update, nothing before it being unusual")
@@ -28,6 +40,13 @@ class AboveBound:
     bound: Bound | float
     words: str
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a wrong argument."""
+        require_template("key", self.key)
+        if not isinstance(self.bound, Bound):
+            require_number("bound", self.bound)
+        _require_words(self.words)
+
     def __call__(self, view: View) -> Iterator[Finding]:
         value = view.get(self.key)
         if value is not None:
@@ -45,12 +64,28 @@ class OnRamp:
     ramp: Ramp
     words: str
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a wrong argument."""
+        require_template("key", self.key)
+        if not isinstance(self.ramp, Ramp):
+            raise TypeError(f"ramp must be a Ramp, got {self.ramp!r}")
+        _require_words(self.words)
+
     def __call__(self, view: View) -> Iterator[Finding]:
         value = view.get(self.key)
         if value is not None:
             yield Finding(
                 view.limits.severity(self.ramp, value), self.key, value, view.limits.middle(self.ramp)
             ).with_text(lambda: clause(self.words, view, self.key, value))
+
+
+def _require_words(words: str) -> None:
+    try:
+        require_text("words", words).format(number="", percent="", inverse="", usual="")
+    except (LookupError, ValueError):
+        raise ValueError(
+            f"words must be a text with {{number}}, {{percent}}, {{inverse}} or {{usual}} in it, got {words!r}"
+        ) from None
 
 
 def clause(words: str, view: View, key: str, value: float) -> str:

@@ -26,6 +26,7 @@ from esper_telemetry.alarms.rules import (
 )
 from esper_telemetry.alarms.rules.exact import equations, integrity
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE, NONFINITE_KEY
+from esper_telemetry.core.messages import shown
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 """Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
@@ -68,9 +69,11 @@ def alarm_rules() -> tuple[AlarmRule, ...]:
 
 def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
     """The rules of one rule or of several; raises TypeError for anything else."""
+    if not isinstance(value, AlarmRule | Iterable) or getattr(value, "ndim", None) is not None:
+        raise TypeError(f"alarms are instances of AlarmRule, got {shown(value)}")
     for rule in (value,) if isinstance(value, AlarmRule) else value:
         if not isinstance(rule, AlarmRule):
-            raise TypeError(f"alarms are instances of AlarmRule, got {rule!r}")
+            raise TypeError(f"alarms are instances of AlarmRule, got {shown(rule)}")
         yield rule
 
 

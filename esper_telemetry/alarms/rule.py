@@ -8,13 +8,14 @@ state is a dataclass whose fields are that state: every run judges with a copy.
 from __future__ import annotations
 
 import copy
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, isfinite, log10
+from math import ceil, inf, isfinite, log10
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from esper_telemetry.alarms.baselines import Baselines, History
 from esper_telemetry.alarms.verdict.return_course import ReturnCourse
@@ -23,6 +24,15 @@ from esper_telemetry.core.messages import percent as percent
 from esper_telemetry.core.messages import span as span
 from esper_telemetry.core.messages import times as times
 from esper_telemetry.core.metric import segment
+from esper_telemetry.core.record import check_key
+from esper_telemetry.core.requirements import (
+    require_choice,
+    require_count,
+    require_each,
+    require_flag,
+    require_number,
+    require_text,
+)
 
 CAUSE_LAST_RANK: Final = 900
 """Rank from which on an alarm is never the cause of another one: the task, the end of the run, telemetry itself."""
@@ -30,6 +40,9 @@ CAUSE_LAST_RANK: Final = 900
 EvidencePiece = Literal["transitions", "layers", "stability", "pairs"]
 """Part of the update that raised an alarm: transitions and optimizer steps, gradients by layer, non-finite tensors, modules beside their
 hosts."""
+
+TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")
+"""Form of metric keys, of their templates and of their beginnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +54,30 @@ class Bound:
         default: its value.
         meaning: the quantity and its unit, in words.
         direction: 1 where larger values speak for the alarm, -1 where smaller ones do, 0 for a count that no multiplier changes.
+        lowest: smallest value that users can give it.
     """
 
     name: str
     default: float
     meaning: str
     direction: int = 1
+    lowest: float = -inf
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a wrong field."""
+        require_text("the name of a bound", self.name)
+        require_number(f"bound {self.name}", self.default)
+        require_text(f"the meaning of bound {self.name}", self.meaning)
+        require_choice(f"the direction of bound {self.name}", self.direction, (1, -1, 0))
 
 
-def above(name: str, default: float, meaning: str) -> Bound:
+SMALLEST_DIVISOR: Final = 1e-12
+"""Smallest value of a bound that judges divide by."""
+
+
+def above(name: str, default: float, meaning: str, *, lowest: float = -inf) -> Bound:
     """Return a bound that values have to exceed."""
-    return Bound(name, default, meaning)
+    return Bound(name, default, meaning, lowest=lowest)
 
 
 def below(name: str, default: float, meaning: str) -> Bound:
@@ -61,7 +87,7 @@ def below(name: str, default: float, meaning: str) -> Bound:
 
 def count(name: str, default: float, meaning: str) -> Bound:
     """Return a number of updates and the like, which no multiplier changes."""
-    return Bound(name, default, meaning, 0)
+    return Bound(name, default, meaning, 0, lowest=0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # judges ask for its ends by identity, hundreds of times per update
@@ -76,13 +102,21 @@ class Ramp:
     high: float
     meaning: str
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a wrong field."""
+        require_text("the name of a ramp", self.name)
+        require_number(f"the low end of ramp {self.name}", self.low)
+        require_number(f"the high end of ramp {self.name}", self.high)
+        require_text(f"the meaning of ramp {self.name}", self.meaning)
+
     @property
     def bounds(self) -> tuple[Bound, Bound]:
         """Both ends as bounds."""
         direction = 1 if self.high > self.low else -1
+        lowest = 0.0 if min(self.low, self.high) >= 0 else -inf
         return (
-            Bound(f"{self.name}_low", self.low, self.meaning, direction),
-            Bound(f"{self.name}_high", self.high, "end of that ramp", direction),
+            Bound(f"{self.name}_low", self.low, self.meaning, direction, lowest),
+            Bound(f"{self.name}_high", self.high, "end of that ramp", direction, lowest),
         )
 
 
@@ -383,6 +417,39 @@ class AlarmRule:
     default_off: bool = False
     settings: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError, one sentence, for the first field that no run could use."""
+        check_key(self.type)
+        try:
+            self._check_fields()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"alarm {self.type!r}: {error}") from None
+
+    def _check_fields(self) -> None:
+        for name in ("meaning", "action"):
+            require_text(name, getattr(self, name))
+        require_text("source", self.source, may_be_empty=True)
+        if not (self.judge is None or callable(self.judge)):
+            raise TypeError(f"judge must be a function or None, got {self.judge!r}")
+        if not callable(self.applies):
+            raise TypeError(f"applies must be a function, got {self.applies!r}")
+        require_number("rank", self.rank)
+        for name, low in (("warmup", 0), ("n_on", 1), ("n_off", 1), ("debug_updates", 0)):
+            require_count(name, getattr(self, name), low=low)
+        for name in ("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"):
+            require_flag(name, getattr(self, name))
+        require_each("inputs", self.inputs, require_template, may_be_empty=False)
+        if self.required is not None:
+            require_each("required", self.required, _require_templates)
+        require_each("evidence", self.evidence, require_template)
+        if self.histograms is not None:
+            require_each("histograms", self.histograms, require_template)
+        for name in ("facts", "settings"):
+            require_each(name, getattr(self, name), require_text)
+        require_each("pieces", self.pieces, _require_piece)
+        require_each("histories", self.histories, _require_history)
+        require_each("bounds", self.bounds, _require_bound)
+
     @property
     def required_keys(self) -> tuple[tuple[str, ...], ...]:
         """Keys without which the alarm cannot be raised, as alternatives of which one is enough."""
@@ -398,6 +465,31 @@ class AlarmRule:
     def single_bounds(self) -> tuple[Bound, ...]:
         """All bounds, ramps as their two ends."""
         return tuple([bound for item in self.bounds for bound in (item.bounds if isinstance(item, Ramp) else (item,))])
+
+
+def require_template(name: str, value: Any) -> str:
+    """Return a key, a template or the beginning of one, with `*` for a part of a segment."""
+    if not TEMPLATE.fullmatch(require_text(name, value)):
+        raise ValueError(f"{name} must be a metric key such as 'policy/kl', got {value!r}")
+    return str(value)
+
+
+def _require_templates(name: str, value: Any) -> str | tuple[str, ...]:
+    return require_each(name, value, require_template) if isinstance(value, tuple) else require_template(name, value)
+
+
+def _require_history(name: str, value: Any) -> str | History:
+    return value if isinstance(value, History) else require_template(name, value)
+
+
+def _require_piece(name: str, value: Any) -> str:
+    return str(require_choice(name, value, get_args(EvidencePiece)))
+
+
+def _require_bound(name: str, value: Any) -> Bound | Ramp:
+    if not isinstance(value, Bound | Ramp):
+        raise TypeError(f"{name} must be a Bound or a Ramp, got {value!r}")
+    return value
 
 
 def ramp(x: float, low: float, high: float) -> float:

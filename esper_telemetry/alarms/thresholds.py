@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from esper_telemetry.alarms.registry import alarm_rules
-from esper_telemetry.alarms.rule import Bound, Limits
+from esper_telemetry.alarms.rule import Bound, Limits, Ramp
 from esper_telemetry.core.messages import did_you_mean
 
 ON, OFF = "on", "off"
@@ -21,6 +21,10 @@ ON, OFF = "on", "off"
 def bounds() -> dict[str, Bound]:
     """The bounds of all installed alarms, by name."""
     return {bound.name: bound for rule in alarm_rules() for bound in rule.single_bounds}
+
+
+def _ramps() -> set[Ramp]:
+    return {item for rule in alarm_rules() for item in rule.bounds if isinstance(item, Ramp)}
 
 
 def _default_off() -> frozenset[str]:
@@ -44,9 +48,20 @@ class Thresholds(Limits):
         for name in values:
             if name not in declared:
                 raise TypeError(f"there is no threshold {name!r}{did_you_mean(name, list(declared))}")
-        changed = {name: _number(name, value) for name, value in values.items()}
+        changed = {name: _number(declared[name], value) for name, value in values.items()}
         super().__init__({name: value for name, value in changed.items() if value != declared[name].default})
+        self._check_ramps(changed)
         self._off = _default_off() if off is None else frozenset(off)
+
+    def _check_ramps(self, changed: Mapping[str, float]) -> None:
+        """Raise ValueError if the ends of a changed ramp are the other way round."""
+        for span in _ramps() if changed else ():
+            low, high = span.bounds
+            if not {low.name, high.name}.isdisjoint(changed) and (self[high] - self[low]) * low.direction <= 0:
+                larger, smaller = (high, low) if low.direction > 0 else (low, high)
+                raise ValueError(
+                    f"threshold {larger.name} must be larger than {smaller.name}, got {self[larger]:g} and {self[smaller]:g}"
+                )
 
     @property
     def off(self) -> frozenset[str]:
@@ -91,8 +106,12 @@ class Thresholds(Limits):
         """Bounds of a run with these facts: the defaults, but for its own that are valid here."""
         own = facts.get("thresholds")
         thresholds = cls()
-        for name, value in own.items() if isinstance(own, Mapping) else ():
-            with suppress(ValueError):  # a journal of another version, or one that somebody has edited
+        if not isinstance(own, Mapping):
+            return thresholds
+        with suppress(ValueError):
+            return thresholds.with_changes(own)
+        for name, value in own.items():  # a journal of another version, or one that somebody has edited
+            with suppress(ValueError):
                 thresholds = thresholds.with_changes({name: value})
         return thresholds
 
@@ -116,7 +135,7 @@ class Thresholds(Limits):
                     raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
                 (off.discard if switch == ON else off.add)(name)
             elif name in declared:
-                values[name] = _number(name, value)
+                values[name] = _number(declared[name], value)
             else:
                 raise ValueError(f"there is no threshold {name!r}{did_you_mean(name, [*declared, *types])}")
         return type(self)(off=off, **values)
@@ -133,11 +152,14 @@ class Thresholds(Limits):
         return type(self)(off=self._off, **{**self._changes, **values})
 
 
-def _number(name: str, value: float | str | bool) -> float:
+def _number(bound: Bound, value: float | str | bool) -> float:
+    """Return the value of a bound as a number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"threshold {name} must be a finite number, got {value!r}")
+        raise ValueError(f"threshold {bound.name} must be a finite number, got {value!r}")
+    if number < bound.lowest:
+        raise ValueError(f"threshold {bound.name} must be at least {bound.lowest:g}, got {value!r}")
     return number

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from esper_telemetry.core.messages import question
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.requirements import require_path
 from esper_telemetry.core.terminal import printable
 
 PROGRAM: Final = "esper-telemetry"
@@ -42,21 +43,25 @@ def agrees(text: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def check_output(path: Path, *, sources: Iterable[str] = (), default: str = "") -> None:
-    """Raise WrongUse for a path that no page may be written to: a directory, a file of a run, a file that the page is made from.
+def output_path(option: str, *, sources: Iterable[str] = (), default: str = "") -> Path:
+    """Return the path of a page that a command is to write; raises WrongUse for one that cannot be, or must not be, written.
 
     Args:
-        path: as the user has named it.
+        option: what the user has typed.
         sources: paths that the page is made from, or other words.
         default: name of the page that the command itself writes into a run directory.
     """
     from esper_telemetry.journal.file import holds_run
 
+    with wrong_use():
+        path = require_path("the output", option)
     reason = ""
     if path.is_dir():
         reason = "it is a directory"
     elif not path.absolute().parent.is_dir():
-        reason = f"{path.parent} does not exist"
+        reason = f"there is no directory {path.parent}"
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        reason = "permission denied"
     elif any(Path(source).is_file() and path.exists() and path.samefile(source) for source in sources):
         reason = "it is made from that file"
     elif path.is_symlink() and holds_run(path.parent):
@@ -65,6 +70,7 @@ def check_output(path: Path, *, sources: Iterable[str] = (), default: str = "") 
         reason = "it is a file of the run"
     if reason:
         raise WrongUse(f"the page cannot be written to {path}: {reason}")
+    return path
 
 
 def echo(text: str) -> None:

@@ -22,6 +22,7 @@ from typing import Final, NoReturn
 from esper_telemetry.adapters.script.program import compiled, hide_own_frames, run_as_main, say
 from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.cli.run import Parser, ScriptRun, ScriptTelemetry, check_run_dir
+from esper_telemetry.core.messages import one_line
 
 DIFFERS: Final = 1
 NOTHING_CHECKED: Final = 2
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         raise SystemExit(check(parse(arguments)))
     except WrongUse as mistake:
-        sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(2) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet

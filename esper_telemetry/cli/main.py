@@ -20,15 +20,12 @@ from importlib import import_module
 from operator import or_
 from typing import Annotated, Any, Final, Literal
 
-# Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
-os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
-
 import tyro
 
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help
 from esper_telemetry.core.lazy import collection_paused
-from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.messages import did_you_mean, one_line
 from esper_telemetry.ppo.config import PPOConfig, preset
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
@@ -308,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(run(words))
     except WrongUse as mistake:
         if os.environ.get("RANK", "0") == "0":  # one of several processes prints what all of them found
-            sys.stderr.write(f"esper-telemetry: {mistake}\n")
+            sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

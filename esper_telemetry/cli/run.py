@@ -26,6 +26,8 @@ from esper_telemetry.adapters.script.program import (
 )
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
+from esper_telemetry.core.messages import one_line
+from esper_telemetry.core.requirements import require_path
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
@@ -133,7 +135,11 @@ def check_run_dir(run_dir: str) -> None:
     """Refuse a directory that cannot be that of a new run."""
     if not run_dir.strip():
         raise WrongUse(f"run_dir must name a directory, got {run_dir!r}")
-    if (Path(run_dir) / "journal.jsonl").exists():
+    with wrong_use():
+        path = require_path("run_dir", run_dir)
+    if path.exists() and not path.is_dir():
+        raise WrongUse(f"run_dir {run_dir!r} is a file: pass the path of a directory")
+    if (path / "journal.jsonl").exists():
         raise WrongUse(f"{run_dir} holds a run already: give another directory")
 
 
@@ -161,13 +167,14 @@ class ScriptTelemetry:
     def __post_init__(self) -> None:
         self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
         self._taps = Taps(self._make_listener, self._with_callback, self._models.watch)
-        self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
-        self._errors = 0
+        run_dir = self.options.run_dir
+        self._directory = None if run_dir is None else require_path("run_dir", run_dir).absolute()
+        self._early_failures: list[tuple[Callable[..., object], Exception]] = []
 
     def begin(self) -> None:
         """Install the taps; only in the first of several ranks, which would have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
-            log_to_stderr()
+            log_to_stderr(tracebacks=self.options.level == "debug")
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:
@@ -185,6 +192,8 @@ class ScriptTelemetry:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
+        if self.telemetry is None and self._early_failures:
+            self._report_early_failures()
         if self.last_words:
             self._print_end_block(error)
         if self.last_words or self._taps.error is not None or not self.run_dirs:
@@ -194,7 +203,7 @@ class ScriptTelemetry:
         from esper_telemetry.adapters.script.listener import ScriptListener
         from esper_telemetry.events import UpdateEnd
 
-        script = ScriptListener(self._attach, self._log)
+        script = ScriptListener(self._attach, self._log, self._failed)
 
         def announce(_: UpdateEnd) -> None:
             if not self._announced:
@@ -221,6 +230,8 @@ class ScriptTelemetry:
         self.telemetry = self._make_telemetry()
         attach(self.telemetry, script)
         self._taps.clock = session_of(self.telemetry).clock
+        for function, error in self._early_failures:
+            session_of(self.telemetry).failed(function, error)
 
     def _make_telemetry(self, number: int = 1) -> Telemetry:
         """Return the telemetry of the script, or of the model with that number, which has a directory of its own."""
@@ -260,6 +271,22 @@ class ScriptTelemetry:
         if self.telemetry is not None:
             self.telemetry.log(values)
 
+    def _failed(self, function: Callable[..., object], error: Exception) -> None:
+        """Count and report what telemetry's own function has raised, in the first record if there is no telemetry yet."""
+        from esper_telemetry.telemetry import session_of
+
+        if self.telemetry is None:
+            self._early_failures.append((function, error))
+        else:
+            session_of(self.telemetry).failed(function, error)
+
+    def _report_early_failures(self) -> None:
+        from esper_telemetry.core.containment import Containment
+
+        containment = Containment()
+        for function, error in self._early_failures:
+            containment.note(function, error)
+
     def _print_end_block(self, error: BaseException | None) -> None:
         """Print the block about the run, or about the last of several, on stderr."""
         if self._recorded is None:
@@ -293,6 +320,6 @@ def main(arguments: Sequence[str]) -> None:
         options = parse(arguments)
         code: Any = run(options)
     except WrongUse as mistake:
-        sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(2) from None
     raise SystemExit(code)

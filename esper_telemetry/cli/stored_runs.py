@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
-from esper_telemetry.cli.arguments import WrongUse, agrees, check_output, echo, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, agrees, echo, output_path, without_warnings, wrong_use
 from esper_telemetry.core.files import replace_file, write_output
 from esper_telemetry.core.record import Axes, Record
 from esper_telemetry.core.redaction import masked, redacted
@@ -158,6 +158,8 @@ def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[h
 
 def compress(options: Compress) -> int:
     """Pack each journal and print how much that saves; all directories are checked before anything is changed."""
+    if not options.run_dirs:
+        raise WrongUse("compress needs a run directory; see esper-telemetry compress --help")
     for run_dir in options.run_dirs:
         with wrong_use():
             journal_file.journal_path(run_dir)
@@ -178,10 +180,8 @@ def compress(options: Compress) -> int:
 def workspace(options: Workspace) -> int:
     """Write the run's dashboard as a W&B workspace and, with --push, save it there; 1 if the server does not accept it."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    path = Path(options.output or Path(options.run_dir) / WORKSPACE_NAME)
+    output = output_path(options.output, default=WORKSPACE_NAME) if options.output else None
     with wrong_use():
-        if options.output:
-            check_output(path, default=WORKSPACE_NAME)
         wandb_workspace.require_workspaces()
         run = read_run(options.run_dir)
         sink = WandbSink(project=options.project or _wandb_project(options.run_dir))
@@ -193,9 +193,9 @@ def workspace(options: Workspace) -> int:
             dashboard = wandb_workspace.workspace(
                 run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
             )
-            (write_output if options.output else replace_file)(
-                path, json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n"
-            )
+            path = output or Path(options.run_dir) / WORKSPACE_NAME
+            content = json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n"
+            (write_output if output else replace_file)(path, content)
         echo(f"the workspace {options.name!r} of project {sink.project} is in {path}")
         if options.push:
             echo(f"and at {wandb_workspace.push(dashboard)}")

@@ -31,6 +31,7 @@ from esper_telemetry.cli.ranks import (
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.requirements import require_count
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
@@ -51,6 +52,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
+MAX_STEPS = 1 << 53
+"""Largest number of steps: float64, in which backends store it, has no odd numbers beyond."""
+MAX_ENVS = 1 << 20
+MAX_THREADS = 1 << 12
 MIN_THREADED_WIDTH = 256  # of a network; measured for LSTMs of 64 and 256
 DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 STATUSES = {DONE: RunStatus.FINISHED, INTERRUPTED: RunStatus.INTERRUPTED, TERMINATED: RunStatus.PREEMPTED}
@@ -144,12 +149,16 @@ def _prepared(options: Train) -> Prepared:
 
 
 def _check_numbers(options: Train) -> None:
-    """Refuse sizes that are too small, and an empty run directory, which an unset shell variable leaves."""
-    minima = {"total_steps": 1, "threads": 1, "eval_episodes": 1, "eval_every": 0, "checkpoint_every": 0}
-    for name, minimum in minima.items():
-        number = getattr(options, name)
-        if number is not None and number < minimum:
-            raise WrongUse(f"{name} must be at least {minimum}, got {number}")
+    """Refuse numbers that are out of range, and paths that are none, such as what an unset shell variable leaves."""
+    with wrong_use():
+        for name, low in (("total_steps", 1), ("eval_every", 0), ("checkpoint_every", 0)):
+            require_count(name, getattr(options, name), low=low, high=MAX_STEPS)
+        require_count("num_envs", options.num_envs, low=1, high=MAX_ENVS)
+        require_count("eval_episodes", options.eval_episodes, low=1, high=MAX_ENVS)
+        if options.threads is not None:
+            require_count("threads", options.threads, low=1, high=MAX_THREADS)
+        for updates in options.profile_schedule:
+            require_count("each of profile_schedule", updates, high=MAX_STEPS)
     if options.run_dir is not None and not options.run_dir.strip():
         raise WrongUse(f"run_dir must name a directory, got {options.run_dir!r}")
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.cli.arguments import WrongUse, check_output, echo, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, echo, output_path, without_warnings, wrong_use
 from esper_telemetry.core.files import replace_file, write_output
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def report(options: Report) -> int:
 
     if not options.run_dirs and not options.source:
         raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
-    output = Path(options.output).expanduser() if options.output else None
-    if output is not None:
-        check_output(output, sources=[address.partition(":")[2] for address in options.source])
+    sources = [address.partition(":")[2] for address in options.source]
+    output = output_path(options.output, sources=sources) if options.output else None
     with wrong_use():
         for address in options.source:
             if address.partition(":")[0] not in READERS:
@@ -71,9 +70,7 @@ def compare(options: Compare) -> int:
     from esper_telemetry.views.compare.text import print_comparison
 
     with wrong_use(), without_warnings():
-        output = Path(options.output).expanduser() if options.output else None
-        if output is not None:
-            check_output(output)
+        output = output_path(options.output) if options.output else None
         result = comparison([read_compared(place) for place in find_runs(options.runs)])
         if output is not None:
             from esper_telemetry.views.compare.page import comparison_page

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import operator
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.messages import shown as shown
 from esper_telemetry.core.record import MAX_COUNT
 
 IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
@@ -37,12 +37,14 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
         value: Python's floats become float64, its integers int64; arrays keep their type where torch has it.
         like: a tensor on whose device an array or a list is put; a tensor stays where it is.
 
+    Booleans and unsigned integers become int64, so that differences have a sign.
+
     Raises:
-        TypeError: for anything that holds no numbers.
+        TypeError: for anything that holds no numbers, and for tensors that are not dense or whose numbers are not real.
         ValueError: for nested lists whose rows differ in length.
     """
     if isinstance(value, Tensor):
-        return value
+        return _signed(readable(value))
     if isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value):
         tensors = [as_tensor(item).detach() for item in value]
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
@@ -50,15 +52,38 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
             raise ValueError(f"the tensors of a list must have one shape, got {shapes}")
         tensor = torch.stack(tensors)
     else:
-        tensor = torch.from_numpy(_array(value))
+        tensor = _signed(torch.from_numpy(_array(value)))
     return tensor if like is None else tensor.to(like.device)
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the tensor; raise TypeError, with what makes it dense and real, for one that no arithmetic can read."""
+    if tensor.is_nested:
+        kind, remedy = "a nested tensor", "pad it with torch.nested.to_padded_tensor"
+    elif tensor.layout is not torch.strided:
+        kind, remedy = f"a tensor of layout {tensor.layout}", "call to_dense()"
+    elif tensor.is_meta:
+        kind, remedy = "a tensor on the meta device", "it has no numbers"
+    elif tensor.is_quantized:
+        kind, remedy = f"a tensor of {tensor.dtype}", "call dequantize()"
+    elif tensor.is_complex():
+        kind, remedy = f"a tensor of {tensor.dtype}", "pass its real part, or its magnitude"
+    elif tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+        kind, remedy = f"a tensor of {tensor.dtype}", "call float()"
+    else:
+        return tensor
+    raise TypeError(f"expected a dense tensor of real numbers, got {kind}: {remedy}")
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    return tensor.long() if tensor.dtype is torch.bool or not tensor.dtype.is_signed else tensor
 
 
 def as_mask(value: ArrayLike | None, like: Tensor | None = None) -> Tensor | None:
     """Return a mask as a tensor of booleans, True where the value is not 0; None for None."""
     if value is None:
         return None
-    mask = as_tensor(value, like)
+    mask = readable(value) if isinstance(value, Tensor) else as_tensor(value, like)
     return mask if mask.dtype is torch.bool else mask.bool()
 
 
@@ -67,6 +92,11 @@ def as_tensors(values: Iterable[ArrayLike]) -> list[Tensor]:
     if isinstance(values, Mapping | str) or not isinstance(values, Iterable):
         raise TypeError(f"expected a list of tensors or arrays, got {shown(values)}")
     return [as_tensor(value) for value in values]
+
+
+def as_floats(values: Iterable[ArrayLike]) -> list[Tensor]:
+    """Return each value as a tensor of floats; raise TypeError for anything but a list of values."""
+    return [tensor if tensor.is_floating_point() else tensor.double() for tensor in as_tensors(values)]
 
 
 def by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
@@ -135,6 +165,21 @@ def as_number(value: object, name: str) -> float:
     raise TypeError(f"{name} must be one number, got {shown(value)}")
 
 
+def as_setting(value: object, name: str, *, low: float = -math.inf) -> float:
+    """Return a number from `low` on, also infinity, which stands for no limit.
+
+    Raises:
+        TypeError: for what is not one number.
+        ValueError: for NaN and numbers below `low`.
+    """
+    number = as_number(value, name)
+    if not number >= low:
+        rules = {-math.inf: "be a number", 0.0: "not be negative"}
+        rule = rules.get(low, f"be at least {low:g}")
+        raise ValueError(f"{name} must {rule}, got {shown(value)}")
+    return number
+
+
 def as_settings(value: object, name: str) -> dict[str, Any]:
     """Return the settings of a mapping, a dataclass or an argument parser's namespace by name; empty for None.
 
@@ -150,13 +195,6 @@ def as_settings(value: object, name: str) -> dict[str, Any]:
     if isinstance(value, argparse.Namespace | SimpleNamespace):
         return dict(vars(value))
     raise TypeError(f"{name} must be a mapping, a dataclass or an argparse.Namespace, got {shown(value)}")
-
-
-def shown(value: object) -> str:
-    """Return a short text of the value for a message."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim:
-        return f"a {'tensor' if isinstance(value, Tensor) else 'NumPy array'} of shape {list(value.shape)}"
-    return reprlib.repr(value)
 
 
 def _array(value: Any) -> npt.NDArray[Any]:

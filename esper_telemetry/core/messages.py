@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -17,6 +19,38 @@ def question(names: Sequence[str]) -> str:
         return ""
     *others, last = names
     return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def shown(value: object) -> str:
+    """Return a short text of a value for a message, whatever its own `repr` does."""
+    if getattr(value, "ndim", 0):
+        libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+        if libraries & {"torch", "numpy"}:
+            return f"a {'tensor' if 'torch' in libraries else 'NumPy array'} of shape {list(value.shape)}"  # type: ignore[attr-defined]
+    try:
+        return _short.repr(value)
+    except Exception:  # an integer of more digits than Python writes, or an object of the user's
+        return f"an instance of {type(value).__name__}"
+
+
+MAX_WORD_CHARACTERS = 200
+"""Characters of one word in a message; of a longer one the beginning and the end are shown."""
+
+MAX_LINE_CHARACTERS = 1000
+
+UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\ud800-\\udfff]")
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS},}}")
+
+
+def one_line(message: str) -> str:
+    """Return a message for a terminal: control characters as their escapes, long words and texts shortened."""
+    text = UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], message.strip())
+    text = LONG_WORD.sub(lambda match: f"{match[0][:60]}...{match[0][-20:]}", text)
+    return text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:300]} ... {text[-100:]}"
 
 
 MIN_SHARE = 1e-5

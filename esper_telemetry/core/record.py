@@ -11,6 +11,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from esper_telemetry.core.messages import shown
+
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
 RUN_FAILED = "run/failed"
@@ -38,7 +40,7 @@ class Level(IntEnum):
             return cls[text.upper()]
         except (KeyError, AttributeError):
             names = ", ".join(level.name.lower() for level in cls)
-            raise ValueError(f"level must be one of {names}, got {text!r}") from None
+            raise ValueError(f"level must be one of {names}, got {shown(text)}") from None
 
 
 class RunStatus(StrEnum):

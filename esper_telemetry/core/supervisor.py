@@ -47,7 +47,8 @@ class ProcessSupervisor:
     `schedule_restart`, and `start` again once that is `restart_due`. What the bytes mean is the owner's.
 
     Args:
-        entry: Python code that its interpreter runs; `sys.argv[1]` is the descriptor that it replies through.
+        entry: Python code that its interpreter runs with the import path of this process; `sys.argv[1]` is the descriptor that it replies
+            through.
         log: file that its output is appended to.
         arguments: further elements of its `sys.argv`.
         environment: variables besides those of this process.
@@ -71,10 +72,12 @@ class ProcessSupervisor:
     ) -> None:
         self.log = log
         self.given_up = False
-        self._entry, self._arguments, self._environment = entry, arguments, environment or {}
+        self._arguments, self._environment = arguments, environment or {}
         self._max_restarts = max_restarts
         self._max_silent_seconds = max_silent_seconds
-        self._import_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+        # In its code, because an environment variable would reach the processes that the helper starts.
+        paths = [str(Path(path).absolute()) for path in sys.path if isinstance(path, str)]
+        self._code = f"import sys; sys.path[:] = {paths!a}\n{entry}"
         self._process: subprocess.Popen[bytes] | None = None
         self._replies = -1
         self._closed = False
@@ -108,12 +111,12 @@ class ProcessSupervisor:
         try:
             with os.fdopen(open_own(self.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", self._entry, str(reply_end), *self._arguments],
+                    [sys.executable, "-P", "-c", self._code, str(reply_end), *self._arguments],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     pass_fds=[reply_end, *descriptors],
-                    env={**os.environ, **self._environment, "PYTHONPATH": self._import_path},
+                    env={**os.environ, **self._environment},
                     bufsize=0,
                     start_new_session=True,
                 )
@@ -305,20 +308,3 @@ def lower_process_priority(niceness: int) -> None:
 def collect_garbage_rarely() -> None:
     """Look for garbage after `GARBAGE_THRESHOLD_OBJECTS` new objects."""
     gc.set_threshold(GARBAGE_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])
-
-
-_fork_generation = 0
-
-
-def fork_generation() -> int:
-    """Return a number that differs in every fork of this process: a fork must not write to what its parent has open."""
-    return _fork_generation
-
-
-def _count_fork() -> None:
-    global _fork_generation
-    _fork_generation += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
 from functools import cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TINY_NORM, HUGE_NORM = 1e-18, 1e18  # beyond these, squares leave float32: the norm is computed again in float64
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
@@ -56,14 +55,14 @@ def choose_norms(device: torch.device) -> Norms:
     return fused_norms if agree else public_norms
 
 
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Run recurrent layers without cuDNN, which gives gradients in the mode of training alone."""
-    was_enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = was_enabled
+def allow_recurrent_gradients(copy: nn.Module) -> None:
+    """Put recurrent layers of a copy in training mode, without dropout: cuDNN gives no gradients otherwise.
+
+    To switch cuDNN off instead would change the kernels of every thread.
+    """
+    for module in copy.modules():
+        if isinstance(module, nn.RNNBase):
+            module.dropout, module.training = 0.0, True
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:

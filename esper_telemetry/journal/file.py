@@ -19,6 +19,7 @@ from typing import Final, Self
 
 from esper_telemetry.core.files import open_regular
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.requirements import require_path
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
     RECORD_HEAD,
@@ -493,8 +494,8 @@ def damage_sentence(path: Path, lines: Sequence[int]) -> str:
 
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of the journal in a run directory; raises FileNotFoundError where there is none."""
-    directory = Path(run_dir).expanduser()
+    """Return the path of the journal in a run directory; raises FileNotFoundError if there is none, ValueError for what is no path."""
+    directory = require_path("the run directory", run_dir)
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
     for path in (directory / JOURNAL_NAME, directory / f"{JOURNAL_NAME}{PACKED_SUFFIX}"):

@@ -42,6 +42,7 @@ MAX_LIST_ITEMS: Final = 10_000
 """Items of one list or mapping in it."""
 MAX_TEXT_CHARACTERS: Final = 50_000
 """Length of a text in a line; the rest is counted. Masks may lengthen it by a quarter: readers take `schema.MAX_TEXT_CHARACTERS`."""
+MORE: Final = " characters more"
 MAX_INTEGER_BITS: Final = 1024
 """Size of an integer that readers take; a larger one is text."""
 
@@ -117,8 +118,9 @@ class _PlainConverter:
 
 
 def _shortened(text: str) -> str:
+    """Return a text of at most `MAX_TEXT_CHARACTERS`, and the number of the others; a result stays as it is."""
     more = len(text) - MAX_TEXT_CHARACTERS
-    return text if more <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... {more:,} characters more"
+    return text if more <= len(MORE) + 15 else f"{text[:MAX_TEXT_CHARACTERS]}... {more:,}{MORE}"
 
 
 _logger = logging.getLogger("esper_telemetry")

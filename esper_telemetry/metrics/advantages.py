@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -119,6 +120,7 @@ class AdvantageStats(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) -> AdvantageStats:
     """Return population moments, extremes and quantiles of the advantages before normalisation.
@@ -223,6 +225,7 @@ class NormalizedAdvantageStats(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def normalized_advantage_stats(
     normalized: ArrayLike,

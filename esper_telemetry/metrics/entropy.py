@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
@@ -86,6 +87,7 @@ def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRow
     return HeadRows((log_std.detach().double() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1), relevant=relevant)
 
 
+@checked_arguments()
 @inference_mode
 def entropy_rows(
     logits: Mapping[str, ArrayLike],
@@ -330,6 +332,7 @@ class HeadMix(MetricGroup):
     )
 
 
+@checked_arguments()
 def entropy_stats(
     logits: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike] | None = None,
@@ -344,6 +347,7 @@ def entropy_stats(
     return policy_entropy(rows, valid=valid, dim=dim)
 
 
+@checked_arguments()
 @inference_mode
 def policy_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
@@ -375,6 +379,7 @@ def policy_entropy(
     )
 
 
+@checked_arguments()
 @inference_mode
 def head_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None

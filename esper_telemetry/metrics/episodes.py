@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -135,6 +136,7 @@ class EpisodeStats(MetricGroup):
     )
 
 
+@checked_arguments()
 def episode_stats(
     returns: ArrayLike,
     lengths: ArrayLike,
@@ -160,6 +162,8 @@ def episode_stats(
     ends = None if recent_ends is None else _floats(recent_ends)
     if ends is not None and len(ends) != len(recent):
         raise ValueError(f"every recent return has an end, got {len(recent)} returns and {len(ends)} ends")
+    if any(length < 0 for length in steps):
+        raise ValueError(f"the length of an episode must not be negative, got {min(steps):g}")
     finite = [value for value in paid if math.isfinite(value)]
     mean = math.fsum(finite) / max(1, len(finite))
     finite_recent = [value for value in recent if math.isfinite(value)]

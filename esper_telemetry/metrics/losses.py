@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -83,6 +84,7 @@ def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
     return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
 
 
+@checked_arguments()
 @inference_mode
 def loss_terms(
     policy: ArrayLike,
@@ -113,6 +115,7 @@ def loss_terms(
     return LossComponents(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
+@checked_arguments(clip=0)
 @inference_mode
 def ppo_losses(
     log_ratio: ArrayLike,
@@ -148,7 +151,7 @@ def ppo_losses(
     a = advantages.detach().double()
     surrogate = sample(torch.maximum(-a * r, -a * r.clamp(1 - clip, 1 + clip)), valid, dim=dim)
     squared = sample((values.detach().double() - returns.detach().double()).square() / 2, valid, dim=dim)
-    negative = sample(-entropy.detach(), valid, dim=dim)
+    negative = sample(-entropy.detach().double(), valid, dim=dim)
     policy, value, bonus = (s.values.sum(-1) / s.count for s in (surrogate, squared, negative))
     total = policy + value_coef * value + entropy_coef * bonus
     defined = ~total.isnan()

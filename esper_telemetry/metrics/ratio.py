@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
@@ -292,6 +293,7 @@ class RatioDiagnostics(MetricGroup):
     )
 
 
+@checked_arguments(clip=0)
 @inference_mode
 def ratio_diagnostics(
     log_ratio: ArrayLike,
@@ -312,8 +314,6 @@ def ratio_diagnostics(
 
     Clip fractions need `clip`, their sides and the surrogate gain need `advantages`. Quantiles are those of all rows together.
     """
-    if clip is not None and clip < 0:
-        raise ValueError(f"clip must not be negative, got {clip}")
     log_ratio = as_tensor(log_ratio)
     advantages = None if advantages is None else as_tensor(advantages, log_ratio)
     valid = as_mask(valid, log_ratio)

@@ -184,7 +184,7 @@ def capacity_loss(
     """Return the mean squared error, in units of the targets' variance, after some steps towards random targets.
 
     Args:
-        network: inputs [n, ...] to features [n, F]; a copy, for it is trained.
+        network: inputs [n, ...] to features [n, F]; a copy, because it is trained. On a GPU its recurrent layers are in training mode.
         parameters: of the copy.
         inputs: [n, ...].
         steps: of Adam on all inputs at once.
@@ -192,9 +192,7 @@ def capacity_loss(
         seed: of the targets and of the linear layer that reads the features, drawn from a generator of its own.
 
     """
-    from esper_telemetry.core.tensors import without_cudnn  # here, because that module imports torch
-
-    with torch.enable_grad(), without_cudnn():
+    with torch.enable_grad():
         generator = torch.Generator().manual_seed(seed)
         targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
         targets = targets - targets.mean()

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
@@ -244,6 +245,7 @@ class RewardStats(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
     """Return mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
@@ -314,6 +316,7 @@ class ReturnStats(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> ReturnStats:
     """Return population moments, extremes and quantiles of the returns.

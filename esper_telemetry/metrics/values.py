@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -148,6 +149,7 @@ class ValueFit(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
     """Return moments and quantiles of the critic's errors, and the variation of its estimates and of the returns.
@@ -236,6 +238,7 @@ class ValueMovement(MetricGroup):
     )
 
 
+@checked_arguments(clip=0)
 @inference_mode
 def value_movement(
     values: ArrayLike,
@@ -255,8 +258,6 @@ def value_movement(
         valid: bool, same shape; None where every entry is.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
-    if clip is not None and clip < 0:
-        raise ValueError(f"clip must not be negative, got {clip}")
     values = as_tensor(values)
     old_values, returns, valid = as_tensor(old_values, values), as_tensor(returns, values), as_mask(valid, values)
     same_shape(values=values, old_values=old_values, returns=returns, valid=valid)

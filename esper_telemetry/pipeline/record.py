@@ -22,7 +22,19 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
-from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.messages import shown
+from esper_telemetry.core.record import (
+    Alarm,
+    AlarmEvent,
+    Axes,
+    Level,
+    MetricInfo,
+    Record,
+    RunInfo,
+    RunStatus,
+    SinkLag,
+    check_key,
+)
 from esper_telemetry.core.redaction import remember
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal, JournalReader, journal_path
@@ -40,6 +52,7 @@ from esper_telemetry.journal.lines import (
 )
 from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
+from esper_telemetry.journal.schema import are_finite, check_event
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.data import UpdateData, copied
@@ -142,6 +155,30 @@ class SupportsBan(Protocol):
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
 """Makes the detector of a run from its facts; it can be pickled, because the process that writes the journal calls it."""
+
+
+def made_detector(factory: DetectorFactory, facts: Mapping[str, Any]) -> Detector:
+    """Return the detector of a run; raise TypeError if the factory makes something else."""
+    detector = factory(facts)
+    missing = [
+        name for name in ("step", "intervention", "failure", "rule") if not callable(getattr(detector, name, None))
+    ]
+    if missing:
+        raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which has no {missing[0]}")
+    return detector
+
+
+def checked_verdict(verdict: Judgement) -> Judgement:
+    """Return a detector's verdict; raise TypeError or ValueError for one that no journal can hold."""
+    values = {check_key(key): value for key, value in verdict.values.items()}
+    if not are_finite(values.values()):
+        raise ValueError(f"the values of a verdict must be finite numbers, got {shown(values)}")
+    for alarm in verdict.alarms:
+        if not isinstance(alarm, Alarm):
+            raise TypeError(f"a verdict has instances of Alarm, got {shown(alarm)}")
+    for kind, data in verdict.events:
+        check_event(kind, data)
+    return verdict
 
 
 class AlarmReport(NamedTuple):
@@ -364,7 +401,8 @@ class InProcessPipeline:
         self._detector: Detector | None = None
         if self._settings.detector_factory is not None:
             made: list[Detector] = []
-            self._containment.attempt(partial(self._settings.detector_factory, facts), made.append, name=DETECTOR)
+            make = partial(made_detector, self._settings.detector_factory, facts)
+            self._containment.attempt(make, made.append, name=DETECTOR)
             self._detector = next(iter(made), None)
             if isinstance(self._detector, SupportsBan):
                 for name in self._banned:
@@ -434,8 +472,9 @@ class InProcessPipeline:
         """Return the detector's verdict on a record, which it cannot change; nothing without a detector, or if it raises."""
         verdicts: list[Judgement] = []
         if self._detector is not None:
-            shown = Record(record.seq, record.axes, MappingProxyType(record.values), record.histograms, record.partial)
-            self._containment.attempt(partial(self._detector.step, shown), verdicts.append, name=DETECTOR)
+            record = replace(record, values=MappingProxyType(record.values))
+            judge = partial(self._detector.step, record)
+            self._containment.attempt(lambda: checked_verdict(judge()), verdicts.append, name=DETECTOR)
         return verdicts
 
     def _judged(self, record: Record, update: FlushedUpdate) -> Sequence[Line]:
@@ -495,7 +534,7 @@ class InProcessPipeline:
             self._containment.attempt(self._detector.intervention, lambda _: None, name=DETECTOR)
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
             failure = partial(self._detector.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(failure, verdicts.append, name=DETECTOR)
+            self._containment.attempt(lambda: checked_verdict(failure()), verdicts.append, name=DETECTOR)
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:

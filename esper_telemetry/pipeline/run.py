@@ -22,9 +22,11 @@ from typing import Any, Final, Literal, NamedTuple
 from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.files import replace_file
 from esper_telemetry.core.group import SlotLayout
+from esper_telemetry.core.messages import shown
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import HIDDEN, masked, redacted
+from esper_telemetry.core.requirements import require_path
 from esper_telemetry.journal.file import Journal, is_abandoned
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_metrics, encode_run, plain
 from esper_telemetry.journal.lock import HELPER_ROLES, TrainerLock, await_release
@@ -140,7 +142,7 @@ class RunRecorder:
 
     def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
         run_dir = options.run_dir
-        if options.resume and (run_dir is None or run_dir == "auto"):
+        if options.resume and (run_dir is None or (isinstance(run_dir, str) and run_dir == "auto")):
             raise ValueError("resume needs the run directory to go on in: pass run_dir")
         if options.resume and run_dir is not None and not is_abandoned(_directory(run_dir)):
             self._lease = lease_existing_run(run_dir)
@@ -184,12 +186,12 @@ class RunRecorder:
             name = self.run_dir.name  # a new directory has the given name in it, and the time
         run = RunInfo(
             run_id=secrets.token_hex(6),
-            name=name,
+            name=plain(name),
             run_dir=self.run_dir,
             started=time.time(),
             config=plain(config),
-            tags=options.tags,
-            notes=options.notes,
+            tags=tuple(plain(options.tags)),
+            notes=plain(options.notes),
             versions=_versions(),
             facts=plain({"level": self.settings.level.name.lower(), **facts}),
             metrics=metrics,
@@ -358,7 +360,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
     if run_dir is None:
         return RunLease(MemoryJournal())
     try:
-        if run_dir == "auto":
+        if isinstance(run_dir, str) and run_dir == "auto":
             journal, lock = _new_journal(name), None
         else:
             journal, lock = _named_journal(_directory(run_dir))
@@ -405,10 +407,12 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
 def _directory(run_dir: str | Path) -> Path:
     """Return the path, `~` expanded; raises TypeError or ValueError for what is none, NotADirectoryError for a file."""
     if not isinstance(run_dir, str | os.PathLike):
-        raise TypeError(f"run_dir must be a path, 'auto' or None, got {run_dir!r}")
+        raise TypeError(f"run_dir must be a path, 'auto' or None, got {shown(run_dir)}")
     if not os.fspath(run_dir).strip():
-        raise ValueError(f"run_dir must name a directory, got {run_dir!r}: pass 'auto' for a new one, None for none")
-    path = Path(run_dir).expanduser()
+        raise ValueError(
+            f"run_dir must name a directory, got {shown(run_dir)}: pass 'auto' for a new one, None for none"
+        )
+    path = require_path("run_dir", run_dir)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"run_dir {str(run_dir)!r} is a file: pass the path of a directory")
     return path

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from typing import Any
 
+from esper_telemetry.core.requirements import require_count, require_number, require_types
 from esper_telemetry.ppo.environments.registry import PresetSettings, controllers, registered
 
 ACTIVATIONS = ("tanh", "relu")
 MAX_SEED = 2**32 - 1
 """Largest seed that Python, NumPy, torch and Gymnasium all accept."""
+MAX_ROLLOUT_ROWS = 1 << 30
+"""Largest number of rows of a rollout: a column of float32 takes 4 GiB."""
+MAX_WIDTH = 1 << 16
+"""Largest width of a layer, and number of layers."""
+MAX_SETTING = 1e6
+"""Largest learning rate, coefficient or limit: products of several stay in the range of float32."""
+MAX_LOG_STD = 20.0
+"""Largest size of the log standard deviation: e^20 is 5e8."""
 LOG_STD_RANGE = (-5.0, 2.0)
 """Between which a log standard deviation that depends on the state is held; as in CleanRL's soft actor-critic."""
 POLICIES = ("mlp", "lstm", "gru")
@@ -105,20 +114,22 @@ class PPOConfig:
     stop_on_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError, one sentence with the offending value, for the first wrong setting."""
-        for name in ("num_steps", "num_epochs", "num_minibatches", "lstm_size", "lstm_layers"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
-        for name in ("learning_rate", "clip"):
-            require(0 < getattr(self, name) < math.inf, f"{name} must be positive and finite", getattr(self, name))
+        """Raise ValueError or TypeError, one sentence with the offending value, for the first wrong setting."""
+        require_types(self)
+        for name in ("num_steps", "num_epochs", "num_minibatches"):
+            require_count(name, getattr(self, name), low=1, high=MAX_ROLLOUT_ROWS)
+        for name in ("lstm_size", "lstm_layers"):
+            require_count(name, getattr(self, name), low=1, high=MAX_WIDTH)
+        for name in ("learning_rate", "clip", "desired_kl", "target_kl", "clip_value"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), above=0.0, high=MAX_SETTING)
         for name in ("gamma", "gae_lambda"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must be between 0 and 1", getattr(self, name))
-        for name in ("entropy_coef", "value_coef", "advantage_std_floor"):
-            require(0 <= getattr(self, name) < math.inf, f"{name} must be finite, 0 or more", getattr(self, name))
-        for name in ("max_grad_norm", "desired_kl", "target_kl", "clip_value"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be positive", value)
-        final = self.final_entropy_coef
-        require(final is None or final >= 0, "final_entropy_coef must not be negative", final)
+            require_number(name, getattr(self, name), low=0.0, high=1.0)
+        for name in ("entropy_coef", "value_coef", "advantage_std_floor", "final_entropy_coef"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), low=0.0, high=MAX_SETTING)
+        limit = self.max_grad_norm  # an infinite one clips nothing
+        require(limit is None or limit > 0, "max_grad_norm must be positive", limit)
         if self.policy not in POLICIES:
             names = (*POLICIES, *controllers())
             require(self.policy in names, f"policy must be one of {', '.join(names)}", self.policy)
@@ -126,10 +137,12 @@ class PPOConfig:
         require(hidden, "hidden_sizes must name at least one layer", self.hidden_sizes)
         for name in ("hidden_sizes", "encoder_sizes"):
             sizes = getattr(self, name)
-            require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
+            require(
+                all(1 <= size <= MAX_WIDTH for size in sizes), f"{name} must be from 1 to {MAX_WIDTH:,} each", sizes
+            )
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
         require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
-        require(math.isfinite(self.log_std), "log_std must be finite", self.log_std)
+        require_number("log_std", self.log_std, low=-MAX_LOG_STD, high=MAX_LOG_STD)
         low, high = LOG_STD_RANGE
         in_range = not self.state_dependent_std or low <= self.log_std <= high
         require(in_range, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
@@ -142,13 +155,19 @@ class PPOConfig:
 
         A recurrent policy learns from whole sequences: it needs an environment for every minibatch.
         """
+        rows = self.num_steps * num_envs
+        require(
+            rows <= MAX_ROLLOUT_ROWS,
+            f"num_steps x {num_envs:,} environments must be at most {MAX_ROLLOUT_ROWS:,}",
+            rows,
+        )
         if self.policy != "mlp":
             rule = f"num_minibatches of a recurrent policy must not exceed the {num_envs} environments"
             require(self.num_minibatches <= num_envs, rule, self.num_minibatches)
             return
-        rows = self.num_steps * num_envs
         if rows % self.num_minibatches:
-            divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+            small = [count for count in range(1, isqrt(rows) + 1) if rows % count == 0]
+            divisors = sorted({*small, *(rows // count for count in small)})
             near = sorted(sorted(divisors, key=lambda count: abs(count - self.num_minibatches))[:4])
             raise ValueError(
                 f"num_minibatches must divide the rollout of {num_envs} x {self.num_steps} = {rows} rows, "

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.tensors import are_rescaled
+from esper_telemetry.core.tensors import allow_recurrent_gradients, are_rescaled
 from esper_telemetry.events import Activations, CollectionReplay, Copy, Outputs, RolloutEnd, StateGradients
 from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
@@ -168,6 +168,7 @@ class TrainerReplay:
     def copy(self) -> Copy:
         """See `PolicyReplay`."""
         trunk = copy.deepcopy(self._policy.actor)
+        allow_recurrent_gradients(trunk)
         network = (lambda rows: memoryless_features(trunk, rows)) if isinstance(trunk, RecurrentTrunk) else trunk
         return Copy(network, [p for p in trunk.parameters() if p.requires_grad], self._observations)
 

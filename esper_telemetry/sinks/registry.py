@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import parse_qsl
 
 from esper_telemetry.core.backends import SQLITE
-from esper_telemetry.core.messages import did_you_mean
+from esper_telemetry.core.messages import did_you_mean, shown
 from esper_telemetry.core.record import Record
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.protocol import FunctionSink, Sink, logger
@@ -82,7 +82,7 @@ def as_sink(thing: object) -> Sink:
         return thing
     if callable(thing):
         return FunctionSink(thing)
-    raise TypeError(f"a sink has open, write and close, or is callable, or is a URI; got {thing!r}")
+    raise TypeError(f"a sink has open, write and close, or is callable, or is a URI; got {shown(thing)}")
 
 
 def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
@@ -93,7 +93,8 @@ def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
     """
     if things is None:
         return []
-    if isinstance(things, str | Sink | Mapping) or callable(things) or not isinstance(things, Iterable):
+    is_one = isinstance(things, str | Sink | Mapping) or callable(things) or hasattr(things, "ndim")
+    if is_one or not isinstance(things, Iterable):
         return [as_sink(things)]
     return [as_sink(thing) for thing in things]
 
@@ -105,6 +106,8 @@ def sink_from_uri(uri: str) -> Sink:
         ValueError: for an unknown name or option, with the known ones.
         ModuleNotFoundError: with the install command, where the sink's package is missing.
     """
+    if not uri.isprintable():  # clients and files take no control characters, and no bytes that are not UTF-8
+        raise ValueError(f"a sink URI must not contain unprintable characters, got {masked(uri)!r}")
     address, _, query = uri.partition("?")
     name, _, rest = address.partition(":")
     pairs = parse_qsl(query, keep_blank_values=True)
@@ -117,7 +120,7 @@ def sink_from_uri(uri: str) -> Sink:
     sinks = known_sinks()
     if name not in sinks:
         names = sorted({*sinks, *_registered})
-        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
+        raise ValueError(f"unknown sink {shown(name)}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
     return _from_target(name, sinks[name].load(), rest, options)
 
 

@@ -1,6 +1,7 @@
 """The policy of a sampled update passes over its rollout once more, before the first step and after the last.
 
-With a worker the training thread only pickles the policy twice (`UpdateReplay`), and the passes are taken where the update is measured.
+All passes are taken with copies of the policy (`UpdateReplay`): with a worker where the update is measured, without one on the training
+thread.
 Shapes: N transitions, which stand in a grid [T, B].
 """
 
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.equation import Equation
@@ -78,33 +79,49 @@ class UpdateReplay(NamedTuple):
     Attributes:
         inputs: `PolicyReplay` and `CollectionReplay`.
         before, after: the policy; `after` is None where the update did not end.
+        modes: as of `BeforeUpdate`.
         with_capacity: a copy of the policy is trained too.
     """
 
     inputs: PolicyPickle
     before: PolicyPickle
     after: PolicyPickle | None
+    modes: tuple[bool, ...] | None
     with_capacity: bool
 
-    def load(self, policy: PolicyPickle) -> tuple[PolicyReplay, CollectionReplay | None]:
-        """Return what that policy is asked with."""
-        replay: tuple[PolicyReplay, CollectionReplay | None] = self.inputs.load(policy.load())
+    def load(self) -> tuple[PolicyReplay, CollectionReplay | None]:
+        """Return what the policy before the update is asked with."""
+        policy: nn.Module = self.before.load()
+        for module, mode in zip(policy.modules(), self.modes or (), strict=self.modes is not None):
+            module.training = mode
+        replay: tuple[PolicyReplay, CollectionReplay | None] = self.inputs.load(policy)
+        return replay
+
+    def load_after(self) -> PolicyReplay:
+        """Return what the policy after the update is asked with."""
+        assert self.after is not None
+        replay: PolicyReplay = self.inputs.load(self.after.load())[0]
         return replay
 
 
-def update_replay(event: BeforeUpdate, *, with_capacity: bool) -> UpdateReplay | None:
-    """Return the replay with a copy of the policy; None where it is too large, or cannot be copied."""
-    if event.network is None:
+def update_replay(event: BeforeUpdate, *, with_capacity: bool, local: bool = False) -> UpdateReplay | None:
+    """Return the replay with a copy of the policy; None if it is too large for another process, or that cannot load it.
+
+    Raises:
+        TypeError: if this process is to load it (`local`), and the policy cannot be copied.
+    """
+    assert event.network is not None
+    if not local and sum(parameter.numel() for parameter in event.network.parameters()) > MAX_REPLAYED_ENTRIES:
         return None
-    if sum(parameter.numel() for parameter in event.network.parameters()) > MAX_REPLAYED_ENTRIES:
-        return None
-    before = pickled_policy(event.network)
+    before = pickled_policy(event.network, local=local)
     if before is None:
         return None
-    inputs = pickled_around(event.network, (event.policy, event.collection), {RolloutEnd: _shown_part})
-    if inputs is None or sum(tensor.numel() for tensor in inputs.tensors + before.tensors) > MAX_REPLAYED_ENTRIES:
+    inputs = pickled_around(event.network, (event.policy, event.collection), {RolloutEnd: _shown_part}, local=local)
+    if inputs is None:
         return None
-    return UpdateReplay(inputs, before, None, with_capacity)
+    if not local and sum(tensor.numel() for tensor in inputs.tensors + before.tensors) > MAX_REPLAYED_ENTRIES:
+        return None
+    return UpdateReplay(inputs, before, None, event.modes, with_capacity)
 
 
 def _shown_part(rollout: RolloutEnd) -> tuple[type[RolloutEnd], tuple[Any, ...]]:
@@ -116,11 +133,10 @@ def _shown_part(rollout: RolloutEnd) -> tuple[type[RolloutEnd], tuple[Any, ...]]
 
 def replay_measurements(replay: UpdateReplay, precision: str | None, level: Level) -> Iterator[Measurement]:
     """Yield everything that is measured of the policy before and after an update, with its copies."""
-    policy, collection = replay.load(replay.before)
-    passes = FirstPasses.take(policy, collection)
+    passes = FirstPasses.take(*replay.load())
     yield from passes.measurements(CollectionProbe(), precision, level, with_capacity=replay.with_capacity)
     if replay.after is not None:
-        yield from passes.compared(replay.load(replay.after)[0])
+        yield from passes.compared(replay.load_after())
 
 
 class FirstPasses(NamedTuple):
@@ -285,7 +301,7 @@ class CollectionProbe:
         """Repeat the checks that were left to the worker."""
         replay, self._left = self._left, None
         if replay is not None:
-            for check in FirstPasses.take(*replay.load(replay.before)).checks(self, precision):
+            for check in FirstPasses.take(*replay.load()).checks(self, precision):
                 check()
 
     def _values(

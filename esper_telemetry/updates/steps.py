@@ -31,7 +31,7 @@ from esper_telemetry.metrics.integrity.steps.optimizer_step import (
     StepSettings,
     compare_step,
 )
-from esper_telemetry.updates.pickles import ContentUnpickler, TensorPickler, left_out
+from esper_telemetry.updates.pickles import ContentUnpickler, PolicyPickle, TensorPickler, left_out
 
 _PARTS_MISSING, _OTHER_ERRORS = (
     next(one for one in GRADIENT.hypotheses if one.name == name) for name in ("parts_missing", "other_errors")
@@ -76,43 +76,53 @@ class TermGradients(NamedTuple):
 
 
 class PolicyPass(NamedTuple):
-    """A pass of a minibatch through a copy of the policy, as another process can take it.
+    """A pass of a minibatch through a copy of the policy.
 
     Attributes:
-        content: pickle of the policy, without its optimizer, and of the pass; without tensors.
-        tensors: in it, besides the trained parameters.
-        generator: state of the random numbers before the trainer's own pass.
+        pickle: of the policy, without its optimizer, and of the pass; without the trained parameters.
+        generator: state of the random numbers before the trainer's own pass; None for their state when the pass is loaded.
     """
 
-    content: bytes
-    tensors: tuple[Tensor, ...]
-    generator: Tensor
+    pickle: PolicyPickle
+    generator: Tensor | None
 
     def loss(self, step: CheckedStep) -> MinibatchLoss:
         """Take the pass; return the gradients of the loss."""
         # Views into one vector are not aligned, and kernels round differently on them.
         parameters = [nn.Parameter(weights.clone()) for weights in step.parts(step.weights)]
-        content = ContentUnpickler(self.content, [*parameters, *self.tensors])
+        content = ContentUnpickler(self.pickle.content, [*parameters, *self.pickle.tensors], self.pickle.references)
         policy, rows = content.load(), content.load()
         gradients = LossGradients(with_generators(partial(rows, policy), parameters, self.generator), parameters)
         return MinibatchLoss.of(gradients, step.coefficients)
 
 
-def policy_pass(forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer) -> PolicyPass | None:
-    """Return the pass with copies of the tensors that training changes; None where the policy cannot be copied.
+def policy_pass(
+    forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer, *, local: bool = False
+) -> PolicyPass | None:
+    """Return the pass with copies of the tensors that training changes; None if another process cannot load it.
 
-    That is the policy of a class that only the script has, one with attributes that cannot be pickled, or on a device.
+    That is a policy of a class that only the script has, one with attributes that cannot be pickled, or one on a device.
+
+    Args:
+        forward: the pass.
+        parameters: that are trained.
+        optimizer: of the policy, left out.
+        local: this process loads it, before the trainer takes its own pass.
+
+    Raises:
+        TypeError: if it is local and the policy cannot be copied.
     """
-    pickler = TensorPickler({type(optimizer): left_out}, parameters)
+    pickler = TensorPickler({type(optimizer): left_out}, parameters, local=local)
     if not pickler.dump(forward.policy):
         return None
     count = len(pickler.tensors)
-    whole = pickler.reached >= set(range(len(parameters)))
+    whole = local or pickler.reached >= set(range(len(parameters)))
     if not (whole and pickler.dump(forward.rows) and pickler.is_portable):
         return None
     changing, fixed = pickler.tensors[len(parameters) : count], pickler.tensors[count:]
     kept = (*(tensor.detach().clone() for tensor in changing), *(tensor.detach() for tensor in fixed))
-    return PolicyPass(pickler.content, kept, torch.get_rng_state())
+    content = PolicyPickle(pickler.content, kept, tuple(pickler.references))
+    return PolicyPass(content, None if local else torch.get_rng_state())
 
 
 class CheckedStep(NamedTuple):

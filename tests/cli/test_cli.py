@@ -76,7 +76,10 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             [*CARTPOLE, "--telemetry-budget", "2"],
             "budget must be a share of the wall time over 0 and at most 1, got 2.0",
         ),
-        ([*CARTPOLE, "--close-timeout", "0"], "close_timeout must be a positive number of seconds, got 0.0"),
+        (
+            [*CARTPOLE, "--close-timeout", "0"],
+            "close_timeout must be positive and at most 100,000,000 seconds, got 0.0",
+        ),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
         ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, and at level off there"),
         (
@@ -100,8 +103,8 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--num-envs", "0"], "num_envs must be at least 1, got 0"),
         ([*CARTPOLE, "--num-steps", "-1"], "num_steps must be at least 1, got -1"),
         ([*CARTPOLE, "--num-epochs", "0"], "num_epochs must be at least 1, got 0"),
-        ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be at least 1 each, got (64, 0)"),
-        ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and finite, got -0.1"),
+        ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be from 1 to 65,536 each, got (64, 0)"),
+        ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and at most 1,000,000, got -0.1"),
         ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
         ([*CARTPOLE, "--precision", "fp8"], "precision must be one of fp32, bf16, got 'fp8'"),
         (
@@ -110,7 +113,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ),
         (
             ["train", "--env", "MountainCarContinuous-v0", "--squash", "--log-std", "nan"],
-            "log_std must be finite, got nan",
+            "log_std must be between -20 and 20, got nan",
         ),
         (
             ["train", "--env", "seeing_env:Boundless-v0", "--squash"],

@@ -78,6 +78,26 @@ def test_a_silent_helper_is_killed(start: Start) -> None:
     assert supervisor.reap() == -9
 
 
+GRANDCHILD = """
+import os, subprocess, sys
+code = "import sys; print(" + repr(sys.argv[2]) + " in sys.path)"
+os.write(int(sys.argv[1]), ascii(sys.path).encode() + b"\\n" + subprocess.check_output([sys.executable, "-c", code]))
+"""
+
+
+def test_a_helper_has_the_import_path_of_this_process_and_what_it_starts_has_not(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a script in a folder with a `logging.py` of its own."""
+    folder = str(tmp_path / "it's \udcff")
+    monkeypatch.syspath_prepend(folder)
+    path = [str(Path(entry).absolute()) for entry in sys.path]
+
+    reply = heard(start(GRANDCHILD, arguments=[folder]))
+
+    assert reply == ascii(path).encode() + b"\nFalse\n"
+
+
 def test_output_is_appended_to_the_log(start: Start, tmp_path: Path) -> None:
     (tmp_path / "helper.log").write_text("before\n")
 

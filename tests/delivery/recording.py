@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -175,6 +177,14 @@ class NoisySink(RecordingSink):
             input("your key? ")
         except EOFError:
             super().open(run)
+
+
+class StartingSink(RecordingSink):
+    """Starts a Python process, as clients do, and notes from where that imports."""
+
+    def open(self, run: RunInfo) -> None:
+        code = "import json, sys; print(json.dumps(sys.path))"
+        self._note("open", path=json.loads(subprocess.check_output([sys.executable, "-c", code])))
 
 
 def gate(file: Path) -> Path:

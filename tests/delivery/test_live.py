@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from journals import add, begun, end, info
-from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, calls, seqs, statuses
+from recording import (
+    HangingSink,
+    HopelessSink,
+    LocalSink,
+    NoisySink,
+    RecordingSink,
+    StartingSink,
+    calls,
+    seqs,
+    statuses,
+)
 from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
@@ -140,6 +150,22 @@ def test_backends_print_into_the_log_and_cannot_ask_and_a_warning_reaches_the_tr
     assert capfd.readouterr() == ("", "")
     assert "noise of a backend" in (tmp_path / "run" / "sinks.log").read_text()
     assert [record.getMessage() for record in caplog.records] == ["esper-telemetry: 2 keys are left out"]
+
+
+def test_processes_that_a_sink_starts_do_not_import_from_the_folders_of_the_trainer(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of the sink is found on the import path of the trainer, which gets the folder `scripts` too."""
+    monkeypatch.syspath_prepend(tmp_path / "scripts")
+    sink = StartingSink(tmp_path / "a")
+    deliveries = Deliveries(journal, [sink])
+    end(journal)
+
+    assert deliveries.close(20).complete
+
+    (path,) = [call["path"] for call in calls(sink.file) if call["call"] == "open"]
+    assert str(tmp_path / "scripts") not in path
+    assert str(Path(__file__).parent) not in path
 
 
 def test_a_sink_that_cannot_be_pickled_is_named(tmp_path: Path, journal: Journal) -> None:

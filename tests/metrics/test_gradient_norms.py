@@ -169,7 +169,7 @@ def test_group_of_unknown_parameters_is_a_mistake_that_shows() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
 def test_limit_must_be_positive(limit: float) -> None:
-    with pytest.raises(ValueError, match="max_norm must be positive"):
+    with pytest.raises(ValueError, match=r"max_norm must be (positive|a number)"):
         gradient_norms(torch.ones(1), ["w"], max_norm=limit)
 
 

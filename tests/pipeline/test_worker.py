@@ -31,7 +31,7 @@ from esper_telemetry.updates.data import TrainingProgress, UpdateData
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
 
-LARGE = {f"text_{number}": f"{number} " * 16_000 for number in range(10, 110)}
+LARGE = {f"text_{number}": f"{number} " * 12_000 for number in range(10, 110)}
 """Details of an intervention that are larger than the pipe to the worker."""
 
 

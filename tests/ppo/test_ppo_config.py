@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ppo_builders import EventLog
 
 from esper_telemetry.events import UpdateEnd
@@ -18,15 +20,24 @@ from esper_telemetry.ppo.environments import make_env
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
         ({"num_epochs": -1}, "num_epochs must be at least 1, got -1"),
         ({"num_minibatches": 0}, "num_minibatches must be at least 1, got 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0"),
-        ({"learning_rate": float("inf")}, "learning_rate must be positive and finite, got inf"),
-        ({"clip": -0.1}, "clip must be positive and finite, got -0.1"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive and at most 1,000,000, got 0.0"),
+        ({"learning_rate": float("inf")}, "learning_rate must be positive and at most 1,000,000, got inf"),
+        ({"clip": -0.1}, "clip must be positive and at most 1,000,000, got -0.1"),
         ({"gamma": 1.1}, "gamma must be between 0 and 1, got 1.1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1, got nan"),
-        ({"entropy_coef": -1}, "entropy_coef must be finite, 0 or more, got -1"),
+        ({"entropy_coef": -1}, "entropy_coef must be between 0 and 1,000,000, got -1"),
         ({"max_grad_norm": 0}, "max_grad_norm must be positive, got 0"),
         ({"hidden_sizes": ()}, r"hidden_sizes must name at least one layer, got \(\)"),
-        ({"hidden_sizes": (64, 0)}, r"hidden_sizes must be at least 1 each, got \(64, 0\)"),
+        ({"hidden_sizes": (64, 0)}, r"hidden_sizes must be from 1 to 65,536 each, got \(64, 0\)"),
+        ({"learning_rate": 1e20}, r"learning_rate must be positive and at most 1,000,000, got 1e\+20"),
+        ({"desired_kl": float("inf")}, "desired_kl must be positive and at most 1,000,000, got inf"),
+        ({"target_kl": float("inf")}, "target_kl must be positive and at most 1,000,000, got inf"),
+        ({"clip_value": float("nan")}, "clip_value must be positive and at most 1,000,000, got nan"),
+        ({"final_entropy_coef": float("inf")}, "final_entropy_coef must be between 0 and 1,000,000, got inf"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be positive, got nan"),
+        ({"log_std": float("-inf")}, "log_std must be between -20 and 20, got -inf"),
+        ({"num_steps": 10**10}, "num_steps must be at most 1,073,741,824, got 10000000000"),
+        ({"lstm_size": 10**9}, "lstm_size must be at most 65,536, got 1000000000"),
         ({"activation": "swish"}, "activation must be one of tanh, relu, got 'swish'"),
         ({"seed": -1}, "seed must be between 0 and 4294967295, got -1"),
     ],
@@ -34,6 +45,39 @@ from esper_telemetry.ppo.environments import make_env
 def test_a_wrong_setting_is_named(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         PPOConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_steps": "8"}, "num_steps must be a whole number, got '8'"),
+        ({"num_steps": 8.0}, "num_steps must be a whole number, got 8.0"),
+        ({"num_epochs": True}, "num_epochs must be a whole number, got True"),
+        ({"clip": "0.2"}, "clip must be one number, got '0.2'"),
+        ({"gamma": 1j}, "gamma must be one number, got 1j"),
+        ({"clip": torch.ones(3)}, r"clip must be one number, got a tensor of shape \[3\]"),
+        ({"normalize_rewards": "no"}, "normalize_rewards must be True or False, got 'no'"),
+        ({"hidden_sizes": 64}, "hidden_sizes must be a tuple, got 64"),
+        ({"hidden_sizes": ("64",)}, "each of hidden_sizes must be a whole number, got '64'"),
+        ({"policy": None}, "policy must be a text, got None"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"^{sentence}$"):
+        PPOConfig(**settings)
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    config = PPOConfig(num_steps=np.int64(8), clip=np.float32(0.5), hidden_sizes=[np.int32(4)], compile=np.bool_(False))  # type: ignore[arg-type]
+
+    assert (config.num_steps, config.clip) == (8, 0.5)
+
+
+def test_a_rollout_of_any_size_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"num_steps x 8 environments must be at most 1,073,741,824, got 8589934592"):
+        PPOConfig(num_steps=1 << 30).check_rollout(8)
+    with pytest.raises(ValueError, match="the nearest that do are 1, 2, 4, 8"):
+        PPOConfig(num_steps=1 << 30, num_minibatches=3).check_rollout(1)
 
 
 def test_minibatches_must_divide_the_rollout() -> None:

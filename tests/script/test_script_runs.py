@@ -167,6 +167,41 @@ COMMON = {
 }
 
 
+BROKEN_READER = """
+import sys
+from esper_telemetry.adapters.script import listener
+from esper_telemetry.cli.run import main
+
+original, calls, broken = listener.read_loss, [], [int(word) for word in sys.argv[1].split(",")]
+
+def read_loss(loss, **options):
+    calls.append(loss)
+    return no_such_name if len(calls) in broken or 0 in broken else original(loss, **options)
+
+listener.read_loss = read_loss
+main(["--run-dir", "run", "--level", "debug", sys.argv[2]])
+"""
+
+
+def test_a_bug_in_the_reader_of_losses_costs_readings_and_is_counted_and_shown(tmp_path: Path) -> None:
+    """Four minibatches an update: the first loss, before there is a run, and the sixth, in its second update."""
+    result = python(tmp_path, "-c", BROKEN_READER, "1,6", str(SCRIPTS / "categorical.py"))
+
+    assert result.code == 0, result.stderr
+    errors = [record.values.get("telemetry/metric_errors", 0.0) for record in read_run(tmp_path / "run").records]
+    assert errors == [1.0, 1.0, 0.0, 0.0]
+    assert result.stderr.count("read_loss failed (NameError: name 'no_such_name' is not defined)") == 1
+    assert "Traceback" in result.stderr and "in read_loss" in result.stderr
+
+
+def test_a_reader_that_never_works_is_reported_at_the_end(tmp_path: Path) -> None:
+    result = python(tmp_path, "-c", BROKEN_READER, "0", str(SCRIPTS / "categorical.py"))
+
+    assert result.code == 0, result.stderr
+    assert result.stderr.count("read_loss failed (NameError: name 'no_such_name' is not defined)") == 1
+    assert "found nothing to measure" in result.stderr
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> ProcessResult:
     """The script in one piece without telemetry."""

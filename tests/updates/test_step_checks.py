@@ -21,6 +21,7 @@ from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.objective import UpdateSteps
+from esper_telemetry.updates.steps import PolicyPass
 
 CHECKED = ("gradient", "clipping", "optimizer_step")
 CHECKED_KEYS = tuple(EQUATION_KEY + name for name in CHECKED)
@@ -166,7 +167,7 @@ def test_a_worker_recomputes_the_gradient_with_a_copy_of_the_policy(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_process = records(trainer(**changes), tmp_path / "in_process")
-    monkeypatch.setattr(step_checks, "LossGradients", no_pass)
+    monkeypatch.setattr(PolicyPass, "loss", no_pass)
 
     in_worker = records(trainer(**changes), tmp_path / "worker", offload=True)
 

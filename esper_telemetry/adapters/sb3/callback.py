@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 try:
     from stable_baselines3.common.callbacks import BaseCallback
@@ -20,7 +20,7 @@ except ModuleNotFoundError as missing:
         "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
     ) from missing
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
@@ -242,7 +242,8 @@ class ModelListener:
             after=recorder.recurrent_steps[0].after if recorder.recurrent_steps else None,
             older=self._older_weights,
         )
-        self._before_update = partial(self._emit_before_update, last, replay, passes, _modes(model.policy))
+        modes = tuple([module.training for module in model.policy.modules()])
+        self._before_update = partial(self._emit_before_update, last, replay, passes, modes)
 
     def _first_minibatch_comes(self, *_: Any) -> None:
         """A program may have set other weights since the rollout ended: those that it trains now begin the update."""
@@ -251,17 +252,12 @@ class ModelListener:
             emit()
 
     def _emit_before_update(
-        self, last: RolloutEnd, replay: CallbackReplay, passes: CollectionPasses, modes: Modes
+        self, last: RolloutEnd, replay: CallbackReplay, passes: CollectionPasses, modes: tuple[bool, ...]
     ) -> None:
-        """Emit the replay before the first step of the update, with the policy in the modes in which it has acted."""
+        """Emit the replay before the first step of the update, with the modes in which the policy has acted."""
         policy = self._model.policy
         self._replay, self._older_weights = replay, copied_weights(policy)
-        modes_now = _modes(policy)
-        _set_modes(modes)
-        try:
-            self._hooks.emit(BeforeUpdate(last.update, replay, passes.event(last, self._model.device), policy))
-        finally:
-            _set_modes(modes_now)
+        self._hooks.emit(BeforeUpdate(last.update, replay, passes.event(last, self._model.device), policy, modes))
 
     def _collecting_taps(self) -> list[Remover]:
         """Taps on what is called while a rollout is collected."""
@@ -320,19 +316,6 @@ class ModelListener:
 
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
         return listen(owner, name, listener, self._session.failed)
-
-
-Modes: TypeAlias = list[tuple[nn.Module, bool]]
-"""Modules, and whether each is in the mode of training."""
-
-
-def _modes(policy: nn.Module) -> Modes:
-    return [(module, module.training) for module in policy.modules()]
-
-
-def _set_modes(modes: Modes) -> None:
-    for module, mode in modes:
-        module.training = mode
 
 
 def _remove_all(taps: list[Remover]) -> None:

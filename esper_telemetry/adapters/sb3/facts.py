@@ -15,6 +15,7 @@ from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.pickles import policy_copy
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -32,6 +33,9 @@ CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
 LOSSES = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
 """Equations of losses and of ratios, which the adapter computes itself."""
+
+PASSES = ("gradient", "replayed_log_probs", "values")
+"""Equations that take passes through a copy of the policy."""
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
@@ -132,11 +136,21 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "desired_kl": None,
         **_schedule_fact(model),
         UNCHECKED_FACT: {
+            **_passes_unchecked(model.policy),
             **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
             **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
             "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
         },
     }
+
+
+def _passes_unchecked(policy: Any) -> dict[str, str]:
+    """Return why the equations that take passes cannot be checked: nothing if the policy can be copied."""
+    try:
+        policy_copy(policy)
+    except TypeError as error:
+        return dict.fromkeys(PASSES, str(error))
+    return {}
 
 
 def _schedule_fact(model: Any) -> dict[str, Any]:

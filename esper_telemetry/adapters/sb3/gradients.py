@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatc
 from esper_telemetry.adapters.taps import without_trace
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
 from esper_telemetry.events import FirstMinibatch, HeadsBackward, Hooks, Shard, TrunkBackward
+from esper_telemetry.updates.pickles import policy_copy
 
 LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
 """Beginnings of the modules whose policies evaluate actions as they should."""
@@ -165,10 +166,10 @@ def clip_of(model: Any, name: str = "clip_range") -> float | None:
 
 
 def shard_gradients(model: Any, samples: Any, count: int) -> list[Shard]:
-    """Gradient of the loss of each of `count` parts of a minibatch; fewer where it has fewer samples. Leaves no trace."""
-    whole = advantages_as_used(model, samples.advantages, _valid_rows(samples))
-    with without_trace(model.policy):
-        return [Shard(size, _gradient(model, part, used)) for size, part, used in _parts(samples, whole, count)]
+    """Gradient of the loss of each of `count` parts of a minibatch, by a copy of the policy; fewer if it has fewer samples."""
+    whole, policy = advantages_as_used(model, samples.advantages, _valid_rows(samples)), policy_copy(model.policy)
+    with without_trace(policy):
+        return [Shard(size, _gradient(model, policy, part, used)) for size, part, used in _parts(samples, whole, count)]
 
 
 def minibatch_forward(model: Any, samples: Any) -> MinibatchForward:
@@ -259,12 +260,15 @@ def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMin
     def counted(column: Tensor) -> Tensor:
         return column if valid is None else column[valid]
 
+    own_policy = cache(policy_copy)
+
     def passes(name: str) -> Tensor | None:
         changed = _mistaken(samples, name)
         if changed is None or evaluate is None:
             return None
-        with torch.no_grad(), without_trace(model.policy):
-            return counted(_evaluate(discrete, changed, partial(evaluate, model.policy))[1])
+        policy = own_policy(model.policy)
+        with torch.no_grad(), without_trace(policy):
+            return counted(_evaluate(discrete, changed, partial(evaluate, policy))[1])
 
     return FirstMinibatch(counted(samples.old_log_prob), counted(trained), passes)
 
@@ -346,10 +350,10 @@ def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
     return {key: entry[rows] for key, entry in value.items()} if isinstance(value, dict) else value[rows]
 
 
-def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
+def _gradient(model: Any, policy: Any, samples: Any, advantages: Tensor) -> Tensor:
     """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
     discrete = isinstance(model.action_space, spaces.Discrete)
-    values, log_probs, entropy = _evaluate(discrete, samples, model.policy.evaluate_actions)
+    values, log_probs, entropy = _evaluate(discrete, samples, policy.evaluate_actions)
     columns = LossColumns(
         log_ratio=log_probs - samples.old_log_prob,
         log_probs=log_probs,
@@ -366,7 +370,7 @@ def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
     else:  # what padding holds has no part in a mean, nor in its gradient
         losses = {name: torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1) for name, column in losses.items()}
     loss: Tensor = losses["policy"] + 2 * model.vf_coef * losses["value"] + model.ent_coef * losses["entropy"]
-    parameters = list(model.policy.parameters())
+    parameters = list(policy.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
     return torch.cat([(next(gradients) if p.requires_grad else torch.zeros_like(p)).flatten() for p in parameters])

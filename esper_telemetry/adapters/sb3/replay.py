@@ -20,8 +20,9 @@ from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import listen, without_trace
-from esper_telemetry.core.tensors import without_cudnn
+from esper_telemetry.core.tensors import allow_recurrent_gradients
 from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
+from esper_telemetry.updates.pickles import policy_copy
 
 CHUNK_ROWS = 1024
 """Rows of a feed-forward pass at once."""
@@ -88,7 +89,7 @@ class LossSettings(NamedTuple):
 
 
 class CallbackReplay:
-    """A `PolicyReplay` of a model of Stable-Baselines3, whose policy is asked as it is when a method is called.
+    """A `PolicyReplay` of a model of Stable-Baselines3; its passes write to the policy, so that they are for copies.
 
     Args:
         rollout: the event of the rollout.
@@ -158,8 +159,8 @@ class CallbackReplay:
         envs = states[0].abs().amax((0, 1, 3)).nonzero().flatten()[:MAX_GRADIENT_ENVS]
         if not len(envs):
             return None
-        with without_trace(self._policy), torch.enable_grad(), without_cudnn():
-            return self._through_time(states[0], envs)
+        with without_trace(self._policy), torch.enable_grad():
+            return self._through_time(policy_copy(self._policy), states[0], envs)
 
     def copy(self) -> Copy:
         """See `PolicyReplay`; of observations with several parts, the copy is given their numbers."""
@@ -168,6 +169,7 @@ class CallbackReplay:
         parts = {name: getattr(self._policy, name) for name in names if hasattr(self._policy, name)}
         policy = copy.copy(self._policy)
         vars(policy)["_modules"] = copy.deepcopy(parts)
+        allow_recurrent_gradients(policy)
         actor = [part for name, part in policy.named_children() if name in ACTOR_PARTS]
         parameters = {id(p): p for part in actor for p in part.parameters() if p.requires_grad}
         observations = self._observations
@@ -234,9 +236,10 @@ class CallbackReplay:
             return None
         return self._after[:, -1, 0].flatten(0, 1)[torch.from_numpy(rows).to(self._after.device)]
 
-    def _through_time(self, states: Tensor, envs: Tensor) -> StateGradients:
-        """Gradients of the actor's loss at h before the first step and after the last of these environments."""
-        policy, inputs = self._policy, self._inputs.envs(envs.cpu().numpy())
+    def _through_time(self, policy: Any, states: Tensor, envs: Tensor) -> StateGradients:
+        """Gradients of the actor's loss at h before the first step and after the last of these environments, by a copy of the policy."""
+        allow_recurrent_gradients(policy)
+        inputs = self._inputs.envs(envs.cpu().numpy())
         first = states[:, 0, envs].clone().requires_grad_()
         starts = torch.as_tensor(inputs.starts, dtype=torch.float32, device=policy.device)
         observations = inputs.rows(np.arange(inputs.starts.size), policy.device)
@@ -245,15 +248,15 @@ class CallbackReplay:
         for row, begins in zip(features, starts, strict=True):
             _, state = policy._process_sequence(row, state, begins, policy.lstm_actor)
             outputs.append(state[0][-1])  # and not the output beside it: so its gradient includes that of its own step
-        loss = self._loss(policy.mlp_extractor.forward_actor(torch.cat(outputs)), inputs, envs)
+        loss = self._loss(policy, policy.mlp_extractor.forward_actor(torch.cat(outputs)), inputs, envs)
         gradients = torch.autograd.grad(loss, [first, state[0]], materialize_grads=True)
         return StateGradients(gradients[0], gradients[1][-1])
 
-    def _loss(self, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
+    def _loss(self, policy: Any, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
         rollout, settings = self._rollout, self._loss_settings
         assert settings is not None
-        distribution = distribution_of(self._policy, latents, inputs, np.arange(inputs.starts.size))
+        distribution = distribution_of(policy, latents, inputs, np.arange(inputs.starts.size))
         actions = torch.as_tensor(inputs.actions, device=latents.device).flatten(0, 1)
         discrete = list(self._heads.kinds.values()) == ["categorical"]
         log_probs = distribution.log_prob(actions.long().flatten() if discrete else actions)

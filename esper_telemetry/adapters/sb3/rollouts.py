@@ -32,6 +32,7 @@ from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd, Scale, Transitions
+from esper_telemetry.updates.pickles import policy_copy
 
 NORMALIZER_EPS = 1e-8
 """Added to the variances of a VecNormalize, whatever its own setting is."""
@@ -253,10 +254,10 @@ class RolloutRecorder:
         changed = None
         if stores_paid:
             rewards[ended] = paid[ended]
-        elif self._recurrent:
+        elif self._recurrent or (final_values := self._values_after(time_limits)) is None:
             ends_known = False
         else:  # the buffer has other rewards, and what was added after time limits has to be asked for
-            bootstraps = buffer.gamma * self._values_after(time_limits)
+            bootstraps = buffer.gamma * final_values
             changed = _changed_rewards(rewards, paid, bootstraps)
             rewards = rewards - _added(rewards, paid, bootstraps) if changed is None else changed
         last_values = self._asked_last_values(last_values)
@@ -316,14 +317,21 @@ class RolloutRecorder:
         rows = time_limits & np.logical_or.reduce([np.isclose(added, other, rtol=1e-4, atol=0.0) for other in others])
         return None if self._recurrent or not rows.any() else self._values_after(rows)
 
-    def _values_after(self, rows: Array) -> Array:
-        """Return the critic's estimates of the last observations of episodes that ended in these rows [T, B]; 0 elsewhere."""
+    def _values_after(self, rows: Array) -> Array | None:
+        """Return the critic's estimates of the last observations of episodes that ended in these rows [T, B]; 0 elsewhere.
+
+        None if the policy cannot be copied.
+        """
         values = np.zeros(rows.shape, np.float32)
-        with torch.no_grad(), without_trace(self._policy):
+        try:
+            policy = policy_copy(self._policy)
+        except TypeError:
+            return None
+        with torch.no_grad(), without_trace(policy):
             for step, _, _, infos in self._ends:
                 for index in map(int, np.flatnonzero(rows[step])):
-                    last = self._policy.obs_to_tensor(infos[index]["terminal_observation"])[0]
-                    values[step, index] = float(self._policy.predict_values(last).flatten()[0])
+                    last = policy.obs_to_tensor(infos[index]["terminal_observation"])[0]
+                    values[step, index] = float(policy.predict_values(last).flatten()[0])
         return values
 
     def _asked_last_values(self, given: Tensor) -> Tensor:
@@ -332,8 +340,12 @@ class RolloutRecorder:
         claimed = given.detach().cpu().flatten()
         if self._recurrent or not (torch.equal(claimed, before) or not claimed.any()):
             return given
-        with torch.no_grad(), without_trace(self._policy):
-            values: Tensor = self._policy.predict_values(self._policy.obs_to_tensor(self._model._last_obs)[0]).flatten()
+        try:
+            policy = policy_copy(self._policy)
+        except TypeError:
+            return given
+        with torch.no_grad(), without_trace(policy):
+            values: Tensor = policy.predict_values(policy.obs_to_tensor(self._model._last_obs)[0]).flatten()
         return given if torch.allclose(values.cpu(), claimed, rtol=1e-4) else values
 
     def _join_captures(self) -> None:
@@ -454,8 +466,7 @@ def recurrent_event(policy: Any, recorder: RolloutRecorder, envs: int) -> Recurr
     lstm: nn.LSTM = policy.lstm_actor
     cells = [lstm]
     if lstm.num_layers > 1:
-        with without_trace(policy):
-            cells = [_single_layer(lstm, layer) for layer in range(lstm.num_layers)]
+        cells = [_single_layer(lstm, layer) for layer in range(lstm.num_layers)]
     first = torch.stack([step.inputs[:envs] for step in recorder.recurrent_steps])
     above = [after[:, layer, 0, :envs] for layer in range(lstm.num_layers - 1)]
     return RecurrentForward(cells, [first, *above], before[:, :, :, :envs].unbind(1))
@@ -464,7 +475,9 @@ def recurrent_event(policy: Any, recorder: RolloutRecorder, envs: int) -> Recurr
 def _single_layer(lstm: nn.LSTM, layer: int) -> nn.LSTM:
     """An LSTM of one layer with the weights of that layer."""
     width = lstm.input_size if layer == 0 else lstm.hidden_size
-    single = nn.LSTM(width, lstm.hidden_size, bias=lstm.bias).to(lstm.get_parameter("weight_ih_l0").device)
+    device = lstm.get_parameter("weight_ih_l0").device
+    # begun on no device, because random weights would be drawn from the generator of the run
+    single = nn.LSTM(width, lstm.hidden_size, bias=lstm.bias, device="meta").to_empty(device=device)
     with torch.no_grad():
         for name, parameter in single.named_parameters():
             parameter.copy_(lstm.get_parameter(name.replace("_l0", f"_l{layer}")))

@@ -48,6 +48,7 @@ from esper_telemetry.adapters.script.recorders import (
 )
 from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
+from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
@@ -101,6 +102,7 @@ class ScriptListener:
     Args:
         begin: called once, before the first event.
         log: receives numbers for the record of the update under way.
+        on_error: receives the reader of losses and what it has raised, which costs the reading and nothing else.
 
     Attributes:
         hooks: where to listen.
@@ -110,7 +112,12 @@ class ScriptListener:
         open: an update is under way.
     """
 
-    def __init__(self, begin: Callable[[ScriptListener], None], log: Callable[[Mapping[str, float]], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[ScriptListener], None],
+        log: Callable[[Mapping[str, float]], None],
+        on_error: ErrorHandler = reraise,
+    ) -> None:
         self.hooks = Hooks()
         self.findings: dict[str, None] = {}
         self.updates = 0
@@ -119,7 +126,7 @@ class ScriptListener:
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
         self.environments, self.scalars = EpisodeLog(), ScalarLog()
-        self._begin, self._log = begin, log
+        self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
         self._gamma = DEFAULT_GAMMA
@@ -211,7 +218,10 @@ class ScriptListener:
         reading = None
         if loss.requires_grad:
             climbed = self._climbs(loss, variables)
-            reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
+            try:
+                reading = read_loss(loss, held=variables.tensors(), outputs=outputs, values=values, climbed=climbed)
+            except Exception as error:  # a graph that the reader was not made for
+                self._on_error(read_loss, error)
         if reading is not None:
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))

@@ -244,10 +244,7 @@ def read_loss(
     listens = any(one.grad_fn is not None and (one._backward_hooks or one.retains_grad) for one in held)
     if loss.grad_fn is None or loss.numel() != 1 or listens:
         return None
-    try:
-        return _LossReader(loss, held, outputs, values).read(climbed=climbed)
-    except (RuntimeError, AttributeError):  # tensors that were changed in place; operations with other attributes
-        return None
+    return _LossReader(loss, held, outputs, values).read(climbed=climbed)
 
 
 def graph_of(output: Tensor) -> Collection[Node]:

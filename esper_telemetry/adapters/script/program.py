@@ -84,9 +84,11 @@ def last_line(
     return f"{name}: {count} update{'' if count == 1 else 's'}; the verdict on them: esper-telemetry diagnose {run_dir}"
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(*, tracebacks: bool) -> None:
     """Send telemetry's log to stderr, with a prefix, and not where the script sends its own log."""
     logger = logging.getLogger("esper_telemetry")
+    if tracebacks:
+        logger.setLevel(logging.DEBUG)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("esper-telemetry: %(message)s"))
     logger.addHandler(handler)

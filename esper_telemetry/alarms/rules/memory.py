@@ -14,7 +14,19 @@ from typing import Any
 
 from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import Z
-from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, decade_ramp, hard, number, percent
+from esper_telemetry.alarms.rule import (
+    SMALLEST_DIVISOR,
+    AlarmRule,
+    Finding,
+    Ramp,
+    View,
+    above,
+    below,
+    decade_ramp,
+    hard,
+    number,
+    percent,
+)
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE
 
 CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
@@ -36,7 +48,9 @@ SHUT_UPDATES = 4
 FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
 FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
 ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, where nothing is forgotten")
-ADDS_UP_JUMP = above("adds_up_jump", 1.5, "size of the cell state relative to the update before, with that")
+ADDS_UP_JUMP = above(
+    "adds_up_jump", 1.5, "size of the cell state relative to the update before, with that", lowest=SMALLEST_DIVISOR
+)
 MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
 
 
@@ -212,7 +226,7 @@ CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, w
 CELL_SIZE = above(
     "cell_size", 3.0, "typical cell state, below which its history says nothing: learning makes a memory larger"
 )
-CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with that")
+CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with that", lowest=SMALLEST_DIVISOR)
 CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
 

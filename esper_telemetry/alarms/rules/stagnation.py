@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from esper_telemetry.alarms.rule import (
+    SMALLEST_DIVISOR,
     AlarmRule,
     Finding,
     Ramp,
@@ -294,7 +295,8 @@ class StdCollapseJudge:
             first = self.first.setdefault(head, value)
             if first <= 0 or value < 0:
                 continue
-            low, high = limits.ends(STD_LOST_ANYWAY if risen is not False else STD_LOST)
+            ends = limits.ends(STD_LOST_ANYWAY if risen is not False else STD_LOST)
+            low, high = (max(end, SMALLEST_DIVISOR) for end in ends)
             yield Finding(
                 decade_ramp(first / max(value, 1e-300), 1 / low, 1 / high),
                 key,

@@ -20,6 +20,7 @@ from typing import Final
 
 from esper_telemetry.alarms.judges import AnnealedRate
 from esper_telemetry.alarms.rule import (
+    SMALLEST_DIVISOR,
     AlarmRule,
     Finding,
     Ramp,
@@ -119,7 +120,11 @@ class KlSpikeJudge:
             return
         bounded = min(value, view.values.get("policy/kl_k2", value))
         share = view.get("policy/clip_frac")
-        shared = bounded if share is None else min(bounded, typical_kl(view, share) / limits[KL_TYPICAL])
+        shared = (
+            bounded
+            if share is None
+            else min(bounded, typical_kl(view, share) / max(limits[KL_TYPICAL], SMALLEST_DIVISOR))
+        )
         counts = max(shared, bounded * limits[KL_FEW]) / action_dimensions(view)
         sudden = limits.log_severity(KL_SUDDEN, counts)
         lasting = limits.log_severity(KL_SPIKE, min(counts, self.before))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from esper_telemetry.alarms.baselines import History
+from esper_telemetry.alarms.baselines import History, power
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Z
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, hard, number, percent, ramp, times
 
@@ -240,7 +240,7 @@ class ScaleShiftJudge:
         largest, usual = view.get("reward/absmax"), view.baselines.median("reward/absmax")
         if largest is None:
             return
-        new = largest > self.peaks.largest * 10 ** limits.low(SCALE)
+        new = largest > self.peaks.largest * power(limits.low(SCALE))
         self.peaks.add(view, largest)
         if move is None or usual is None:
             return
@@ -254,7 +254,7 @@ class ScaleShiftJudge:
             outlier if self.risen else min(outlier, fallen) if spans and not risen else 0.0,
             "reward/absmax",
             largest,
-            usual * 10 ** limits.middle(SCALE),
+            usual * power(limits.middle(SCALE)),
             adaptive=True,
             z=z,
             instance="rewards",
@@ -278,7 +278,7 @@ class ScaleShiftJudge:
             limits.severity(RETURN_SCALE, size if risen else 0.0),
             "ret/mean",
             mean,
-            usual * 10 ** limits.middle(RETURN_SCALE),
+            usual * power(limits.middle(RETURN_SCALE)),
             adaptive=True,
             z=z,
             instance="returns",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.core.arrays import as_number
 from esper_telemetry.core.messages import number, span
 
 
@@ -122,10 +123,11 @@ def settings_of(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return the run's values of the settings that have a published range, by name: none for a language model, which needs others."""
     if facts.get("model") == "language":
         return {}
+    used = ("num_steps", "num_envs", "num_minibatches", *PUBLISHED)
     numbers = {
-        name: float(value)
-        for name, value in facts.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        name: as_number(facts[name], name)
+        for name in used
+        if isinstance(facts.get(name), int | float) and not isinstance(facts[name], bool)
     }
     steps, envs, minibatches = (numbers.get(name, 0.0) for name in ("num_steps", "num_envs", "num_minibatches"))
     sizes = {}

@@ -5,7 +5,7 @@
 
     schedule(trainer, "lr", dose=30, at_update=25)
 
-`python -m esper_telemetry.faults list` prints the faults, `score` trains them on several environments and scores the detectors.
+`python -m esper_telemetry.lab.faults list` prints the faults, `score` trains them on several environments and scores the detectors.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The command line `python -m esper_telemetry.faults list | score | demo`.
+"""The command line `python -m esper_telemetry.lab.faults list | score | demo`.
 
 Exit codes: 0 done, 1 a run could not be trained, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted.
 """

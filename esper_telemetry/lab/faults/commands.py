@@ -1,4 +1,4 @@
-"""The commands `list`, `score` and `demo` of `python -m esper_telemetry.faults`; each returns the exit code."""
+"""The commands `list`, `score` and `demo` of `python -m esper_telemetry.lab.faults`; each returns the exit code."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.alarms.rule import SMALLEST_DIVISOR, AlarmRule, Finding, View, above, below, hard, number, percent
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, Stage
 
 EXPLODING, SUSTAINED, EXPLODING_FRAC = "seed/exploding", "seed/exploding_sustained", "seed/exploding_frac"
@@ -26,18 +26,28 @@ MAX_NAMED_HOSTS = 8
 """Hosts that the sentence of an alarm names."""
 
 SEED_EXPLODING = above(
-    "seed_exploding", 0.75, "severity of a seed's gradient in three epochs in a row; 0.75 is 32 times its clip limit"
+    "seed_exploding",
+    0.75,
+    "severity of a seed's gradient in three epochs in a row; 0.75 is 32 times its clip limit",
+    lowest=SMALLEST_DIVISOR,
 )
 SEED_EXPLODING_FRAC = above(
-    "seed_exploding_frac", 0.05, "share of the seeds that learn whose gradients are beyond ten clip limits"
+    "seed_exploding_frac",
+    0.05,
+    "share of the seeds that learn whose gradients are beyond ten clip limits",
+    lowest=SMALLEST_DIVISOR,
 )
 SEED_ALONE = below(
     "seed_alone",
     0.005,
     "share of seeds beyond ten clip limits, below which the largest of thousands is chance, in journals of earlier versions",
 )
-SEED_VANISHING = above("seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average")
-SEED_DORMANT = above("seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches")
+SEED_VANISHING = above(
+    "seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average", lowest=SMALLEST_DIVISOR
+)
+SEED_DORMANT = above(
+    "seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches", lowest=SMALLEST_DIVISOR
+)
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are worth less in the end than they were")
 
 

@@ -12,7 +12,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
+from esper_telemetry.core.arrays import ArrayLike, as_floats, as_mask, as_tensor, as_tensors, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
@@ -324,6 +325,7 @@ class LeafGradients(NamedTuple):
     dots: Tensor | None
 
 
+@checked_arguments()
 def interference(
     actor: ArrayLike,
     critic: ArrayLike,
@@ -365,6 +367,7 @@ def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafG
     return LeafGradients(norms[: len(actors)], norms[len(actors) :], dots)
 
 
+@checked_arguments()
 def leaf_interference(
     actors: Sequence[ArrayLike], critics: Sequence[ArrayLike], *, coefs: ArrayLike = 1.0, shared: bool = True
 ) -> Interference:
@@ -376,7 +379,7 @@ def leaf_interference(
         coefs: [M] clip coefficients; 1 where nothing is clipped.
         shared: both are gradients of one and the same output; otherwise there is no cosine.
     """
-    of_actors, of_critics = as_tensors(actors), as_tensors(critics)
+    of_actors, of_critics = as_floats(actors), as_floats(critics)
     if not of_actors or len(of_actors) != len(of_critics):
         raise ValueError(
             f"every step has a gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
@@ -418,6 +421,7 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
     )
 
 
+@checked_arguments()
 @no_grad
 def layer_interference(
     actor: Sequence[ArrayLike], critic: Sequence[ArrayLike], names: Sequence[str]
@@ -442,6 +446,7 @@ class HeadGroups(NamedTuple):
     layers: LayerHeads
 
 
+@checked_arguments()
 @no_grad
 def head_interference(heads: Mapping[str, Sequence[ArrayLike]], names: Sequence[str]) -> HeadGroups:
     """Return the cosines of the gradients of all pairs of heads, over all shared parameters and the smallest one of each.
@@ -489,8 +494,8 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product in at least float32; one that leaves its range makes the cosine undefined."""
-    if a.dtype.itemsize < 4:
-        a, b = a.float(), b.float()
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a, b = a.to(dtype), b.to(dtype)
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
@@ -537,6 +542,7 @@ class BonusGradient(MetricGroup):
     )
 
 
+@checked_arguments()
 @no_grad
 def bonus_gradient(
     logits: Mapping[str, ArrayLike],

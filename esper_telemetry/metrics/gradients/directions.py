@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensors
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
@@ -147,6 +148,7 @@ class GradientSigns(MetricGroup):
     )
 
 
+@checked_arguments()
 @no_grad
 def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
     """Return the shares of exact zeros, overall and per tensor; one pass over the gradients, meant for once per update at most.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from esper_telemetry.core.arrays import shown
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.rates import belongs
@@ -59,6 +60,7 @@ class GradientHealth(Postponed):
         )
 
 
+@checked_arguments()
 @no_grad
 def gradient_health(
     parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None

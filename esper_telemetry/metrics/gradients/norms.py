@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
@@ -340,6 +341,7 @@ class _Columns(NamedTuple):
         )
 
 
+@checked_arguments()
 def gradient_norms(
     norms: ArrayLike,
     names: Sequence[str],

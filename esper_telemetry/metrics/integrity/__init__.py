@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
@@ -90,6 +91,7 @@ MIN_NORMALIZED_ROWS = 8
 """Rows from which on advantages are recognised as normalised over all of them: of fewer, any could be."""
 
 
+@checked_arguments()
 @inference_mode
 def gae_identity(
     advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
@@ -143,6 +145,7 @@ class MaskViolation(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def mask_violation(
     actions: Mapping[str, ArrayLike],
@@ -198,6 +201,7 @@ class BufferAge(MetricGroup):
     )
 
 
+@checked_arguments()
 def buffer_age(policy_version: int, collected_at: int) -> BufferAge:
     """Return the present policy version minus that of the oldest data in the buffer."""
     return BufferAge(Max(float(policy_version - collected_at)))
@@ -230,6 +234,7 @@ class RowsRepeated(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
     """Return the share of the rows of a pass whose transition occurred earlier in it: 0 where each occurs once.
@@ -261,6 +266,7 @@ class Numerics(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = None) -> Numerics:
     """Return the number of NaN and infinite entries in all `tensors` together; masked entries do not count.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.equations.schedule import (
     MIN_TOLERANCE,
@@ -341,6 +342,7 @@ SCHEDULES = Equation(
 )
 
 
+@checked_arguments(num_epochs=1, num_minibatches=1, num_envs=1, tolerance=0)
 def check_schedule(
     rates: Sequence[float],
     progress: Sequence[float],

@@ -19,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from esper_telemetry.core.catalogue import family_name
+from esper_telemetry.core.messages import one_line, shown
 from esper_telemetry.core.record import RunInfo, RunStatus
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.sinks.protocol import logger
@@ -146,12 +147,12 @@ def _init(run: RunInfo, parent: Path, mode: str, settings: Mapping[str, Any]) ->
         **settings,
         mode=mode,  # type: ignore[arg-type]
         id=run.run_id,
-        name=run.name,
+        name=run.name if _is_accepted("name", run_name=run.name) else None,
         resume="allow",
         dir=str(parent),
         config=plain(run.config),
-        tags=list(run.tags),
-        notes=run.notes or None,
+        tags=[tag for tag in run.tags if _is_accepted("tag", run_tags=(tag,))],
+        notes=run.notes if run.notes and _is_accepted("notes", run_notes=run.notes) else None,
         settings=wandb.Settings(
             init_timeout=INIT_TIMEOUT_SECONDS,
             finish_timeout=FINISH_TIMEOUT_SECONDS,
@@ -164,6 +165,20 @@ def _init(run: RunInfo, parent: Path, mode: str, settings: Mapping[str, Any]) ->
             reinit="create_new",
         ),
     )
+
+
+def _is_accepted(what: str, **setting: Any) -> bool:
+    """Return whether W&B accepts a setting of a run; one that it refuses is left out, with a warning."""
+    import wandb
+
+    try:
+        wandb.Settings(**setting)
+    except ValueError as error:
+        (value,) = setting.values()
+        reason = " ".join(str(error).split()).partition(" [type=")[0].rpartition("Value error, ")[2]
+        logger.warning("W&B does not take the %s %s (%s): it is left out there", what, shown(value), one_line(reason))
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

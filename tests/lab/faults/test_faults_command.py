@@ -1,4 +1,4 @@
-"""The command line `python -m esper_telemetry.faults`; commands that train run in their own processes."""
+"""The command line `python -m esper_telemetry.lab.faults`; commands that train run in their own processes."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
@@ -258,6 +259,7 @@ ENTROPY_LOSS = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_entropy(
     loss: ArrayLike,

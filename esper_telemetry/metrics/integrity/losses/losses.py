@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, shown
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
@@ -410,6 +411,7 @@ TOTAL_LOSS = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_total_loss(
     loss: ArrayLike,

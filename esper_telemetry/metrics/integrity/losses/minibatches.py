@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
@@ -246,6 +247,7 @@ MINIBATCHES = Equation(
 )
 
 
+@checked_arguments(size=0, environments=1)
 @inference_mode
 def check_minibatches(
     rows: Sequence[Sequence[ArrayLike]],
@@ -407,6 +409,7 @@ LOG_RATIOS = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_log_ratios(
     log_ratio: ArrayLike,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
@@ -398,6 +399,7 @@ POLICY_LOSS = Equation(
 )
 
 
+@checked_arguments(clip=0, tolerance=0)
 @inference_mode
 def check_policy_loss(
     loss: ArrayLike,

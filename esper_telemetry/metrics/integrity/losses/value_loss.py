@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
@@ -355,6 +356,7 @@ VALUE_LOSS = Equation(
 )
 
 
+@checked_arguments(clip_value=0, clip=0, tolerance=0)
 @inference_mode
 def check_value_loss(
     loss: ArrayLike,

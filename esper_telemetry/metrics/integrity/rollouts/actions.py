@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
@@ -199,6 +200,7 @@ class ActionVariances(MetricGroup):
     )
 
 
+@checked_arguments()
 @inference_mode
 def check_actions(
     actions: ActionColumns,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
@@ -221,6 +222,7 @@ VALUES = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @no_grad
 def check_replayed_log_probs(
     log_probs: ArrayLike,
@@ -248,6 +250,7 @@ def check_replayed_log_probs(
     return _check_replay(REPLAYED_LOG_PROBS, log_probs, replayed, alternatives, valid, precision, tolerance)
 
 
+@checked_arguments(tolerance=0)
 @no_grad
 def check_values(
     values: ArrayLike,

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
@@ -366,6 +367,7 @@ def named_columns(columns: ActionColumns | None) -> dict[str, Tensor]:
     return {} if columns is None else by_head(columns if isinstance(columns, Mapping) else {"action": columns})
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_log_probs(
     actions: ActionColumns,

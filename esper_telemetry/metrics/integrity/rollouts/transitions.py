@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, compare, unchecked
@@ -406,6 +407,7 @@ EXECUTED = Equation(
 )
 
 
+@checked_arguments()
 @inference_mode
 def check_transitions(
     observations: ArrayLike,
@@ -483,6 +485,7 @@ def compare_transitions(
     return compare(TRANSITIONS, columns, inputs[1:], valid=None if valid is None else valid[1:] & valid[:-1])
 
 
+@checked_arguments()
 @inference_mode
 def check_rewards(
     rewards: ArrayLike, paid: ArrayLike, *, raw_rewards: ArrayLike | None = None, valid: ArrayLike | None = None
@@ -514,6 +517,7 @@ def check_rewards(
     return next((one for one in scaled if not one.matches and one.explanations), check)
 
 
+@checked_arguments()
 @inference_mode
 def check_executed(sent: ArrayLike, received: ArrayLike) -> EquationCheck:
     """Return the comparison of the actions that arrived in the environments with those that were sent there.

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from esper_telemetry.core.arrays import as_floats
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished
@@ -28,6 +30,7 @@ from esper_telemetry.metrics.integrity.steps.loss_gradients import (
 Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
 
 
+@checked_arguments(rows=0, tolerance=0)
 @no_grad
 def check_gradient(
     gradients: Tensors,
@@ -169,7 +172,8 @@ def _values(tensors: Tensors) -> list[Tensor | None]:
 
 def _entries(tensors: Tensors) -> list[Tensor | None]:
     """The gradients: those of parameters in place of parameters."""
-    return [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
+    entries = [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
+    return [None if entry is None else as_floats([entry])[0] for entry in entries]
 
 
 Gradients: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
@@ -303,6 +307,7 @@ def compare_clipping(
     return distinguished(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
 
 
+@checked_arguments(tolerance=0)
 @no_grad
 def check_clipping(
     before: Gradients,
@@ -323,7 +328,7 @@ def check_clipping(
     Raises:
         ValueError: where shapes differ, or there are none.
     """
-    old, new = (list(x.values()) if isinstance(x, Mapping) else list(x) for x in (before, after))
+    old, new = (as_floats(x.values() if isinstance(x, Mapping) else x) for x in (before, after))
     shapes = [[list(x.shape) for x in tensors] for tensors in (old, new)]
     if not old or shapes[0] != shapes[1]:
         raise ValueError(f"before and after must have the same shapes, got {shapes[0]} and {shapes[1]}")

@@ -277,8 +277,8 @@ class LossGradients:
     """Gradients of the terms of a loss and of alternatives to them, each computed when it is first asked for.
 
     Args:
-        rows: forward pass, as a context in which its graph is valid.
-        parameters: K tensors.
+        rows: forward pass through a copy of the policy, as a context in which its graph is valid.
+        parameters: K tensors of the copy, which `detached` moves.
     """
 
     def __init__(self, rows: Callable[[], AbstractContextManager[LossRows]], parameters: Sequence[Tensor]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from esper_telemetry.core.arrays import as_floats, shown
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
@@ -433,6 +435,7 @@ def compare_step(
     return distinguished(compare(OPTIMIZER_STEP, inputs, claimed / scale, precision=precision, tolerance=bound))
 
 
+@checked_arguments(tolerance=0)
 @no_grad
 def check_optimizer_step(
     before: Weights,
@@ -462,8 +465,11 @@ def check_optimizer_step(
     Raises:
         ValueError: where numbers or shapes of tensors differ.
     """
-    old, new = (list(x.values()) if isinstance(x, Mapping) else list(x) for x in (before, after))
-    read = list(gradients.values()) if isinstance(gradients, Mapping) else list(gradients)
+    old, new = (as_floats(x.values() if isinstance(x, Mapping) else x) for x in (before, after))
+    listed = gradients.values() if isinstance(gradients, Mapping) else gradients
+    read = [None if gradient is None else as_floats([gradient])[0] for gradient in listed]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"check_optimizer_step needs an optimizer of torch, got {shown(optimizer)}")
     if not len(old) == len(new) == len(read) > 0:
         counts = f"{len(old)}, {len(new)} and {len(read)}"
         raise ValueError(f"before, after and gradients must have equally many tensors, got {counts}")

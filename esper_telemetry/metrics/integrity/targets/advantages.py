@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_number, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
@@ -447,6 +448,7 @@ ADVANTAGES = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_gae(
     rewards: ArrayLike,

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, Literal
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
@@ -346,6 +347,7 @@ NORMALIZED_ADVANTAGES = Equation(
 )
 
 
+@checked_arguments(correction=0, floor=0, tolerance=0)
 @inference_mode
 def check_normalized_advantages(
     advantages: ArrayLike,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.equations.equation import TOLERANCES, Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, distinguished, unchecked
@@ -399,6 +400,7 @@ RETURNS = Equation(
 )
 
 
+@checked_arguments(tolerance=0)
 @inference_mode
 def check_returns(
     advantages: ArrayLike,

@@ -1,0 +1,148 @@
+"""Requirements on arguments: each function returns the value, or raises TypeError or ValueError, one sentence with the value in it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from esper_telemetry.core.messages import shown
+
+MAX_NAME_BYTES: Final = 255
+MAX_PATH_BYTES: Final = 4095
+"""Of a file's name, and of a whole path, in the usual file systems."""
+
+Value = TypeVar("Value")
+
+
+def require_text(name: str, value: Any, *, may_be_empty: bool = False) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, got {shown(value)}")
+    if not (may_be_empty or value.strip()):
+        raise ValueError(f"{name} must not be empty, got {shown(value)}")
+    return value
+
+
+def require_path(name: str, value: Any) -> Path:
+    """Return a path, `~` expanded, that file systems can have."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a path, got {shown(value)}")
+    if not text.strip():
+        raise ValueError(f"{name} must not be empty, got {shown(text)}")
+    if "\0" in text:
+        raise ValueError(f"{name} must be a path without NUL characters, got {shown(text)}")
+    try:
+        sizes = [len(os.fsencode(part)) for part in (text, *Path(text).parts)]
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be a path that file systems can encode, got {shown(text)}") from None
+    if sizes[0] > MAX_PATH_BYTES or max(sizes[1:], default=0) > MAX_NAME_BYTES:
+        limits = f"at most {MAX_PATH_BYTES:,} bytes, and {MAX_NAME_BYTES} between slashes"
+        raise ValueError(f"{name} must be a path of {limits}, got {shown(text)}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a path, and there is no home directory of {text.partition(os.sep)[0]}"
+        ) from None
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def require_truth(name: str, value: Any) -> bool:
+    """Return the truth of True, False, their kind in NumPy, or 0 and 1."""
+    if getattr(value, "ndim", 0) or isinstance(value, float | str) or value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def require_number(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
+) -> float:
+    """Return a finite number from `low` to `high`, and larger than `above`."""
+    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"{name} must be one number, got {shown(value)}")
+    if not (math.isfinite(value) and low <= value <= high and value > above):
+        raise ValueError(f"{name} must be {_range(low, high, above)}, got {shown(value)}")
+    return float(value)
+
+
+def require_count(name: str, value: Any, *, low: int = 0, high: float = math.inf) -> int:
+    """Return a whole number from `low` to `high`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or bool(getattr(value, "ndim", 0)):
+        raise TypeError(f"{name} must be a whole number, got {shown(value)}")
+    count = operator.index(value)
+    if not low <= count <= high:
+        end = f"at least {low:,}" if count < low else f"at most {high:,}"
+        raise ValueError(f"{name} must be {end}, got {shown(value)}")
+    return count
+
+
+def require_each(
+    name: str, values: Any, require: Callable[[str, Any], Value], *, may_be_empty: bool = True
+) -> tuple[Value, ...]:
+    """Return the items of a tuple, a list or a set, each of which meets a requirement."""
+    if not isinstance(values, tuple | list | set | frozenset):
+        raise TypeError(f"{name} must be a tuple, got {shown(values)}")
+    if not (values or may_be_empty):
+        raise ValueError(f"{name} must not be empty, got {shown(values)}")
+    each = f"each of {name}" if values else ""
+    return tuple([require(each, value) for value in values])
+
+
+def require_choice(name: str, value: Any, choices: Collection[Value]) -> Value:
+    """Return one of some values."""
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    raise ValueError(f"{name} must be {_alternatives(choices)}, got {shown(value)}")
+
+
+def require_types(settings: Any) -> None:
+    """Raise TypeError for a field of a dataclass whose value is not of the type that it declares: a plain type, or a tuple of one."""
+    for field in fields(settings):
+        value, kind = getattr(settings, field.name), str(field.type)
+        if value is None and kind.endswith(" | None"):
+            continue
+        requirement = REQUIREMENTS[kind.removesuffix(" | None")]
+        requirement(field.name, value)
+
+
+def _require_real(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be one number, got {shown(value)}")
+
+
+REQUIREMENTS: Final[Mapping[str, Callable[[str, Any], object]]] = {
+    "bool": require_truth,
+    "float": _require_real,
+    "int": partial(require_count, low=-sys.maxsize),
+    "str": partial(require_text, may_be_empty=True),
+    "tuple[int, ...]": partial(require_each, require=partial(require_count, low=-sys.maxsize)),
+}
+"""Requirements by the annotation of a field."""
+
+
+def _range(low: float, high: float, above: float) -> str:
+    if low > -math.inf and high < math.inf:
+        return f"between {low:,.15g} and {high:,.15g}"
+    words = [f"at least {low:,.15g}"] if low > -math.inf else ["positive"] if above == 0 else []
+    return " and ".join([*words, f"at most {high:,.15g}" if high < math.inf else "finite"])
+
+
+def _alternatives(choices: Iterable[object]) -> str:
+    *others, last = map(repr, choices)
+    return f"{', '.join(others)} or {last}" if others else last
