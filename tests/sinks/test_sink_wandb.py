@@ -138,6 +138,19 @@ def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any
     assert [record["exit_code"] for record in of_type(offline, "exit")] == [1]
 
 
+def test_what_wandb_refuses_costs_that_item_and_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tag has at most 64 characters."""
+    sink = WandbSink(mode="offline")
+    sink.open(run_info(tmp_path, tags=("t" * 65, "good"), name="n" * 3000))
+    sink.write([record(1, {"policy/kl": 0.5})])
+    sink.close(RunStatus.FINISHED)
+
+    (run,) = of_type(inspect(tmp_path), "run")[:1]
+    assert run["tags"] == ["good"] and len(rows(inspect(tmp_path))) == 1
+    (warning,) = [one.getMessage() for one in caplog.records if "does not take" in one.getMessage()]
+    assert warning.startswith("W&B does not take the tag 'tttt") and "Tags must be between 1 and 64" in warning
+
+
 @pytest.fixture
 def theirs(tmp_path: Path) -> Iterator[Any]:
     """A run that a user has open."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from enum import Enum
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from esper_telemetry.core.catalogue import family_name
@@ -147,12 +147,12 @@ def _init(run: RunInfo, parent: Path, mode: str, settings: Mapping[str, Any]) ->
         **settings,
         mode=mode,  # type: ignore[arg-type]
         id=run.run_id,
-        name=run.name if _is_accepted("name", run_name=run.name) else None,
+        name=run.name if _is_accepted("name", run.name) else None,
         resume="allow",
         dir=str(parent),
         config=plain(run.config),
-        tags=[tag for tag in run.tags if _is_accepted("tag", run_tags=(tag,))],
-        notes=run.notes if run.notes and _is_accepted("notes", run_notes=run.notes) else None,
+        tags=[tag for tag in run.tags if _is_accepted("tag", tag)],
+        notes=run.notes if run.notes and _is_accepted("notes", run.notes) else None,
         settings=wandb.Settings(
             init_timeout=INIT_TIMEOUT_SECONDS,
             finish_timeout=FINISH_TIMEOUT_SECONDS,
@@ -167,14 +167,13 @@ def _init(run: RunInfo, parent: Path, mode: str, settings: Mapping[str, Any]) ->
     )
 
 
-def _is_accepted(what: str, **setting: Any) -> bool:
-    """Return whether W&B accepts a setting of a run; one that it refuses is left out, with a warning."""
+def _is_accepted(what: Literal["name", "tag", "notes"], value: str) -> bool:
+    """Return whether W&B accepts a text of a run; one that it refuses is left out, with a warning."""
     import wandb
 
     try:
-        wandb.Settings(**setting)
+        wandb.Settings(**{"run_tags": (value,)} if what == "tag" else {f"run_{what}": value})
     except ValueError as error:
-        (value,) = setting.values()
         reason = " ".join(str(error).split()).partition(" [type=")[0].rpartition("Value error, ")[2]
         logger.warning("W&B does not take the %s %s (%s): it is left out there", what, shown(value), one_line(reason))
         return False
