@@ -15,9 +15,12 @@ from typing import Any, Final, TextIO
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
 from esper_telemetry.core.files import MAX_JSON_FILE_BYTES, parse_json, read_file
-from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.redaction import error_line, masked
 from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
+
+RUN_MISSING: Final = "RESOURCE_DOES_NOT_EXIST"
+"""Code of MLflow's error."""
 
 X_NAMES: Final = (
     "time/total_timesteps",
@@ -361,21 +364,21 @@ def read_mlflow(address: str) -> LoggedRun:
         raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")
     if uri:
         check_tracking_uri(uri)
-    database = Path(uri.removeprefix(SQLITE))
-    if uri.startswith(SQLITE) and not database.is_file():  # MLflow would create one
-        raise FileNotFoundError(f"there is no {database}")
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient, get_tracking_uri
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(tracking_uri=uri or None)
+    uri = uri or get_tracking_uri()
+    database, where = Path(uri.removeprefix(SQLITE)), masked(uri)
+    if uri.startswith(SQLITE) and not database.is_file():  # MLflow would create one
+        raise FileNotFoundError(f"there is no {database}")
     try:
+        client = MlflowClient(tracking_uri=uri)
         run = client.get_run(query)
         history = {key: client.get_metric_history(query, key) for key in run.data.metrics}
-    except MlflowException as error:
-        where = masked(uri) or "its default store"
-        if reason := unreachable(error):
-            raise ValueError(f"MLflow at {where} cannot be read: {reason}") from None
-        raise ValueError(f"MLflow at {where} has no run {query} to read: {error.message}") from None
+    except Exception as error:  # of MLflow, or of the client of a database
+        if isinstance(error, MlflowException) and error.error_code == RUN_MISSING:
+            raise ValueError(f"MLflow at {where} has no run {query} to read") from None
+        raise ValueError(f"MLflow at {where} cannot be read: {unreachable(error) or error_line(error)}") from None
     points = {
         key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
         for key, metrics in history.items()

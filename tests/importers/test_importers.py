@@ -268,6 +268,9 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("csv:other.csv", "these are not the tags of Stable-Baselines3"),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
         ("mlflow:sqlite:///x.db?run=a", "there is no x.db"),
+        ("mlflow:?run=a", "there is no "),
+        ("mlflow:sqlite:///other.csv?run=a", "cannot be read: DatabaseError: (sqlite3.DatabaseError) file is not"),
+        ("mlflow:folder?run=a", "MLflow at folder cannot be read: MlflowException: "),
         ("mlflow:sqlite:///x.db", "mlflow: needs the run, such as mlflow:sqlite:///mlflow.db?run=0123456789abcdef"),
     ],
 )
