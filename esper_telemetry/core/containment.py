@@ -138,7 +138,9 @@ class Containment:
         if name not in self._warned:
             self._warned.add(name)
             message = "%s failed (%s): what it measures is missing from the records, training goes on"
-            _logger.warning(message, name, error_line(error), exc_info=_logger.isEnabledFor(logging.DEBUG))
+            _logger.warning(
+                message, name, error_line(error), exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None
+            )
 
 
 def _name_of(culprit: Any) -> str:

@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, *, follow_links: bool
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if _NO_WAIT:
+    if _NO_WAIT and hasattr(os, "set_blocking"):  # POSIX has both
         os.set_blocking(descriptor, True)
     return descriptor
 

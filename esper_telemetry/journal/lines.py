@@ -247,7 +247,7 @@ def to_json(line: Line) -> bytes:
 
 
 class LineEncoder:
-    """Encodes lines; one that is not strict JSON is left out, with one warning for each kind of line."""
+    """Encodes lines; one that is not strict JSON, or that readers would refuse, is left out, with one warning for each kind of line."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -258,6 +258,8 @@ class LineEncoder:
         refused: list[Line] = []
         for line in lines:
             try:
+                if line.get("kind") != "record":
+                    decode(line)
                 encoded.append((line, to_json(line)))
             except ValueError as error:
                 refused.append(line)

@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import MemorySampler
-from esper_telemetry.core.messages import shown
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -52,7 +51,6 @@ from esper_telemetry.journal.lines import (
 )
 from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
-from esper_telemetry.journal.schema import are_finite, check_event
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.data import UpdateData, copied
@@ -166,19 +164,6 @@ def made_detector(factory: DetectorFactory, facts: Mapping[str, Any]) -> Detecto
     if missing:
         raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which has no {missing[0]}")
     return detector
-
-
-def checked_verdict(verdict: Judgement) -> Judgement:
-    """Return a detector's verdict; raise TypeError or ValueError for one that no journal can hold."""
-    values = {check_key(key): value for key, value in verdict.values.items()}
-    if not are_finite(values.values()):
-        raise ValueError(f"the values of a verdict must be finite numbers, got {shown(values)}")
-    for alarm in verdict.alarms:
-        if not isinstance(alarm, Alarm):
-            raise TypeError(f"a verdict has instances of Alarm, got {shown(alarm)}")
-    for kind, data in verdict.events:
-        check_event(kind, data)
-    return verdict
 
 
 class AlarmReport(NamedTuple):
@@ -474,7 +459,7 @@ class InProcessPipeline:
         if self._detector is not None:
             record = replace(record, values=MappingProxyType(record.values))
             judge = partial(self._detector.step, record)
-            self._containment.attempt(lambda: checked_verdict(judge()), verdicts.append, name=DETECTOR)
+            self._containment.attempt(judge, verdicts.append, name=DETECTOR)
         return verdicts
 
     def _judged(self, record: Record, update: FlushedUpdate) -> Sequence[Line]:
@@ -491,7 +476,7 @@ class InProcessPipeline:
             sources = update.updates + update.evidence_updates
             alarmed = AlarmedUpdate(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
             alarms = tuple(self._with_evidence(alarm, alarmed) for alarm in alarms)
-        values = {key: float(value) for key, value in verdict.values.items() if math.isfinite(value)}
+        values = {check_key(key): float(value) for key, value in verdict.values.items() if math.isfinite(value)}
         whole = Record(record.seq, record.axes, {**record.values, **values}, record.histograms, record.partial)
         lines = self._verdict_lines(verdict, alarms, int(verdict.remaining), record.seq, record.axes)
         return [encode_record(whole), *lines]
@@ -534,7 +519,7 @@ class InProcessPipeline:
             self._containment.attempt(self._detector.intervention, lambda _: None, name=DETECTOR)
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
             failure = partial(self._detector.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(lambda: checked_verdict(failure()), verdicts.append, name=DETECTOR)
+            self._containment.attempt(failure, verdicts.append, name=DETECTOR)
         return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:

@@ -67,7 +67,7 @@ CAUSE = made_up("cause", "Incorrect API key provided: {}.")
 REASON, DETAILS = made_up("reason", "new password: {}"), {"secret": made_up("details"), "seed": 4}
 SENTENCE = made_up("alarm", "the store says 401 (Cookie: sid={})")
 EVIDENCE = {"headers": {"X-Api-Key": made_up("evidence")}, "rows": [1.0, 2.0]}
-REMARK = {"text": made_up("remark", "curl -u me:{} host"), "password": made_up("remark password")}
+REMARK = {"update": 1, "text": made_up("remark", "curl -u me:{} host"), "password": made_up("remark password")}
 EVENT = {"credentials": {"user": "me", "value": made_up("event")}, "keys": ["policy/kl"]}
 SERVER = made_up("server", "postgresql://me:{}%40x@127.0.0.1:9/runs")
 SINK_TOKEN = made_up("sink address")

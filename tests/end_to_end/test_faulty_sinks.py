@@ -64,7 +64,10 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     if in_process:
         assert f"raising: retrying, 0 records sent, {ppo.updates} pending" in left
     else:
-        assert f"not everything is delivered yet: raising ({ppo.updates} records)" in left
+        assert (
+            f"not everything is delivered yet: raising ({ppo.updates} records; RuntimeError: this sink fails on purpose)"
+            in left
+        )
         for child in children("delivery.child"):
             os.kill(child, signal.SIGKILL)
     assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning

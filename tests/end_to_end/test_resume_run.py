@@ -74,7 +74,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     options = (*SETTINGS, *EVALUATION, "--policy", request.param)
     cut = tmp_path_factory.mktemp("cut") / "run"
     killed = trained_in_fork(cut, *with_all_sinks(cut, KILLING), *options)
-    resumed = trained_in_fork(cut, "--resume", str(cut))
+    resumed = trained_in_fork(cut, "--resume", str(cut), "--env", KILLING)
     whole = tmp_path_factory.mktemp("whole") / "run"
     (whole.parent / KILLED).touch()
     assert trained_in_fork(whole, "--env", KILLING, "--run-dir", str(whole), *options, one_core=True).code == 0
