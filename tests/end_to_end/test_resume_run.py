@@ -56,7 +56,7 @@ the clock which updates are looked at closely."""
 UNSAVED = ("--checkpoint-every", ENDLESS[1])
 """No checkpoint is due."""
 
-OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/queue_depth")
+OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/queue_depth", "telemetry/sample_every")
 """Prefixes of keys that depend on the speed of the machine."""
 
 
