@@ -141,7 +141,8 @@ def error_line(error: BaseException) -> str:
     except Exception:  # an exception class of the user's
         text = ""
     text = " ".join(printable(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()).split())
-    return masked(f"{name}: {text}" if text else name)[:MAX_ERROR_CHARACTERS]
+    line = masked(f"{name}: {text}" if text else name)
+    return line if len(line) <= MAX_ERROR_CHARACTERS else f"{line[: MAX_ERROR_CHARACTERS - 3]}..."
 
 
 def remember(values: Iterable[str]) -> None:

@@ -203,7 +203,7 @@ def _check_gradient(name: str, parameter: Tensor) -> None:
     if not bool(finite.all()):
         count = entries.numel() - int(finite.sum())
         raise FloatingPointError(
-            f"the gradient of {name} is not finite ({count} of {gradient.numel()} entries), the first one in this backward pass: the "
-            "loss or a layer after this parameter returns NaN or infinity. Check rewards, returns, advantages and probability ratios. "
+            f"the gradient of {name} is the first that is not finite in this backward pass ({count} of {gradient.numel()} entries): the "
+            "loss or a layer after it returns NaN or infinity; check rewards, returns, advantages and ratios. "
             "stop_on_nonfinite=True ends training here"
         )

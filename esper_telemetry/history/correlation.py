@@ -55,7 +55,7 @@ class LearningRateResponse(Derived):
             warn="<= 0: the schedule does not reach the optimizer",
             source="heuristic",
         )
-        .absent("the learning rate or the size of the steps is constant, or fewer than 20 updates have both")
+        .absent("the learning rate or the size of the steps is constant, or fewer than 8 updates have both")
         .advises("Check that the schedule sets the learning rate of the optimizer's parameter groups.")
     )
 

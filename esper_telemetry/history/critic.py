@@ -38,6 +38,7 @@ class CriticFit(Derived):
             critical="< 0 unless value/loss_norm < 0.1",
             source="bounds of esper-lite; noise while returns vary much less than before (baselines#454, ray#10159)",
         )
+        .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     r2: float | None = reports(
@@ -62,6 +63,7 @@ class CriticFit(Derived):
             critical="|.| > 1 unless value/loss_norm < 0.1",
             source="heuristic; noise while returns vary much less than before",
         )
+        .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
         .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     corr: float | None = reports(
@@ -81,6 +83,7 @@ class CriticFit(Derived):
             critical="> 2 unless value/loss_norm < 0.1",
             source="RMSE / (σ_R + √floor); noise while returns vary much less than before",
         )
+        .changed("after 0.2.0: bounds hold unless `value/loss_norm` is small")
         .absent("returns do not vary, or by less than a millionth of their average variance")
         .advises(
             "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here."

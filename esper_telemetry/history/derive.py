@@ -48,6 +48,9 @@ from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods
 TEST_EVERY_UPDATES = 10
 """Updates between two tests for trends and periods, which take long."""
 
+MIN_STEP_SIZES = 8
+"""Updates that the response to the learning rate needs: sizes of steps are sampled, so long runs have a dozen."""
+
 TEST_VALUES = 100
 """Latest values that these tests look at: their rates of false alarms are those of so many."""
 
@@ -196,7 +199,7 @@ class KeyHistories:
         pair = np.array([values.get(RATE, np.nan), values.get(STEP_SIZE, np.nan)])
         if np.isfinite(pair).all():
             self._pairs.push(pair)
-        if self._updates % TEST_EVERY_UPDATES or self._pairs.count[0] < N_MIN:
+        if self._updates % TEST_EVERY_UPDATES or self._pairs.count[0] < MIN_STEP_SIZES:
             return {}
         return lr_response(self._pairs.ordered(0), self._pairs.ordered(1)).values(level)
 

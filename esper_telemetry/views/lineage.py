@@ -22,13 +22,20 @@ from esper_telemetry.core.metric import Derived, Metric, declared
 from esper_telemetry.core.record import Level, RunInfo
 from esper_telemetry.history import recent_return
 from esper_telemetry.history.derive import TEST_EVERY_UPDATES, TEST_SUFFIXES
+from esper_telemetry.history.gradients import LAYER
 from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
+from esper_telemetry.views.equations import EQUATION_TEMPLATE
 from esper_telemetry.views.outcome import SUMMARY_LINES
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.progress import TIME_PARTS
 
 KEY_LABEL: Final = "{key}"
+REPORTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "{layer}".join(LAYER): ("picture of the gradients in report",),
+    EQUATION_TEMPLATE: ("table of equations in report, diagnose and watch",),
+}
+"""Parts of views beyond the declared ones."""
 LR_RESPONSE: Final = "opt/update_to_weight/lr_response"
 IMPORT: Final = re.compile(r"^(?:    )?from ([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 
@@ -201,6 +208,7 @@ def _live(key: str) -> Iterator[str]:
     if key in TIME_PARTS.values():
         yield "header of watch"
     yield from (f"console ({column.label})" for column in COLUMNS if key in column.keys)
+    yield from REPORTED.get(key, ())
     if any(key == line.key for line in SUMMARY_LINES):
         yield "summary of train"
     if key in _overview():

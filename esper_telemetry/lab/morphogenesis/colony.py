@@ -1,4 +1,4 @@
-"""The hosts and seeds of N environments: weights, optimizers, data and the"""
+"""The hosts and seeds of N environments: weights, optimizers, data, and the state of each slot."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ class GateStats(MetricGroup):
             critical="f: > 0.9; i, o: > 0.95",
             source="Karpathy 2015, 1506.02078; i and o of healthy runs below 0.03",
         )
+        .changed("after 0.2.0: healthy and critical bounds of i and o; gates of a GRU")
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     sat_hi: Mean = reports(

@@ -247,7 +247,10 @@ RULES = (
         source="always an error; ray#28283, coach#87",
         rank=10,
         debug_updates=10,
-        evidence=("reward/nonfinite", "*_nonfinite", "loss/*", "policy/kl", "grad/global/norm_preclip", "opt/lr"),
+        evidence=(
+            *("reward/nonfinite", "grad/global/*", "loss/*", "policy/kl", "opt/lr"),
+            *("value/*_nonfinite", "adv/*_nonfinite", "ret/*_nonfinite", "policy/*_nonfinite"),
+        ),
         pieces=("stability", "layers"),
         partial=True,
     ),

@@ -64,6 +64,7 @@ class SeedCounts(MetricGroup):
     success: Mean = reports(
         Metric.fraction("seed/success_frac", 1512, "share of seeds kept")
         .asks("Which share of the seeds whose fate was decided was kept?")
+        .changed("after 0.2.0: the largest of each parameter of a seed, not of the whole seed; critical from 1 on")
         .absent("no seed was fossilised or pruned")
     )
     alpha: Mean = reports(
@@ -135,6 +136,7 @@ class SeedGradients(MetricGroup):
             warn="≥ 0.5, a 100,000th of the clip limit",
             source="three to seven decades below the clip limit",
         )
+        .changed("after 0.2.0: the smallest of each parameter of a seed, not of the whole seed")
         .absent("no seed learns")
     )
     ratio: Mean = reports(
