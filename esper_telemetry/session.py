@@ -438,7 +438,7 @@ class TelemetrySession:
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts of the run for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
-        return self._serve(self._synced_counts, deferred=self._counts())
+        return self._serve(self._synced_counts, deferred=self._counts(), is_question=True)
 
     def _synced_counts(self) -> dict[str, int]:
         self._record_pending()
@@ -465,6 +465,15 @@ class TelemetrySession:
     def _close(self, status: RunStatus, failure: Mapping[str, Any] | None) -> CloseReport | None:
         if not self._active:
             return None
+        try:
+            self._record_rest(status, failure)
+        except BaseException:
+            if self._pending is None:  # interrupted again: what is left is given up, and the journal ends
+                self._end(status)
+            raise
+        return self._end(status)
+
+    def _record_rest(self, status: RunStatus, failure: Mapping[str, Any] | None) -> None:
         self._record_pending()
         self._start()
         if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
@@ -480,6 +489,9 @@ class TelemetrySession:
         self._record_pending()
         if failure is not None and self._recorder is not None:
             self._recorder.event(FAILURE, last_axes, failure)
+
+    def _end(self, status: RunStatus) -> CloseReport | None:
+        """End the journal and the sinks."""
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._peers:
@@ -503,11 +515,13 @@ class TelemetrySession:
         """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and os.getpid() == self._pid
 
-    def _serve(self, call: Callable[[], Result], deferred: Result | None = None) -> Result:
+    def _serve(
+        self, call: Callable[[], Result], deferred: Result | None = None, *, is_question: bool = False
+    ) -> Result:
         """Make a call when it is its turn; a forked copy of the process has no other threads, and nothing to wait for."""
         if os.getpid() != self._pid:
             return call()
-        return self._calls.run(call, deferred=cast(Result, deferred))
+        return self._calls.run(call, deferred=cast(Result, deferred), is_question=is_question)
 
     def _accepts(self, call: str) -> bool:
         """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""

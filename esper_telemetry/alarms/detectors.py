@@ -112,6 +112,10 @@ STATE: Final = (
 _logger = logging.getLogger("esper_telemetry")
 
 
+DECLARATIONS: Final = Containment()
+"""Of rules that cannot be asked whether they apply; a run makes several detectors, and a process warns once."""
+
+
 class Verdict(NamedTuple):
     """The judgement of one record.
 
@@ -186,7 +190,7 @@ class Detectors:
                 return False
             self._judges[rule.type] = copy.deepcopy(rule.judge)
         except BaseException as error:  # whatever a user's rule raises
-            self._containment.note(rule, error, name=f"alarm {rule.type}")
+            DECLARATIONS.note(rule, error, name=f"alarm {rule.type}")
             return False
         return True
 

@@ -265,8 +265,10 @@ class View:
         self._labelled: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
 
     def protected(self) -> View:
-        """Return a copy whose mappings cannot be changed, for code that is not ours."""
+        """Return a copy for code that is not ours: its mappings cannot be changed, and what else is set in it stays in it."""
         view, baselines = copy.copy(self), copy.copy(self.baselines)
+        view.limits, view.course = copy.deepcopy((self.limits, self.course))
+        view._keys, view._cache, view._labelled = set(self._keys), {}, {}
         for name in ("z", "shift", "beyond", "below"):
             setattr(baselines, name, MappingProxyType(getattr(baselines, name)))
         view.baselines = baselines

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
-from esper_telemetry.core.redaction import error_line
-
 Result = TypeVar("Result")
 
 _logger = logging.getLogger("esper_telemetry")
@@ -52,19 +50,27 @@ class SerialCalls:
         self._is_busy = False
         self._deferred: deque[Callable[[], Any]] = deque()
 
-    def run(self, call: Callable[[], Result], *, deferred: Result) -> Result:
-        """Return the result of the call; `deferred` if it interrupts another one and runs later."""
+    def run(self, call: Callable[[], Result], *, deferred: Result, is_question: bool = False) -> Result:
+        """Return the result of the call, or `deferred` if it interrupts another one: then it runs later, unless `is_question`."""
         with self._lock:
             if self._is_busy:
-                self._deferred.append(call)
+                if not is_question:
+                    self._deferred.append(call)
                 return deferred
             self._is_busy = True
             try:
+                self._run_deferred()
                 return call()
             finally:
-                self._is_busy = False
-                while self._deferred:
-                    self.run(_logged(self._deferred.popleft()), deferred=None)
+                try:
+                    self._run_deferred()
+                finally:
+                    self._is_busy = False
+
+    def _run_deferred(self) -> None:
+        """Run the calls that wait, and not those which interrupt them: signals may come faster than calls take, and training waits."""
+        for _ in range(len(self._deferred)):
+            _run_logged(self._deferred.popleft())
 
     @contextmanager
     def nested(self) -> Iterator[None]:
@@ -76,15 +82,13 @@ class SerialCalls:
             self._is_busy = True
 
 
-def _logged(call: Callable[[], object]) -> Callable[[], None]:
-    """Return the call so that what it raises is logged: the handler that made it has returned long ago."""
+def _run_logged(call: Callable[[], object]) -> None:
+    """Run a call and log what it raises: the handler that made it has returned long ago."""
+    try:
+        call()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        from esper_telemetry.core.redaction import error_line  # here, because that module imports this one
 
-    def contained() -> None:
-        try:
-            call()
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            _logger.warning("esper-telemetry: a call from a signal handler failed (%s)", error_line(error))
-
-    return contained
+        _logger.warning("esper-telemetry: a call from a signal handler failed (%s)", error_line(error))

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Final, TextIO
 from urllib.parse import quote, quote_plus, unquote
 
+from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.secret_rules import (
     NUMBER,
     SHAPE,
@@ -37,6 +38,8 @@ MIN_CONTAINED_LENGTH: Final = 12
 """Shortest secret that is also masked inside longer words."""
 ENVIRONMENT_SECONDS: Final = 1.0
 """Time between two checks of the environment variables, which a program may set at any time."""
+MAX_CAUSES: Final = 5
+"""Exceptions of a chain that are shown."""
 MAX_ERROR_CHARACTERS: Final = 300
 CACHED_TEXTS, MAX_CACHED_LENGTH = 4096, 400
 """Number and length of texts in the cache: every update has the same names of layers."""
@@ -135,14 +138,36 @@ def redacted(value: Any) -> Any:
 
 def error_line(error: BaseException) -> str:
     """Return an exception as one line of at most `MAX_ERROR_CHARACTERS` that any file can hold, without secrets."""
-    name = type(error).__name__
+    text = " ".join(error_text(error, 2 * MAX_ERROR_CHARACTERS).split())
+    return _cut(f"{type(error).__name__}: {text}" if text else type(error).__name__, MAX_ERROR_CHARACTERS)
+
+
+def error_text(error: BaseException, size: int) -> str:
+    """Return the message of an exception, whatever its class does: at most `size` characters that any file can hold, without secrets."""
     try:
         text = str(error)
-    except Exception:  # an exception class of the user's
+    except BaseException as raised:
+        if is_interrupt(raised):
+            raise
         text = ""
-    text = " ".join(printable(text[: 10 * MAX_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()).split())
-    line = masked(f"{name}: {text}" if text else name)
-    return line if len(line) <= MAX_ERROR_CHARACTERS else f"{line[: MAX_ERROR_CHARACTERS - 3]}..."
+    # what is masked is longer than what is kept, so that no secret is cut in two before it is masked
+    return _cut(masked(printable(text[: 4 * size].encode("utf-8", "backslashreplace").decode())), size)
+
+
+def error_trace(error: BaseException) -> str:
+    """Return an exception with the lines that it has passed, those of its causes before it; long messages are cut."""
+    parts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(parts) < MAX_CAUSES:
+        parts.append(
+            f"Traceback (most recent call last):\n{''.join(traceback.format_tb(cause.__traceback__))}{error_line(cause)}"
+        )
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return masked("\n\n".join(reversed(parts)))
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
 def remember(values: Iterable[str]) -> None:
@@ -375,7 +400,7 @@ class MaskedLog(logging.Filter):
         """Mask the record in place, and let it pass."""
         record.msg, record.args = masked(record.getMessage()), None
         if record.exc_info and record.exc_info[1] is not None:
-            record.exc_text = masked("".join(traceback.format_exception(record.exc_info[1])).rstrip())
+            record.exc_text = error_trace(record.exc_info[1])
         return True
 
 

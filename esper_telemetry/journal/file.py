@@ -38,6 +38,7 @@ from esper_telemetry.journal.lines import (
 from esper_telemetry.journal.packed import PACKED_SUFFIX, PackedFile, pack, unpack
 
 JOURNAL_NAME: Final = "journal.jsonl"
+END_HEAD: Final = b'{"kind":"end"'
 MAX_BACKLOG_BYTES: Final = 8 << 20
 """What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
@@ -427,7 +428,10 @@ class JournalReader:
     def _lines(self, limit: int | None) -> list[bytes]:
         """Return complete lines after the offset, about `CHUNK_BYTES` of them, and move the offset behind them."""
         size = CHUNK_BYTES
-        while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0:
+        while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0 or chunk.startswith(b"\n"):
+            if chunk.startswith(b"\n"):  # empty lines are no lines: a compressed file may hold millions of them
+                self.offset += len(chunk) - len(chunk.lstrip(b"\n"))
+                continue
             if len(chunk) < size:
                 if self._file.fault:
                     self._add_damage(self.offset, self._file.fault)
@@ -505,13 +509,15 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_abandoned(run_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a journal holds no whole line: its trainer was killed before it had written the first one."""
+    """Return whether a journal holds no whole line but an end: its trainer was killed before it had written the first one."""
     path = Path(run_dir) / JOURNAL_NAME
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-            return not any(b"\n" in chunk for chunk in iter(partial(file.read, CHUNK_BYTES), b""))
+            chunks = iter(partial(file.read, CHUNK_BYTES), b"")
+            whole = next((chunk for chunk in chunks if b"\n" in chunk), b"").split(b"\n")[:-1]
     except OSError:
         return False
+    return all(line.startswith(END_HEAD) for line in whole)
 
 
 def holds_run(directory: Path) -> bool:
@@ -526,7 +532,7 @@ def holds_run(directory: Path) -> bool:
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
     """Append an end line for a writer that is gone, unless the last line is one; return whether it did."""
     entries = last_entries(run_dir)
-    if end_status(entries) is not None:
+    if end_status(entries) is not None or is_abandoned(run_dir):
         return False
     seq = max((entry.seq for entry in entries if not isinstance(entry, RunInfo)), default=0)
     journal = Journal.open(run_dir)

@@ -278,8 +278,10 @@ class InProcessPipeline:
         self._snapshots: SnapshotFile | None = None
         self._contents: JournalContents | None = None
         self._unsaved_records = 0
-        self._containment, self._banned = Containment(banned), banned
+        self._containment = Containment(banned)
+        self._banned: Collection[str] = ()
         self._begin({})
+        self._banned = banned  # from here on: it says which alarms are off
 
     def start(self, info: RunInfo) -> None:
         """Append the head of the journal: the run, and after it what its keys mean.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.redaction import error_line, error_text
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
 
 logger = logging.getLogger("esper_telemetry")
@@ -70,7 +70,7 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
     """
     data: dict[str, Any] = {
         "exception": type(error).__name__,
-        "message": masked(str(error))[:MAX_MESSAGE_CHARACTERS],
+        "message": error_text(error, MAX_MESSAGE_CHARACTERS),
         "first_nonfinite": "",
     }
     last: Candidates = partial(local_tensors, error)
@@ -86,7 +86,7 @@ def _contained(source: Candidates) -> Iterator[Candidate]:
     try:
         yield from source()
     except Exception as error:  # whatever it is, training's own exception is what matters
-        logger.warning("a search for non-finite tensors ended early: %s: %s", type(error).__name__, error)
+        logger.warning("a search for non-finite tensors ended early: %s", error_line(error))
 
 
 def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:

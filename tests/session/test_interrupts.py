@@ -215,3 +215,31 @@ def test_an_exception_between_a_write_and_its_result_costs_no_byte(
     journal.close()
 
     assert [json.loads(text) for text in journal.path.read_text().splitlines()] == [line, line]
+
+
+def test_calls_that_come_faster_than_they_are_served_neither_nest_nor_hold_training_up() -> None:
+    """Each of ten thousand calls is interrupted by the next one; two are served with every call that training makes."""
+    calls, served = SerialCalls(), list[int]()
+
+    def interrupted() -> None:
+        served.append(len(served))
+        if len(served) < 10_000:
+            calls.run(interrupted, deferred=None)
+
+    calls.run(interrupted, deferred=None)
+    assert len(served) == 2
+    while len(served) < 10_000:
+        before = len(served)
+        calls.run(lambda: None, deferred=None)
+        assert 0 < len(served) - before <= 2
+
+
+def test_a_question_that_interrupts_a_call_is_answered_at_once_and_not_asked_again() -> None:
+    calls, asked = SerialCalls(), list[str]()
+
+    def answer() -> str:
+        asked.append("again")
+        return "counted"
+
+    assert calls.run(lambda: calls.run(answer, deferred="known", is_question=True), deferred="") == "known"
+    assert asked == [] and calls.run(answer, deferred="known", is_question=True) == "counted"
