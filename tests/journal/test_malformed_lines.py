@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from esper_telemetry import Telemetry
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -37,6 +38,7 @@ from esper_telemetry.journal import (
     to_json,
 )
 from esper_telemetry.journal import file as journal_file
+from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import decode_line
 from esper_telemetry.journal.read import read_contents
 
@@ -219,6 +221,30 @@ def test_a_bomb_is_read_up_to_a_multiple_of_its_size(tmp_path: Path, monkeypatch
 
     assert run.damaged == (2,)
     assert run.damaged[0].reason == "the compressed file unpacks to more than 200 times its size"
+
+
+def test_millions_of_empty_lines_are_no_lines(tmp_path: Path) -> None:
+    """In steps of any length; the line behind them is found."""
+    journal = to_json(RUN) + b"\n" * 3_000_000 + to_json(encode_end(RunStatus.FINISHED, seq=1))
+    reader = JournalReader(journal_path(packed_run(tmp_path / "run", gzip.compress(journal))))
+
+    entries = [*reader.read(1), *reader.read(1), *reader.read(1)]
+    assert [type(entry).__name__ for entry in entries] == ["RunInfo", "End"]
+    assert reader.damaged_lines() == ()
+    reader.close()
+
+
+def test_a_journal_with_an_end_alone_is_begun_again(tmp_path: Path) -> None:
+    """Its trainer was killed before the first line, and another process has ended it."""
+    (tmp_path / JOURNAL_NAME).write_bytes(to_json(encode_end(RunStatus.KILLED, seq=1)))
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        telemetry.flush(env_step=1)
+    assert (len(read_run(tmp_path).records), read_run(tmp_path).status) == (1, RunStatus.FINISHED)
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / JOURNAL_NAME).touch()
+    assert not end_if_open(tmp_path / "other", RunStatus.KILLED)
+    assert (tmp_path / "other" / JOURNAL_NAME).read_bytes() == b""
 
 
 def test_the_head_is_what_stands_before_the_offset(tmp_path: Path) -> None:

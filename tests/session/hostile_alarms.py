@@ -36,6 +36,26 @@ def clears_the_view(view: View) -> Iterator[Finding]:
     yield from ()
 
 
+class UnspeakableError(Exception):
+    """An exception whose text cannot be had."""
+
+    def __str__(self) -> str:
+        """End the process."""
+        raise SystemExit(5)
+
+
+def overwrites(name: str) -> Callable[[View], Any]:
+    """Return a judge that sets every attribute of a part of its view."""
+
+    def judge(view: View) -> Iterator[Finding]:
+        part = getattr(view, name)
+        for attribute in vars(part):
+            setattr(part, attribute, None)
+        yield from ()
+
+    return judge
+
+
 def raises(error: BaseException) -> Callable[[View], Iterator[Finding]]:
     def judge(view: View) -> Iterator[Finding]:
         yield Finding(1.0, KEY, 1.0)
@@ -71,6 +91,9 @@ RESULTS: dict[str, Callable[[View], Any]] = {
     "GeneratorExit": raises(GeneratorExit()),
     "StopIteration": raises(StopIteration()),
     "text of an exception": raises(ValueError("\ud800" + "a" * 5_000_000)),
+    "an exception that exits": raises(UnspeakableError()),
+    "limits of other alarms": overwrites("limits"),
+    "baselines of other alarms": overwrites("baselines"),
 }
 """What judges return and raise, and what they do to what they are given."""
 

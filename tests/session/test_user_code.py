@@ -67,6 +67,22 @@ def test_numbers_of_a_judge_are_plain_in_the_journal(
 
 
 @two_cores
+@pytest.mark.parametrize("what", ["text of an exception", "an exception that exits", "limits of other alarms"])
+def test_other_alarms_hear_nothing_of_it_in_a_worker(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that the package declares is raised as without the hostile one."""
+    telemetry = Telemetry(run_dir=tmp_path, alarms=rule(Returning(what)), offload=True)
+    with telemetry:
+        for update in range(1, 9):
+            telemetry.log({KEY: 1.0, "reward/nonfinite": 3.0, "numerics/nonfinite": 3.0})
+            telemetry.flush(env_step=update)
+
+    assert [alarm.type for alarm in read_run(tmp_path).alarms] == ["numerics/nonfinite"]
+    assert "summarises updates" not in caplog.text
+
+
+@two_cores
 @pytest.mark.parametrize("what", ["infinite value", "SystemExit", "a cleared view"])
 def test_the_same_in_a_worker(tmp_path: Path, what: str) -> None:
     train(Telemetry(run_dir=tmp_path, alarms=rule(Returning(what)), offload=True))
@@ -195,3 +211,29 @@ def test_texts_of_any_length_are_written_as_readers_take_them(tmp_path: Path) ->
 
 def found(view: View, text: str) -> Finding:
     return Finding(1.0, KEY, view.get(KEY), 0.5).with_text(lambda: text)
+
+
+def test_a_judge_that_is_interrupted_in_every_update_costs_the_rest_and_the_journal_ends(tmp_path: Path) -> None:
+    def interrupted(view: View) -> list[Finding]:
+        if view.update >= 3:
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Telemetry(run_dir=tmp_path, alarms=rule(interrupted)))
+
+    run = read_run(tmp_path)
+    assert (len(run.records), run.status) == (2, RunStatus.INTERRUPTED)
+
+
+def test_a_rule_that_cannot_be_asked_whether_it_applies_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(facts: object) -> bool:
+        raise SystemExit(2)
+
+    train(Telemetry(run_dir=tmp_path, alarms=rule(Returning("nothing"), type="my/asked", applies=broken)))
+
+    assert [one.getMessage() for one in caplog.records if "my/asked" in one.getMessage()] == [
+        "alarm my/asked failed (SystemExit: 2): what it measures is missing from the records, training goes on"
+    ]

@@ -297,7 +297,10 @@ def test_a_sparse_gradient_that_is_not_finite() -> None:
         own.agent.add_module("table", table)
         own.telemetry.watch(own.agent, sgd(own.agent.parameters()), stop_on_nonfinite=True)
         table(torch.tensor([1, 1, 3])).sum().backward()
-        with pytest.raises(FloatingPointError, match=r"the gradient of table\.weight is the first that is not finite in this backward pass \(4 of 8 entries\)"):
+        with pytest.raises(
+            FloatingPointError,
+            match=r"gradient of table\.weight is the first .* \(4 of 8 entries\)",
+        ):
             (table(torch.tensor([1, 1, 3])).sum() * torch.tensor(torch.inf)).backward()
         with pytest.raises(ValueError, match="stop_on_nonfinite must be True or False, got 'no'"):
             own.telemetry.watch(own.agent, own.optimizer, stop_on_nonfinite="no")  # type: ignore[arg-type]  # on purpose
