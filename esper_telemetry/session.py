@@ -451,7 +451,8 @@ class TelemetrySession:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on counting where a checkpoint was taken; before the first `flush`."""
-        self._axes = Axes(state["update"], state["env_step"], state["gradient_step"], time.time())
+        counts = {name: as_integer(state.get(name), name) for name in self._counts()}
+        self._axes = Axes(**counts, wall_time=time.time())
         self._flushes = 0
 
     def close(self, status: RunStatus, failure: Mapping[str, Any] | None = None) -> CloseReport | None:

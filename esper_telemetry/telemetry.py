@@ -29,6 +29,7 @@ from esper_telemetry.core.requirements import require_each, require_text
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.events import ObservedSource
+from esper_telemetry.journal.lines import plain
 from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
@@ -165,7 +166,7 @@ class Telemetry:
         if offload:
             check_sendable(rules)
         settings = as_settings(config, "config")
-        redacted_name = redacted({"config": settings, "name": name})["name"]  # the run directory gets it
+        redacted_name = redacted({"config": plain(settings), "name": name})["name"]  # the run directory gets it
         options = SessionOptions(
             run=RunOptions(run_dir, redacted_name, labels, notes or "", resume),
             level=Level.parse(level),

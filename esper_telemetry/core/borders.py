@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dis import opname
 from functools import wraps
 from inspect import signature
 from types import TracebackType
@@ -75,12 +76,14 @@ def _check(annotation: str, smallest: float | None) -> Callable[[object, str], A
 
 
 def _is_own(error: Exception) -> bool:
-    """Return whether the package itself has refused something, in a sentence of its own."""
+    """Return whether the package itself has refused something, in a sentence of its own: by a `raise`, not by a call that failed."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    own = trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(PACKAGE)
-    return own and isinstance(error, TypeError | ValueError)
+    if trace is None or not isinstance(error, TypeError | ValueError):
+        return False
+    own = str(trace.tb_frame.f_globals.get("__name__", "")).startswith(PACKAGE)
+    return own and opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _reason(error: Exception) -> str:
@@ -100,6 +103,8 @@ def _shape(value: Any) -> Iterator[str]:
         yield "{" + ", ".join([f"{key}: {''.join(_shape(part)) or shown(part)}" for key, part in value.items()]) + "}"
     elif isinstance(value, str | bytes | None | bool | int | float):
         return
+    elif getattr(value, "is_nested", False):
+        yield "nested"
     elif hasattr(value, "shape"):
         yield str(list(value.shape))
     elif isinstance(value, list | tuple):

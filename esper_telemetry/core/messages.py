@@ -27,6 +27,8 @@ _short.maxstring = _short.maxother = 80
 
 def shown(value: object) -> str:
     """Return a short text of a value for a message, whatever its own `repr` does."""
+    if getattr(value, "is_nested", False):
+        return "a nested tensor"
     if getattr(value, "ndim", 0):
         libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
         if libraries & {"torch", "numpy"}:

@@ -100,7 +100,7 @@ class Window:
             self.postpone(group, epoch, step if isinstance(step, int) else None)
             return
         packed = pack(group)
-        if packed.layout.fields:
+        if packed.layout.fields and packed.rows:
             epochs = _epoch_of_each_row(epoch, packed.rows)
             self.overdue |= self._rows.setdefault(packed.layout, ObservedRows()).add(packed, epochs, step)
 

@@ -170,3 +170,15 @@ def test_booleans_and_unsigned_integers_have_differences_with_a_sign() -> None:
     assert (
         metrics.value_fit(estimates, targets).values() == metrics.value_fit(estimates.float(), targets.float()).values()
     )
+
+
+@pytest.mark.parametrize("kind", ["None", "nested"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_first_argument_that_holds_no_numbers_is_one_sentence(name: str, kind: str) -> None:
+    """A call that fails in the package for such a value is named by the function that the user has called."""
+    function, arguments, settings = FUNCTIONS[name]
+    value = None if kind == "None" else torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    try:
+        function(value, *arguments[1:], **settings)
+    except (TypeError, ValueError) as error:
+        assert "\n" not in str(error) and not str(error).startswith("'NoneType'")

@@ -8,10 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hostile_alarms import ENDS, KEY, RESULTS, Ending, Returning, rule
 
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.alarms import AlarmRule, Finding, View
+from esper_telemetry.metrics import loss_terms
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 UPDATES = 8
@@ -237,3 +239,22 @@ def test_a_rule_that_cannot_be_asked_whether_it_applies_is_named_once(
     assert [one.getMessage() for one in caplog.records if "my/asked" in one.getMessage()] == [
         "alarm my/asked failed (SystemExit: 2): what it measures is missing from the records, training goes on"
     ]
+
+
+def test_settings_that_hold_themselves_are_written_up_to_a_depth(tmp_path: Path) -> None:
+    itself: list[object] = [1]
+    itself.append(itself)
+    train(Telemetry(run_dir=tmp_path, facts={"itself": itself}, config={"itself": itself}))
+
+    assert read_run(tmp_path).info.config["itself"][:1] == [1]
+
+
+def test_a_group_without_rows_is_left_out(tmp_path: Path) -> None:
+    nothing = torch.empty(0)
+    with Telemetry(run_dir=tmp_path) as telemetry:
+        telemetry.observe(loss_terms(nothing, nothing, nothing))
+        telemetry.log({KEY: 1.0})
+        telemetry.flush(env_step=1)
+
+    (record,) = read_run(tmp_path).records
+    assert record.values[KEY] == 1.0 and "loss/policy" not in record.values
