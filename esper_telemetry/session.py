@@ -63,6 +63,7 @@ from esper_telemetry.pipeline.record import (
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
 from esper_telemetry.pipeline.run import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
+from esper_telemetry.pipeline.ship import ship
 from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
@@ -192,7 +193,8 @@ class TelemetrySession:
     @property
     def has_worker(self) -> bool:
         """True where a worker measures what is submitted."""
-        return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
+        recorder = self._recorder
+        return recorder is not None and isinstance(recorder.pipeline, WorkerPipeline) and torch.cuda.is_initialized()
 
     @property
     def update_level(self) -> Level:
@@ -248,7 +250,7 @@ class TelemetrySession:
         self._facts.update(facts or {})
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
-            worker = offload and self._peers is None and not torch.cuda.is_initialized()
+            worker = offload and self._peers is None
             redacted([plain(self._config), plain(self._facts), sys.argv])
             if self._deliveries is not None:
                 self._deliveries.send_secrets()  # before the journal has the line with which sinks are opened
@@ -276,19 +278,25 @@ class TelemetrySession:
     def submit(self, update: UpdateData) -> None:
         """Add a whole update, to be measured when it is flushed, by the pipeline.
 
-        Its tensors must stay as they are until `flush` returns. Tensors on a device, and those of several ranks, are measured at once.
+        Its tensors must stay as they are until `flush` returns; a device may write to them afterwards. Those of several ranks are measured
+        at once, and those on a device if the update is sampled or there is no worker.
         """
         if self._active:
             self._serve(partial(self._submit, update))
 
     def _submit(self, update: UpdateData) -> None:
         with self.clock:
-            if not update.on_device and not self._peers:
+            if not self._peers and not (update.on_device and (update.sampled or not self._ships)):
                 self._open.updates.append(update)
                 return
             self._measure_update(update)
             if self.level >= Level.NORMAL and self._recorder is not None and self.run_dir is not None:
                 self._open.evidence_updates.append(update)
+
+    @property
+    def _ships(self) -> bool:
+        """True where updates on a device are copied to the host, for a worker to measure them."""
+        return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
         """Observe the results of metric functions that are called on a trainer's behalf: one that raises costs its group and a warning."""
@@ -415,7 +423,7 @@ class TelemetrySession:
             self._response.end_update(recorded=self._pending is not None)
             if self._pending and (self._peers or not self._pending[1].pending):
                 self._record_pending()  # ranks end their updates together: the device has nothing left to do
-            if self._pending:
+            if self._pending and not self._ships:
                 flushed, transfer = self._pending
                 self._pending = flushed.with_copies(), transfer
             self._receive_reports()
@@ -550,6 +558,9 @@ class TelemetrySession:
         """Start the copy of the update's numbers to the host; nothing of it is recorded that an earlier part of the run has recorded."""
         flushed = self._open.flush(axes, self.update_level, partial=partial)
         transfer = self._open.window.send()
+        if self._ships:
+            shipment = ship(flushed)
+            flushed, transfer.arrival = shipment.update, shipment.arrival or transfer.arrival
         earlier, last = self._journal_position, self._axes
         is_new = not earlier.covers(axes)
         if is_new and self._flushes:

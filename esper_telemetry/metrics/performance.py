@@ -148,8 +148,10 @@ class TelemetryHealth(Derived):
     d2h_copies: float | None = reports(
         Metric.count("perf/d2h_copies", 962, "copies from the device", level=Level.MINIMAL)
         .asks("How many copies from the device to the host did telemetry make in this update?")
-        .bounds(healthy="1; 0 where training is on the CPU", warn="> 1", source="one packed vector per record")
-        .advises("Telemetry promises one: report what you observe.")
+        .bounds(
+            healthy="at most 50: one for each column of an update; 0 where training is on the CPU",
+            source="none of them is waited for",
+        )
     )
     level: float | None = reports(
         Metric.quantity(
@@ -199,6 +201,16 @@ class TelemetryHealth(Derived):
         .bounds(healthy="absent", warn="> 0: other programs take the processor")
         .absent("the update was measured")
         .advises("Leave a second core free, or lower the level.")
+    )
+    minibatch_stride: float | None = reports(
+        Metric.quantity(
+            "telemetry/minibatch_stride", 987, "minibatches for each one that was measured", unit="minibatches", low=2.0
+        )
+        .asks(
+            "Of how many minibatches was one measured, because the update has too many rows for a core? Sums, counts and extremes over "
+            "minibatches are those of the measured ones."
+        )
+        .absent("every minibatch was measured")
     )
 
 
@@ -339,6 +351,7 @@ def telemetry_health(
     dropped: int = 0,
     metric_errors: int = 0,
     unmeasured: bool = False,
+    minibatch_stride: int = 1,
     cpu_seconds: float | None = None,
     memory: MemoryUsage | None = None,
 ) -> dict[str, float]:
@@ -354,6 +367,7 @@ def telemetry_health(
         dropped: records that no sink will get any more.
         metric_errors: metric functions that raised.
         unmeasured: the update was not measured, because the worker was too far behind.
+        minibatch_stride: one minibatch in so many was measured.
         cpu_seconds: processor time of telemetry on the training thread since the last record.
         memory: of the training process.
     """
@@ -369,6 +383,7 @@ def telemetry_health(
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
         unmeasured=float(unmeasured),
+        minibatch_stride=float(minibatch_stride) if minibatch_stride > 1 else None,
     )
     return {
         **health.values(level),

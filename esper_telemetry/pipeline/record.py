@@ -210,6 +210,8 @@ class FlushedUpdate(NamedTuple):
         cost: of telemetry on the training thread.
         backlog: of the sinks.
         unmeasured: what was to be measured was left out, because the worker was too far behind.
+        minibatch_stride: one minibatch in so many was shipped; 1 if all were.
+        copies: from a device to the host, of its tensors.
     """
 
     axes: Axes
@@ -223,6 +225,8 @@ class FlushedUpdate(NamedTuple):
     cost: FlushCost = FlushCost()
     backlog: SinkBacklog = SinkBacklog()
     unmeasured: bool = False
+    minibatch_stride: int = 1
+    copies: int = 0
 
     def without_summary(self) -> FlushedUpdate:
         """Return the same without what is still to be measured."""
@@ -324,11 +328,12 @@ class InProcessPipeline:
                 seconds=cost.seconds,
                 elapsed=cost.elapsed,
                 undefined=measured.undefined,
-                copies=measured.copies,
+                copies=measured.copies + update.copies,
                 level=update.level,
                 stats=update.backlog,
                 metric_errors=cost.metric_errors + self._containment.take(),
                 unmeasured=update.unmeasured,
+                minibatch_stride=update.minibatch_stride,
                 cpu_seconds=cost.cpu_seconds,
                 memory=self._memory.sample(),
             )

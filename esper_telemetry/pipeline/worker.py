@@ -78,6 +78,7 @@ except ImportError as error:
 LOG_NAME: Final = "summary.log"
 ENTRY: Final = "from esper_telemetry.pipeline.worker import main; main()"
 
+MAX_WORKER_THREADS: Final = 4
 RING_BYTES: Final = 256 << 20
 """Size of the shared memory, several times `MAX_WAITING_BYTES`. A small run uses the first megabytes alone."""
 PIPE_BYTES: Final = 1 << 20
@@ -126,6 +127,12 @@ def can_use_worker(settings: PipelineSettings) -> bool:
         return False
 
 
+def worker_threads() -> int:
+    """Return the threads of a worker: one beside a trainer on the CPU, more where a GPU leaves cores idle and makes large updates."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WORKER_THREADS, cores // 4)) if torch.cuda.is_initialized() else 1
+
+
 class WorkerPipeline:
     """A pipeline whose work is done by a process of its own; calls as `InProcessPipeline`, none of which waits but `sync` and `end`.
 
@@ -163,7 +170,7 @@ class WorkerPipeline:
                 ENTRY,
                 self._run_dir / LOG_NAME,
                 arguments=(str(shared), str(os.getpid()), str(self._run_dir)),
-                environment={"OMP_NUM_THREADS": "1"},
+                environment={"OMP_NUM_THREADS": str(worker_threads())},
             )
             try:
                 self._supervisor.start([shared, lock])
@@ -473,7 +480,7 @@ def main() -> None:
     replies, shared, parent = map(int, sys.argv[1:4])
     run_dir = Path(sys.argv[4])
     become_helper_process(NICENESS)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.basicConfig(format="%(asctime)s %(message)s")
     warnings = WarningCollector()
     _logger.addHandler(warnings)

@@ -7,7 +7,7 @@ Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -313,21 +313,26 @@ KINDS: Final = (
 Tree = TypeVar("Tree")
 
 
-def copied(tree: Tree) -> Tree:
-    """Return the same tuples, mappings and dataclasses with every tensor copied."""
+def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """Return the same tuples, mappings and dataclasses with what `change` makes of every tensor."""
     copy: Any = tree
     match tree:
         case Tensor():
-            copy = tree.clone()
+            copy = change(tree)
         case tuple():
-            parts = map(copied, tree)
+            parts = [mapped(part, change) for part in tree]
             copy = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
         case Mapping():
-            copy = {name: copied(part) for name, part in tree.items()}
+            copy = {name: mapped(part, change) for name, part in tree.items()}
         case _ if is_dataclass(tree) and not isinstance(tree, type):
-            copy = replace(tree, **{field.name: copied(getattr(tree, field.name)) for field in fields(tree)})
+            copy = replace(tree, **{field.name: mapped(getattr(tree, field.name), change) for field in fields(tree)})
     result: Tree = copy
     return result
+
+
+def copied(tree: Tree) -> Tree:
+    """Return the same tuples, mappings and dataclasses with every tensor copied."""
+    return mapped(tree, Tensor.clone)
 
 
 Table = TypeVar("Table", MinibatchesEnd, CollectedRows)

@@ -124,7 +124,7 @@ def test_no_measurement_waits_for_a_device(tmp_path: Path, monkeypatch: pytest.M
 
     assert asking, "the trainer itself reads actions"
     assert {file for file in asking if not file.startswith("ppo/")} == set()
-    assert set(copies_of(tmp_path / "run")) == {1.0}
+    assert all(10 < copies <= 50 for copies in copies_of(tmp_path / "run")), "of the columns of an update"
 
 
 def test_reading_a_number_would_be_noticed() -> None:

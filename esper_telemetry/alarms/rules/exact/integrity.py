@@ -155,6 +155,7 @@ class RatioInitJudge:
 MEAN_UPDATES = 5
 """Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
 
+STRIDE = "telemetry/minibatch_stride"
 FEW_ROWS = 1.0
 """Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 leaves 0.03, with masked rows twice as much."""
 
@@ -178,6 +179,9 @@ class AdvantageNormJudge:
         value = view.get(key)
         if value is None or not view.facts.get("normalize_advantages"):
             return
+        whole = view.facts.get("normalize_minibatches") is False
+        if whole and view.get(STRIDE):  # of a part of the rows that are normalised together
+            return
         spread = view.get("adv/raw/std")
         floor = float(view.facts.get("advantage_std_floor") or 0.0)
         if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
@@ -189,7 +193,6 @@ class AdvantageNormJudge:
         distances = self.distances
         distances.append(value)
         del distances[:-MEAN_UPDATES]
-        whole = view.facts.get("normalize_minibatches") is False
         full = len(distances) == MEAN_UPDATES
         lasting = whole and full and sum(distances) / MEAN_UPDATES > view.limits[ADV_NORM_LASTING]
         mean, std = view.get("adv/norm/mean"), view.get("adv/norm/std")
