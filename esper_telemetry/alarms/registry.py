@@ -27,6 +27,7 @@ from esper_telemetry.alarms.rules import (
 from esper_telemetry.alarms.rules.exact import equations, integrity
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE, NONFINITE_KEY
 from esper_telemetry.core.messages import shown
+from esper_telemetry.core.redaction import error_line
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 """Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
@@ -63,7 +64,7 @@ def alarm_rules() -> tuple[AlarmRule, ...]:
         try:
             rules = [*with_alarms(rules, as_rules(entry.load()))]
         except (Exception, SystemExit) as error:  # a plugin's own code
-            _logger.warning("The alarms of %s cannot be used: %s", entry.name, error)
+            _logger.warning("The alarms of %s cannot be used: %s", entry.name, error_line(error))
     return tuple(rules)
 
 

@@ -36,7 +36,7 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
 from esper_telemetry.ppo.environments.protocol import Environment, layout_of
-from esper_telemetry.ppo.environments.registry import environment_names, make_env, registered
+from esper_telemetry.ppo.environments.registry import every_environment, make_env, registered
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
@@ -102,17 +102,13 @@ def train(options: Train) -> int:
 
 def _check_task(options: Train) -> None:
     """Refuse a task or a controller of another environment, and an evaluation of a controller."""
-    environments, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
-    with_task = [
-        name for name, environment in environments.items() if environment and "task" in environment.train_options
-    ]
+    environments, policy = every_environment(), options.ppo.policy
+    with_task = [name for name, environment in environments.items() if "task" in environment.train_options]
     if options.task != "synthetic" and options.env not in with_task:
         raise WrongUse(f"--task {options.task} is for --env {' or '.join(with_task)}, got --env {options.env}")
     if policy in POLICIES:
         return
-    with_policy = [
-        name for name, environment in environments.items() if environment and policy in environment.controllers
-    ]
+    with_policy = [name for name, environment in environments.items() if policy in environment.controllers]
     if options.env not in with_policy:
         raise WrongUse(f"--policy {policy} is for --env {' or '.join(with_policy)}, got --env {options.env}")
     if options.eval_every > 0:

@@ -18,6 +18,7 @@ from typing import Final
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Derived, Metric, MetricFamily, declared
+from esper_telemetry.core.redaction import error_line
 
 DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.history", "esper_telemetry.alarms")
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"
@@ -97,7 +98,9 @@ def declaring_modules() -> tuple[ModuleType, ...]:
         try:
             modules += _with_submodules(entry.load())
         except (Exception, SystemExit) as error:  # a broken plugin costs its metrics their descriptions, never the run
-            _logger.warning("the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error)
+            _logger.warning(
+                "the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error_line(error)
+            )
     return tuple(modules)
 
 

@@ -125,6 +125,9 @@ def write_output(path: Path, content: str) -> None:
     Raises OSError.
     """
     if path.exists() and not path.is_file():
-        path.write_text(content, encoding="utf-8", errors="backslashreplace")
+        try:
+            path.write_text(content, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:  # of a device, which it does not name
+            raise OSError(error.errno, error.strerror, str(path)) from None
     else:
         replace_file(path.resolve(), content)

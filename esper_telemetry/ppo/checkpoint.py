@@ -294,7 +294,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # the unpickler of a file that holds anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
         raise ValueError(f"{path} is not a checkpoint: {reason}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of format {FORMAT}")

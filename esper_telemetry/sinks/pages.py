@@ -12,6 +12,7 @@ from typing import Any, Final
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
+from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import described, flattened, overview_keys
 
@@ -58,7 +59,7 @@ def _table(title: str, rows: Mapping[str, object]) -> str:
 
 def safe(text: str) -> str:
     """Return the text on one line, escaped so that it cannot break out of a Markdown table or become HTML."""
-    escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(text.split()))
+    escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(printable(text).split()))
     # W&B shows notes as they are in its list of runs, so `>` stays where it is neither HTML nor a quotation.
     return re.sub("^>", "&gt;", escaped.replace("&", "&amp;").replace("<", "&lt;"))
 

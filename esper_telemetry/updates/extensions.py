@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.record import Alarm, Level
+from esper_telemetry.core.redaction import error_line
 
 GROUP = "esper_telemetry.updates"
 
@@ -94,5 +95,5 @@ def update_extensions() -> tuple[type[UpdateExtension], ...]:
         try:
             classes.append(entry.load())
         except (Exception, SystemExit) as error:  # whatever a plugin raises
-            _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error)
+            _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error_line(error))
     return tuple(classes)

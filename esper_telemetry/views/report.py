@@ -15,6 +15,7 @@ from esper_telemetry.alarms.verdict.outcome import NAMES
 from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.core.redaction import redacted
+from esper_telemetry.core.terminal import printable
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.sinks.pages import REPORT_NAME, safe
@@ -464,7 +465,7 @@ def _judged(judgement: str) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(text, quote=True)
+    return escape(printable(text), quote=True)
 
 
 def _folded(lines: Iterable[str], *, is_open: bool) -> Iterator[str]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from esper_telemetry.core.redaction import error_line
 from esper_telemetry.ppo.environments.protocol import Environment
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.checkpoint import TrainingRun
+
+_logger = logging.getLogger("esper_telemetry")
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.environments"
 BUNDLED: Final = {"cue-recall": "esper_telemetry.ppo.environments.cue_recall:CueRecall"}
@@ -49,18 +53,35 @@ def environment_names() -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredEnvironment | None:
-    """Return the registered environment of that name; None where the name is one of Gymnasium's, or of nobody's."""
+    """Return the registered environment of that name; None where the name is one of Gymnasium's, or of nobody's.
+
+    Raises ValueError if the plugin that registers it cannot be loaded.
+    """
     entry = _registered().get(name)
     if entry is None:
         return None
-    loaded = entry.load()
+    try:
+        loaded = entry.load()
+    except (Exception, SystemExit) as error:  # whatever the code of a plugin raises
+        raise ValueError(f"the environment {name!r} of {entry.value} cannot be loaded: {error_line(error)}") from error
     return loaded if isinstance(loaded, RegisteredEnvironment) else RegisteredEnvironment(loaded)
+
+
+@cache
+def every_environment() -> Mapping[str, RegisteredEnvironment]:
+    """Return all registered environments by name; one whose plugin cannot be loaded costs a warning."""
+    environments = {}
+    for name in environment_names():
+        try:
+            environments[name] = registered(name)
+        except ValueError as error:
+            _logger.warning("%s", error)
+    return {name: environment for name, environment in environments.items() if environment is not None}
 
 
 def controllers() -> tuple[str, ...]:
     """Names of the policies of all registered environments that learn nothing."""
-    environments = (registered(name) for name in environment_names())
-    return tuple(name for environment in environments if environment for name in environment.controllers)
+    return tuple(name for environment in every_environment().values() for name in environment.controllers)
 
 
 def make_env(
