@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import MinibatchesEnd
 from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.updates.data import UpdateData, mapped
 
@@ -38,7 +37,7 @@ def ship(update: FlushedUpdate) -> Shipment:
     if not any(part.on_device for part in travelling):
         return Shipment(update)
     copier = _Copier()
-    stride = max((_stride(part.minibatches) for part in update.updates if part.minibatches), default=1)
+    stride = max((_stride(part.minibatches.counts) for part in update.updates if part.minibatches), default=1)
     updates = tuple([copier.copy(thinned(part, stride)) for part in update.updates])
     evidence_updates = tuple(map(copier.copy, update.evidence_updates))
     shipped = update._replace(
@@ -71,8 +70,8 @@ class _Copier:
         return known[1]
 
 
-def _stride(minibatches: MinibatchesEnd) -> int:
-    return -(-sum(minibatches.counts) // MAX_MINIBATCH_ROWS)
+def _stride(counts: Sequence[int]) -> int:
+    return -(-sum(counts) // MAX_MINIBATCH_ROWS)
 
 
 def thinned(update: UpdateData, stride: int) -> UpdateData:
@@ -101,4 +100,4 @@ def thinned(update: UpdateData, stride: int) -> UpdateData:
     rows = {
         name: picked(column, minibatches.counts) for name, column in minibatches._asdict().items() if name not in each
     }
-    return update._replace(minibatches=MinibatchesEnd(**each, **rows))
+    return update._replace(minibatches=minibatches._replace(**each, **rows))

@@ -226,6 +226,6 @@ def test_the_response_to_the_learning_rate_is_shown_with_its_own_meaning(tmp_pat
 
     key = "opt/update_to_weight/lr_response"
     metadata = read(tmp_path / "tensorboard").SummaryMetadata(key)
-    assert scalars(tmp_path / "tensorboard", key) == [(20_000, pytest.approx(1))]
+    assert scalars(tmp_path / "tensorboard", key) == [(10_000, pytest.approx(1)), (20_000, pytest.approx(1))]
     assert metadata.display_name == key
     assert "Do the optimizer's steps shrink as the learning rate is lowered?" in metadata.summary_description
