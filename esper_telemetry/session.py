@@ -13,9 +13,10 @@ A run chooses its pipeline once, when it starts (`TelemetrySession.start`):
 |---|---|---|---|
 | an attached trainer or an adapter, on a CPU | worker | worker | in process |
 | a loop of the user's own | in process | worker | in process |
-| several ranks, one core, no run directory, CUDA in use, no memory files | in process | in process | in process |
+| several ranks, one core, no run directory, no memory files | in process | in process | in process |
 
-On CUDA the tensors of an update are measured where they are, and several ranks exchange what they measured: a worker has neither.
+Several ranks exchange what they measured, which a worker does not have. On CUDA the tensors of an update are copied to the host for the
+worker (`pipeline.ship`); without a worker, and in sampled updates, they are measured where they are.
 """
 
 from __future__ import annotations

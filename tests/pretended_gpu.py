@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
@@ -31,6 +32,12 @@ MIXING: Final = frozenset(
     {"__getitem__", "__setitem__", "copy_", "to", "cpu", "cuda", "index_put_", "index_put", "type"}
 )
 """Functions that take tensors of both devices."""
+
+VIEWS: Final = frozenset(
+    {"view", "detach", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "as_strided"}
+    | {"permute", "split", "unbind", "_unsafe_view", "split_with_sizes", "chunk", "narrow"}
+)
+"""Operations that start nothing on a device."""
 
 READS: Final = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "nonzero", "unique", "equal"})
 """Functions that wait for the device."""
@@ -131,6 +138,23 @@ def _asking_file() -> str:
             return str(name)
         frame = frame.f_back
     return ""
+
+
+class DeviceCalls(TorchDispatchMode):
+    """Counts the operations that would start something on a device.
+
+    Attributes:
+        count: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
+        self.count: int = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The call's result."""
+        self.count += function._schema.name.removeprefix("aten::") not in VIEWS
+        return function(*args, **(kwargs or {}))
 
 
 class Event:

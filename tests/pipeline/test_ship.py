@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended_gpu import GPU, mark, pretended_gpu
-from torch.utils._python_dispatch import TorchDispatchMode
+from pretended_gpu import GPU, DeviceCalls, mark, pretended_gpu
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Axes, Level
@@ -24,26 +23,10 @@ from esper_telemetry.updates.data import UpdateData
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
-VIEWS = {"view", "detach", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "as_strided"}
-VIEWS |= {"permute", "split", "unbind", "_unsafe_view", "split_with_sizes", "chunk", "narrow"}
-"""Operations that start nothing on a device."""
-
 MAX_CALLS, MAX_CALLS_OF_A_MINIBATCH = 50, 10
 UPDATES, MINIBATCHES = 4, 20
 OF_TIME = ("perf/", "telemetry/", "train/env_steps_per_second")
 LSTM = {"policy": "lstm", "lstm_size": 8}
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations that would start work on a device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
-        self.count: int = 0
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function._schema.name.removeprefix("aten::") not in VIEWS
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +45,7 @@ def calls(run_dir: Path, level: str, settings: dict[str, Any]) -> float:
         ppo = trainer(settings, "cuda")
         attach(telemetry, ppo)
         ppo.learn(3 * 64)
-        with Calls() as counted:
+        with DeviceCalls() as counted:
             ppo.learn((3 + UPDATES) * 64)
     return float(counted.count) / UPDATES
 

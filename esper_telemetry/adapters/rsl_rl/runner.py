@@ -142,9 +142,8 @@ class RunnerListener:
                 event = recurrent_event(alg, rollout.states)
                 if event is not None:
                     hooks.emit(event)
-            episodes = recorder.episodes(rollout)
-            if episodes is not None:
-                hooks.emit(episodes)
+            if rollout.ended.is_cpu:
+                self._emit_episodes(rollout)
             minibatches = self._minibatches
             minibatches.begin()
             handle = alg.optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -169,11 +168,18 @@ class RunnerListener:
             return
         with self._session.clock:
             self._measure_phase("update")
+            if not self._rollout.ended.is_cpu:  # to read them before the update would wait for the device
+                self._emit_episodes(self._rollout)
             self._rollout, self._learned = None, True
             self._gradient_step += self._minibatches.step
             self._minibatches.emit()
             self._recorder.begin()
             self._logged.update({f"Loss/{name}": value for name, value in result.items()})
+
+    def _emit_episodes(self, rollout: RolloutEnd) -> None:
+        episodes = self._recorder.episodes(rollout)
+        if episodes is not None:
+            self.hooks.emit(episodes)
 
     def _after_log(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if self._learned:
