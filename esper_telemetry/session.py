@@ -193,9 +193,8 @@ class TelemetrySession:
 
     @property
     def has_worker(self) -> bool:
-        """True where a worker measures what is submitted."""
-        recorder = self._recorder
-        return recorder is not None and isinstance(recorder.pipeline, WorkerPipeline) and torch.cuda.is_initialized()
+        """True where a worker measures what is submitted, sampled updates too: with a GPU in use, these are measured there."""
+        return self._is_offloaded and not torch.cuda.is_initialized()
 
     @property
     def update_level(self) -> Level:
@@ -297,6 +296,10 @@ class TelemetrySession:
     @property
     def _ships(self) -> bool:
         """True where updates on a device are copied to the host, for a worker to measure them."""
+        return self._is_offloaded and torch.cuda.is_initialized()
+
+    @property
+    def _is_offloaded(self) -> bool:
         return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:

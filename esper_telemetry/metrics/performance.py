@@ -203,8 +203,8 @@ class TelemetryHealth(Derived):
         .advises("Leave a second core free, or lower the level.")
     )
     minibatch_stride: float | None = reports(
-        Metric.quantity(
-            "telemetry/minibatch_stride", 987, "minibatches for each one that was measured", unit="minibatches", low=2.0
+        Metric.count(
+            "telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True
         )
         .asks(
             "Of how many minibatches was one measured, because the update has too many rows for a core? Sums, counts and extremes over "
@@ -383,7 +383,7 @@ def telemetry_health(
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
         unmeasured=float(unmeasured),
-        minibatch_stride=float(minibatch_stride) if minibatch_stride > 1 else None,
+        minibatch_stride=float(minibatch_stride) if minibatch_stride > 1 else 0.0,
     )
     return {
         **health.values(level),

@@ -15,11 +15,11 @@ from esper_telemetry.ppo.environments import registry
 @pytest.fixture(autouse=True)
 def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A plugin whose module ends the process with a message for the terminal."""
-    (tmp_path / "broken_environments.py").write_text("raise SystemExit('\\x1b[31mno')\n")
+    (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('\\x1b[31mno')\n")
     monkeypatch.syspath_prepend(tmp_path)
     entries = {
         name: EntryPoint(name, target, registry.ENTRY_POINT_GROUP)
-        for name, target in {**registry.BUNDLED, "broken": "broken_environments:make"}.items()
+        for name, target in {**registry.BUNDLED, "broken": "exiting_plugin:make"}.items()
     }
     monkeypatch.setattr(registry, "_registered", lambda: entries)
     registry.every_environment.cache_clear()
@@ -33,10 +33,10 @@ def test_a_plugin_that_ends_the_process_costs_its_environment(caplog: pytest.Log
         assert registry.controllers() == ()
 
     assert [one.getMessage() for one in caplog.records] == [
-        "the environment 'broken' of broken_environments:make cannot be loaded: SystemExit: no"
+        "the environment 'broken' of exiting_plugin:make cannot be loaded: SystemExit: no"
     ]
 
 
 def test_whoever_asks_for_it_gets_one_sentence() -> None:
-    with pytest.raises(ValueError, match="'broken' of broken_environments:make cannot be loaded: SystemExit: no"):
+    with pytest.raises(ValueError, match="'broken' of exiting_plugin:make cannot be loaded: SystemExit: no"):
         registry.make_env("broken")
