@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -480,15 +481,17 @@ def test_wrong_use_of_watch_is_one_sentence(
 
 
 @pytest.fixture
-def tmux(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """A function that calls tmux with a server of its own."""
-    socket = str(tmp_path / "tmux")
+def tmux() -> Iterator[Callable[..., str]]:
+    """A function that calls tmux with a server of its own; the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tmux", dir="/tmp") as folder:
 
-    def call(*arguments: str) -> str:
-        return subprocess.run(["tmux", "-S", socket, *arguments], capture_output=True, text=True).stdout
+        def call(*arguments: str) -> str:
+            done = subprocess.run(["tmux", "-S", f"{folder}/socket", *arguments], capture_output=True, text=True)
+            assert arguments[0] != "new-session" or done.returncode == 0, done.stderr
+            return done.stdout
 
-    yield call
-    call("kill-server")
+        yield call
+        call("kill-server")
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
