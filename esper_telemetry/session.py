@@ -42,6 +42,7 @@ from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Containment, Measurement
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
+from esper_telemetry.core.memory import DeviceSampler
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
@@ -134,6 +135,7 @@ class TelemetrySession:
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
         self._calls = SerialCalls()
+        self._devices = DeviceSampler()
         self._pid = os.getpid()
         self._containment = Containment()
         self._watched = WatchedModels(self.clock)
@@ -564,7 +566,8 @@ class TelemetrySession:
         transfer = self._open.window.send()
         if self._ships:
             shipment = ship(flushed)
-            flushed, transfer.arrival = shipment.update, shipment.arrival or transfer.arrival
+            flushed = shipment.update._replace(devices=self._devices.sample())
+            transfer.arrival = shipment.arrival or transfer.arrival
         earlier, last = self._journal_position, self._axes
         is_new = not earlier.covers(axes)
         if is_new and self._flushes:

@@ -41,6 +41,27 @@ class MemoryUsage(NamedTuple):
     device_frac: float | None = None
 
 
+class DeviceUsage(NamedTuple):
+    """Memory of devices, as in `MemoryUsage`: only the process that uses them can tell."""
+
+    device: int | None = None
+    device_frac: float | None = None
+
+
+class DeviceSampler:
+    """Samples the memory of the devices of this process."""
+
+    def __init__(self) -> None:
+        self._due, self._last = -1.0, DeviceUsage()
+
+    def sample(self) -> DeviceUsage:
+        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due, self._last = now + SAMPLE_SECONDS, DeviceUsage(*_devices())
+        return self._last
+
+
 class MemorySampler:
     """Samples the memory of one process.
 
@@ -59,13 +80,13 @@ class MemorySampler:
         ] = {}  # bytes that forked processes have for themselves, by number, the one read last at the end
         self._forked_due = -1.0
 
-    def sample(self) -> MemoryUsage:
-        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago."""
+    def sample(self, devices: DeviceUsage = DeviceUsage()) -> MemoryUsage:  # noqa: B008  # a tuple, which nothing changes
+        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago; `devices` as another process sees them."""
         now = self._clock()
         if now >= self._due or self._due < 0:
             self._due = now + SAMPLE_SECONDS
-            device, device_frac = _devices() if self._pid == os.getpid() else (None, None)
-            self._last = MemoryUsage(resident_bytes(self._pid), self._children(now), self._limit, device, device_frac)
+            seen = DeviceUsage(*_devices()) if self._pid == os.getpid() else devices
+            self._last = MemoryUsage(resident_bytes(self._pid), self._children(now), self._limit, *seen)
         return self._last
 
     def _children(self, now: float) -> int | None:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.containment import Containment
 from esper_telemetry.core.group import NO_VALUES, Values
-from esper_telemetry.core.memory import MemorySampler
+from esper_telemetry.core.memory import DeviceUsage, MemorySampler
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -212,6 +212,7 @@ class FlushedUpdate(NamedTuple):
         unmeasured: what was to be measured was left out, because the worker was too far behind.
         minibatch_stride: one minibatch in so many was shipped; 1 if all were.
         copies: from a device to the host, of its tensors.
+        devices: their memory, where another process makes the record than the one that uses them.
     """
 
     axes: Axes
@@ -227,6 +228,7 @@ class FlushedUpdate(NamedTuple):
     unmeasured: bool = False
     minibatch_stride: int = 1
     copies: int = 0
+    devices: DeviceUsage = DeviceUsage()
 
     def without_summary(self) -> FlushedUpdate:
         """Return the same without what is still to be measured."""
@@ -335,7 +337,7 @@ class InProcessPipeline:
                 unmeasured=update.unmeasured,
                 minibatch_stride=update.minibatch_stride,
                 cpu_seconds=cost.cpu_seconds,
-                memory=self._memory.sample(),
+                memory=self._memory.sample(update.devices),
             )
         )
         record = Record(update.seq, update.axes, values, measured.histograms, update.partial)

@@ -33,6 +33,7 @@ import torch
 
 from esper_telemetry.core.containment import CallNote, call_note
 from esper_telemetry.core.group import Values
+from esper_telemetry.core.memory import DeviceUsage
 from esper_telemetry.core.record import Alarm, Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
 from esper_telemetry.core.redaction import error_line, known_secrets
 from esper_telemetry.core.supervisor import (
@@ -105,7 +106,9 @@ NICENESS: Final = 10
 
 AWAITED: Final = ("sync", "end")
 """Calls that the trainer waits for: the worker replies through the pipe though it has nothing to report."""
-PAYLOAD: Final = Vocabulary((FlushedUpdate, Axes, SinkBacklog, FlushCost, SinkLag, Values, *KINDS), tuple(Level))
+PAYLOAD: Final = Vocabulary(
+    (FlushedUpdate, Axes, SinkBacklog, FlushCost, SinkLag, DeviceUsage, Values, *KINDS), tuple(Level)
+)
 """Types of which an update's payload is made."""
 
 _logger = logging.getLogger("esper_telemetry")

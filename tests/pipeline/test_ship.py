@@ -75,6 +75,7 @@ def test_every_number_is_the_one_that_is_measured_on_the_device(tmp_path: Path, 
     for one, other in zip(here, shipped, strict=True):
         assert untimed(other.values) == pytest.approx(untimed(one.values), rel=1e-9)
         assert other.values["perf/d2h_copies"] > 10 and one.values["perf/d2h_copies"] == 1
+        assert other.values["perf/memory/device_mib"] == one.values["perf/memory/device_mib"] == 1
 
 
 def untimed(values: Any) -> dict[str, float]:
