@@ -222,12 +222,14 @@ PRETENDED = [
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("train", PRETENDED)
+@pytest.mark.parametrize("offload", [False, None], ids=["here", "shipped"])
 def test_tensors_of_both_devices_meet_nowhere(
-    train: Callable[[Telemetry | None], Weights], level: str, tmp_path: Path
+    train: Callable[[Telemetry | None], Weights], level: str, offload: bool | None, tmp_path: Path
 ) -> None:
+    """Whether updates are measured on the device, or shipped to a worker but for sampled ones."""
     with pretended_gpu():
         expected = {key: value.clone() for key, value in train(None).items()}
-        with Telemetry([], run_dir=tmp_path / "run", level=level, offload=False) as telemetry:
+        with Telemetry([], run_dir=tmp_path / "run", level=level, offload=offload) as telemetry:
             actual = train(telemetry)
 
     assert [key for key in expected if not torch.equal(expected[key], actual[key])] == []
