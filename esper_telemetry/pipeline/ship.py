@@ -33,9 +33,6 @@ class Shipment(NamedTuple):
 
 def ship(update: FlushedUpdate) -> Shipment:
     """Begin to copy the tensors of an update that are on a GPU into pinned memory of the host."""
-    travelling = [*update.updates, *update.evidence_updates]
-    if not any(part.on_device for part in travelling):
-        return Shipment(update)
     copier = _Copier()
     stride = max((_stride(part.minibatches.counts) for part in update.updates if part.minibatches), default=1)
     updates = tuple([copier.copy(thinned(part, stride)) for part in update.updates])
@@ -43,6 +40,8 @@ def ship(update: FlushedUpdate) -> Shipment:
     shipped = update._replace(
         updates=updates, evidence_updates=evidence_updates, minibatch_stride=stride, copies=copier.copies
     )
+    if not copier.copies:
+        return Shipment(update)
     arrival = torch.cuda.Event()
     arrival.record()
     return Shipment(shipped, arrival)

@@ -281,7 +281,8 @@ class UpdateData(NamedTuple):
         """True where tensors have to be copied to the host before another process can have them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
-        on_host = all(tensor.is_cpu for tensor in rollout + minibatches)
+        backwards = [part.norms for part in self.gradients]
+        on_host = all(tensor.is_cpu for tensor in rollout + minibatches + backwards)
         return not on_host or any(extension.on_device for extension in self.extensions)
 
     @property

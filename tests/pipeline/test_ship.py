@@ -19,7 +19,7 @@ from esper_telemetry.pipeline import ship as ship_module
 from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.data import BackwardGradients, UpdateData
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -143,3 +143,14 @@ def test_a_record_says_how_many_minibatches_stand_for_one(tmp_path: Path, monkey
     assert {record.values["telemetry/minibatch_stride"] for record in run.records} == {5.0}
     assert all("policy/kl" in record.values and "loss/policy" in record.values for record in run.records)
     assert Counter(alarm.type for alarm in run.alarms if alarm.type.startswith(("integrity/", "telemetry/"))) == {}
+
+
+def test_an_update_of_backward_passes_alone_is_on_the_device_too(on_gpu: UpdateData) -> None:
+    norms = torch.ones(2, 3)
+    mark(norms, GPU)
+    passes = BackwardGradients((0, 0), ("a", "b", "c"), (1, 1, 1), norms, None)
+    update = UpdateData(gradients=(passes,))
+
+    assert update.on_device
+    (shipped,) = ship(FlushedUpdate(Axes(1, 1, 1, 0.0), Level.NORMAL, updates=(update,))).update.updates
+    assert shipped.gradients[0].norms.is_cpu and not shipped.on_device
