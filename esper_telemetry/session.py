@@ -195,7 +195,7 @@ class TelemetrySession:
 
     @property
     def has_worker(self) -> bool:
-        """True where a worker measures what is submitted, sampled updates too: with a GPU in use, these are measured there."""
+        """True if a worker measures all updates. If a GPU is in use, sampled updates are measured on it."""
         return self._is_offloaded and not torch.cuda.is_initialized()
 
     @property
@@ -280,8 +280,8 @@ class TelemetrySession:
     def submit(self, update: UpdateData) -> None:
         """Add a whole update, to be measured when it is flushed, by the pipeline.
 
-        Its tensors must stay as they are until `flush` returns; a device may write to them afterwards. Those of several ranks are measured
-        at once, and those on a device if the update is sampled or there is no worker.
+        Its tensors must stay as they are until `flush` returns; a device may write to them afterwards. Updates of several ranks are
+        measured at once, and so are updates on a device that are sampled, or if there is no worker.
         """
         if self._active:
             self._serve(partial(self._submit, update))
@@ -297,7 +297,7 @@ class TelemetrySession:
 
     @property
     def _ships(self) -> bool:
-        """True where updates on a device are copied to the host, for a worker to measure them."""
+        """True if updates on a device are copied to the host, for a worker to measure them."""
         return self._is_offloaded and torch.cuda.is_initialized()
 
     @property
@@ -533,7 +533,7 @@ class TelemetrySession:
     def _serve(
         self, call: Callable[[], Result], deferred: Result | None = None, *, is_question: bool = False
     ) -> Result:
-        """Make a call when it is its turn; a forked copy of the process has no other threads, and nothing to wait for."""
+        """Make a call when it is its turn; a forked copy of the process has one thread and need not wait."""
         if os.getpid() != self._pid:
             return call()
         return self._calls.run(call, deferred=cast(Result, deferred), is_question=is_question)

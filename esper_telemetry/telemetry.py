@@ -246,7 +246,7 @@ class Telemetry:
             actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
             stop_on_nonfinite: `backward` raises FloatingPointError, with the parameter's name, at the first gradient that is not finite.
                 Each gradient is checked when it is computed, which on a GPU waits for the device. Not for loops with a gradient scaler,
-                which makes gradients overflow on purpose. At level `off` it has no effect.
+                which makes gradients overflow on purpose. It is ignored at level `off`.
 
         A record holds the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
         gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. A call of the
@@ -280,8 +280,8 @@ class Telemetry:
         """Call `callback(alarm)` when an alarm is raised, gets worse or is over; returns the function that ends this.
 
         It is called on the training thread, at the end of a rollout or of an update, or by `close`. With a worker that is an update or
-        two after the one that shows it. It may change the trainer. What it raises is logged, once, and training goes on; KeyboardInterrupt
-        and SystemExit are not caught. Its time does not count as telemetry's. Of several ranks the first one's callbacks are called.
+        two after the one that shows it. It may change the trainer. What it raises is logged, once, and training continues;
+        KeyboardInterrupt and SystemExit are not caught. Its time is not part of telemetry's. Only the callbacks of rank 0 are called.
 
         Raises:
             TypeError: for what cannot be called.

@@ -135,7 +135,7 @@ print(registered, *[name for name in before if before[name] != after[name]])
 
 
 def test_importing_changes_nothing_global() -> None:
-    """No module of the package but those that are programs: no finder, variable, signal handler, hook, filter or setting of torch."""
+    """Only modules that are programs may set finders, variables, signal handlers, hooks, filters or settings of torch."""
     programs = {"__main__", "sb3_models", "language_models"}
     modules = sorted(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")

@@ -438,10 +438,10 @@ def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: 
         source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
             `attach_trainer` or `Telemetry.watch`.
         name: of the pair, in the keys `grad/pair/{pair}/...`.
-        module, host: parts of the network that one optimizer trains. With a gradient scaler `upstream` has its scale.
+        module, host: parts of the network that one optimizer trains. If there is a gradient scaler, `upstream` has its scale.
 
     Raises:
-        ValueError: one of them has no parameters, or they share some.
+        ValueError: one of them lacks parameters, or they share some.
     """
     own, hosts = ({id(parameter) for parameter in part.parameters()} for part in (module, host))
     if not own or not hosts:

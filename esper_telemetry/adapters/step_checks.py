@@ -1,7 +1,7 @@
 """Sampled updates: one step of the optimizer is copied, for its gradient, the clip, and the change of the weights to be recomputed.
 
 The gradient of the whole loss takes a forward and a backward pass with a copy of the policy, in the worker if there is one, else here.
-Only if the gradient differs from the trainer's, each term and each alternative to it takes a backward pass of its own. Everything else is
+Only if the gradient differs from the trainer's, each term and each alternative to it takes a separate backward pass. Everything else is
 arithmetic on copies of vectors as long as the gradient.
 """
 

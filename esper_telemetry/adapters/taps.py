@@ -1,7 +1,7 @@
 """Listeners on the methods of single objects, and on gradients at the moment before they are clipped.
 
 A foreign trainer is observed on the objects that it holds, never on classes: a tap stands in an object's attributes before one of its
-methods. An object with a tap can be pickled and copied, and comes out without it, so that what is saved during training is clean, and the
+methods. An object with a tap can be pickled and copied, and loses it then, so that what is saved during training is clean, and the
 adapter's own passes through copies of the policy reach no listener.
 
 Norms before clipping are taken where `clip_grad_norm_` receives parameters: the one moment at which every `.grad` is there and none is
@@ -98,8 +98,8 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
 def without_trace(policy: nn.Module) -> Iterator[None]:
     """Context for passes through a copy of a policy; after it the generators of random numbers are what they were.
 
-    Layers such as dropout draw from the global generators and take no other. The buffers are what they were too, and the modules have the
-    attributes that they had, so that every pass begins alike.
+    Layers such as dropout draw from the global generators, and from these only. Buffers and attributes of modules are
+    restored too, so that every pass begins alike.
     """
     buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
     attributes = [(vars(module), dict(vars(module))) for module in policy.modules()]

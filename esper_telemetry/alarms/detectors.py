@@ -189,7 +189,7 @@ class Detectors:
             if not rule.applies(self.facts):
                 return False
             self._judges[rule.type] = copy.deepcopy(rule.judge)
-        except BaseException as error:  # whatever a user's rule raises
+        except BaseException as error:  # from a user's rule
             DECLARATIONS.note(rule, error, name=f"alarm {rule.type}")
             return False
         return True
@@ -337,7 +337,7 @@ class Detectors:
                 if state.is_calm(findings):
                     continue
                 findings = [finding for finding in map(checked, findings) if not math.isnan(finding.severity)]
-            except BaseException as error:  # whatever a user's judge raises
+            except BaseException as error:  # from a user's judge
                 self._containment.note(rule, error, name=f"alarm {rule.type}")
                 continue
             change = state.step(findings, self._update) if findings else None

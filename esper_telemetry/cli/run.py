@@ -272,7 +272,7 @@ class ScriptTelemetry:
             self.telemetry.log(values)
 
     def _failed(self, function: Callable[..., object], error: Exception) -> None:
-        """Count and report what telemetry's own function has raised, in the first record if there is no telemetry yet."""
+        """Count and report what telemetry's own function has raised, in the first record if telemetry has not begun."""
         from esper_telemetry.telemetry import session_of
 
         if self.telemetry is None:

@@ -53,7 +53,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
 MAX_STEPS = 1 << 53
-"""Largest number of steps: float64, in which backends store it, has no odd numbers beyond."""
+"""Largest number of steps: backends store it as float64, which cannot represent larger odd numbers."""
 MAX_ENVS = 1 << 20
 MAX_THREADS = 1 << 12
 MIN_THREADED_WIDTH = 256  # of a network; measured for LSTMs of 64 and 256
@@ -145,7 +145,7 @@ def _prepared(options: Train) -> Prepared:
 
 
 def _check_numbers(options: Train) -> None:
-    """Refuse numbers that are out of range, and paths that are none, such as what an unset shell variable leaves."""
+    """Refuse numbers that are out of range, and empty paths, such as an unset shell variable leaves."""
     with wrong_use():
         for name, low in (("total_steps", 1), ("eval_every", 0), ("checkpoint_every", 0)):
             require_count(name, getattr(options, name), low=low, high=MAX_STEPS)

@@ -40,7 +40,7 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
     Booleans and unsigned integers become int64, so that differences have a sign.
 
     Raises:
-        TypeError: for anything that holds no numbers, and for tensors that are not dense or whose numbers are not real.
+        TypeError: for anything without numbers, and for tensors that are sparse, or quantized, or complex.
         ValueError: for nested lists whose rows differ in length.
     """
     if isinstance(value, Tensor):
@@ -166,7 +166,7 @@ def as_number(value: object, name: str) -> float:
 
 
 def as_setting(value: object, name: str, *, low: float = -math.inf) -> float:
-    """Return a number from `low` on, also infinity, which stands for no limit.
+    """Return a number of at least `low`; infinity means unlimited.
 
     Raises:
         TypeError: for what is not one number.

@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from esper_telemetry.core.messages import did_you_mean
-from esper_telemetry.core.redaction import masked
+from esper_telemetry.core.redaction import error_line, masked
 
 UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Error numbers of the system that mean that a server was not reached."""
@@ -51,6 +51,11 @@ def unreachable(error: BaseException) -> str:
             return "the server does not answer (no answer in time)"
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def client_error(error: BaseException) -> str:
+    """Return an exception of a client in one line: in plain words if a server did not answer, else as `error_line`."""
+    return unreachable(error) or error_line(error)
 
 
 def limit_mlflow_requests() -> None:

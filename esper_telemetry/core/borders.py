@@ -19,11 +19,11 @@ T = TypeVar("T")
 PACKAGE: Final = "esper_telemetry."
 MAX_REASON_CHARACTERS: Final = 200
 SMALLEST_AXIS: Final = -64
-"""Torch's tensors have no more axes."""
+"""Torch limits tensors to 64 axes."""
 
 
 def checked_arguments(**smallest: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that checks the arguments which are annotated as numbers, texts or truth values, and names those that do not fit.
+    """Return a decorator that checks arguments annotated as numbers, texts or booleans, and names wrong ones.
 
     Args:
         smallest: smallest value of a setting, by its name.
@@ -76,7 +76,7 @@ def _check(annotation: str, smallest: float | None) -> Callable[[object, str], A
 
 
 def _is_own(error: Exception) -> bool:
-    """Return whether the package itself has refused something, in a sentence of its own: by a `raise`, not by a call that failed."""
+    """Return whether a `raise` statement of the package made the exception, so that its message is a sentence for users."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -98,7 +98,7 @@ def _shapes(arguments: Mapping[str, Any]) -> str:
 
 
 def _shape(value: Any) -> Iterator[str]:
-    """Yield the shape of an array, or those of the arrays of a mapping; nothing of a setting."""
+    """Yield the shape of an array, or the shapes of the arrays in a mapping; settings are skipped."""
     if isinstance(value, Mapping):
         yield "{" + ", ".join([f"{key}: {''.join(_shape(part)) or shown(part)}" for key, part in value.items()]) + "}"
     elif isinstance(value, str | bytes | None | bool | int | float):

@@ -69,7 +69,7 @@ call_note: Final = CallNote()
 
 
 class Containment:
-    """Calls functions, counts those that raise and warns of each of them once.
+    """Calls functions, counts the exceptions, and warns once per function.
 
     Args:
         banned: names of functions that are not called, because they have ended a process.
@@ -86,7 +86,7 @@ class Containment:
         return errors
 
     def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup | Postponed], object]) -> None:
-        """Hand to `use` the groups of all measurements that do not raise; one that `use` refuses counts as raised."""
+        """Pass to `use` the groups of all measurements that do not raise; an exception of `use` is one of the measurement."""
 
         def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup]) -> None:
             for group in (
@@ -137,7 +137,7 @@ class Containment:
             name = next((metric for metric in metrics if not metric.startswith("<")), _name_of(culprit))
         if name not in self._warned:
             self._warned.add(name)
-            message = "%s failed (%s): what it measures is missing from the records, training goes on"
+            message = "%s failed (%s): what it measures is missing from the records, training continues"
             _logger.warning(
                 message, name, error_line(error), exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None
             )

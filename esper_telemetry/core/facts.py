@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from esper_telemetry.core.arrays import as_number
 from esper_telemetry.core.messages import shown
 from esper_telemetry.core.requirements import require_text, require_truth
 
-NUMBERS: Final = frozenset(
+COUNTS: Final = frozenset({"total_steps", "num_envs", "num_steps", "num_epochs", "num_minibatches", "horizon", "ranks"})
+SETTINGS: Final = frozenset(
     [
-        *("total_steps", "num_envs", "num_steps", "num_epochs", "num_minibatches", "horizon", "ranks", "seed"),
         *("clip", "clip_value", "gamma", "gae_lambda", "learning_rate", "entropy_coef", "value_coef", "max_grad_norm"),
-        *("target_kl", "desired_kl", "reward_threshold", "advantage_std_floor"),
+        *("target_kl", "desired_kl", "reward_threshold", "advantage_std_floor", "advantage_correction", "lstm_size"),
+        *("temperature", "beta"),
     ]
 )
-TEXTS: Final = frozenset(["precision", "policy", "env", "trainer", "optimizer", "activation"])
+TEXTS: Final = frozenset(["precision", "policy", "env", "trainer", "optimizer", "activation", "model", "level"])
 FLAGS: Final = frozenset(
     ["normalize_advantages", "normalize_minibatches", "normalize_observations", "normalize_rewards", "squashed"]
 )
 MAPPINGS: Final = frozenset(["groups", "heads", "thresholds", "unchecked_equations"])
+"""Facts by the type of their value, for users' arguments here and for lines of a journal in `journal.schema`."""
 
 
 def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +41,11 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_fact(name: str, value: Any) -> Any:
-    if name in NUMBERS:
+    if name in COUNTS | SETTINGS:
+        from esper_telemetry.core.arrays import (
+            as_number,  # here, because it imports NumPy, which readers of journals do without
+        )
+
         number = as_number(value, f"fact {name}")
         return int(number) if number.is_integer() else number
     if name in TEXTS:

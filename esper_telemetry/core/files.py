@@ -114,7 +114,7 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Replace the content of a file as a whole or not at all; raises OSError where it cannot be written."""
+    """Replace the content of a file atomically; raises OSError if it cannot be written."""
     with draft_of(path) as draft:
         draft.write_text(content, encoding="utf-8", errors="backslashreplace")
 

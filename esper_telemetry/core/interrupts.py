@@ -18,7 +18,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an exception is a Ctrl-C or comes from a signal handler, and so ends whatever the program was doing.
+    """Return whether an exception is a Ctrl-C or comes from a signal handler, so that it must end the program.
 
     `sys.exit` in a handler of SIGTERM is one, and `sys.exit` in a user's alarm is not. A `KeyboardInterrupt` is one in the main thread,
     unless the process ignores Ctrl-C as a worker does.
@@ -68,7 +68,7 @@ class SerialCalls:
                     self._is_busy = False
 
     def _run_deferred(self) -> None:
-        """Run the calls that wait, and not those which interrupt them: signals may come faster than calls take, and training waits."""
+        """Run the calls that wait, but not calls that arrive meanwhile: signals may be faster than calls, and training waits."""
         for _ in range(len(self._deferred)):
             _run_logged(self._deferred.popleft())
 

@@ -26,7 +26,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value for a message, whatever its own `repr` does."""
+    """Return a short text of a value for a message, also if its `repr` raises."""
     if getattr(value, "is_nested", False):
         return "a nested tensor"
     if getattr(value, "ndim", 0):
@@ -44,14 +44,12 @@ MAX_WORD_CHARACTERS = 200
 
 MAX_LINE_CHARACTERS = 1000
 
-UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\ud800-\\udfff]")
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS},}}")
 
 
 def one_line(message: str) -> str:
-    """Return a message for a terminal: control characters as their escapes, long words and texts shortened."""
-    text = UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], message.strip())
-    text = LONG_WORD.sub(lambda match: f"{match[0][:60]}...{match[0][-20:]}", text)
+    """Return a message on one line, with long words and texts shortened."""
+    text = LONG_WORD.sub(lambda match: f"{match[0][:60]}...{match[0][-20:]}", " ".join(message.split()))
     return text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:300]} ... {text[-100:]}"
 
 

@@ -79,5 +79,5 @@ def part_of(names: Iterable[str], groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def belongs(name: str, members: Sequence[str]) -> bool:
-    """Return True where `members` names the parameter or one of its modules."""
+    """Return whether `members` names the parameter or one of its modules."""
     return any(name == member or name.startswith(f"{member}.") for member in members)

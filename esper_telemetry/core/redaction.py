@@ -143,7 +143,7 @@ def error_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException, size: int) -> str:
-    """Return the message of an exception, whatever its class does: at most `size` characters that any file can hold, without secrets."""
+    """Return the message of an exception without secrets: at most `size` characters that any file can hold, empty if `str` raises."""
     try:
         text = str(error)
     except BaseException as raised:
@@ -155,7 +155,7 @@ def error_text(error: BaseException, size: int) -> str:
 
 
 def error_trace(error: BaseException) -> str:
-    """Return an exception with the lines that it has passed, those of its causes before it; long messages are cut."""
+    """Return the traceback of an exception after the tracebacks of its causes; long messages are cut."""
     parts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(parts) < MAX_CAUSES:
@@ -226,7 +226,7 @@ def _redacted(value: Any, level: Suspicion) -> Any:
 
 def _redacted_mapping(values: Mapping[Any, Any], level: Suspicion) -> dict[Any, Any]:
     """Return the mapping without secrets; in `{"name": N, "value": V}`, as in the settings of a container, the value belongs to N."""
-    level = Suspicion.RANDOM if level is Suspicion.MIXED else level  # the values have names of their own
+    level = Suspicion.RANDOM if level is Suspicion.MIXED else level  # the values have names
     result: dict[Any, Any] = {}
     for (name, own), (original, value) in zip(_masked_names(tuple(map(str, values))), values.items(), strict=True):
         label = suspicion(str(values.get("name"))) if name == "value" else own
@@ -333,7 +333,7 @@ def _masked_values(beginning: re.Pattern[str], text: str, level_of: Callable[[re
             end = begin + len(content)
             is_secret = _is_bare_secret(match, content, level) if kind == "bare" else hides(level, content)
             hidden = _hidden(content) if is_secret else content
-        if hidden != text[begin:end]:  # else it may hold names of its own
+        if hidden != text[begin:end]:  # else it may contain names
             parts += [text[done:begin], hidden]
             done = end
     return "".join([*parts, text[done:]])

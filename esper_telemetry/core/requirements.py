@@ -51,7 +51,7 @@ def require_path(name: str, value: Any) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError(
-            f"{name} must be a path, and there is no home directory of {text.partition(os.sep)[0]}"
+            f"{name} must be a path, and this system lacks a home directory of {text.partition(os.sep)[0]}"
         ) from None
 
 

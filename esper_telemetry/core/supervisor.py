@@ -259,7 +259,7 @@ REPORTED: Final = {"reported": True}
 
 
 class WarningCollector(logging.Handler):
-    """Keeps the warnings of a helper, whose log nobody reads, for the trainer to log."""
+    """Keeps the warnings of a helper process, for the trainer to log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -56,7 +56,7 @@ def choose_norms(device: torch.device) -> Norms:
 
 
 def allow_recurrent_gradients(copy: nn.Module) -> None:
-    """Put recurrent layers of a copy in training mode, without dropout: cuDNN gives no gradients otherwise.
+    """Put recurrent layers of a copy in training mode, without dropout: cuDNN refuses to compute gradients otherwise.
 
     To switch cuDNN off instead would change the kernels of every thread.
     """

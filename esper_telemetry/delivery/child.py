@@ -205,7 +205,7 @@ class TrainerLink:
     Args:
         messages: descriptor that the trainer's lines come from.
         reports: descriptor that takes ours.
-        warnings: those that the trainer is to log.
+        warnings: for the trainer to log.
 
     Attributes:
         gone: whether the trainer has died, or leaves this process to itself.

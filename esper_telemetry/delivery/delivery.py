@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import REPORTED
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
-from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus, one_line
+from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.sinks.protocol import (
     DeadClientError,
@@ -163,7 +164,7 @@ class Delivery:
             return
         try:
             self.sink.import_client()
-        except BaseException as error:  # whatever the modules of a package raise
+        except BaseException as error:  # from the modules of a package
             if is_interrupt(error):
                 raise
             self._disable(self._import_error(error))
@@ -353,7 +354,7 @@ class Delivery:
             return PermanentSinkError(f"it needs a module that is not installed: {error}")
         _logger.debug("sink %s cannot import its client", self.name, exc_info=error)
         kind = DeadClientError if self._in_child else PermanentSinkError
-        return kind(f"its client cannot be imported: {one_line(error)}")
+        return kind(f"its client cannot be imported: {client_error(error)}")
 
     def _disable(self, error: PermanentSinkError) -> None:
         self._calls.record_error(error)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import HIDDEN
 from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.status import clear_under_way, deliveries_under_way, one_line, read_status, replay_command
+from esper_telemetry.delivery.status import clear_under_way, deliveries_under_way, read_status, replay_command
 from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
@@ -135,7 +136,9 @@ def sink_uris(run_dir: Path) -> dict[str, str]:
     """Return the address of each backend that files in a run directory name, by the sink's name."""
     uris = {name: name for name in Cursors(run_dir).names()}
     uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(run_dir).items()}
-    return {name: uri for name, uri in uris.items() if uri}  # a sink that exists in a program only has no spelling
+    return {
+        name: uri for name, uri in uris.items() if uri
+    }  # a sink that exists in a program only cannot be written as an address
 
 
 def doctor(
@@ -188,7 +191,7 @@ def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkChec
     try:
         sink = as_sink(uri)
     except (ValueError, TypeError, ImportError) as error:
-        return SinkCheck(name, reason=f"cannot be made from its name here ({one_line(error)})")
+        return SinkCheck(name, reason=f"cannot be made from its name here ({client_error(error)})")
     return check_backend(directory, sink, name=name, ended=ended)
 
 
@@ -197,7 +200,7 @@ def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> Sin
     try:
         result = audit(directory, sink)
     except Exception as error:  # whatever a client raises whose server does not answer
-        return SinkCheck(name, reason=f"cannot be read: {one_line(error)}", unreadable=True)
+        return SinkCheck(name, reason=f"cannot be read: {client_error(error)}", unreadable=True)
     if result is None:
         return SinkCheck(name, reason="cannot say what it holds")
     if result.missing:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
 from esper_telemetry.delivery.cursors import Cursors
@@ -32,7 +33,6 @@ from esper_telemetry.delivery.status import (
     SinkReport,
     SinkState,
     SinkStatus,
-    one_line,
     replay_command,
     sink_report,
     sinks_by_name,
@@ -312,7 +312,7 @@ class Deliveries:
         self._threads.append(thread)
 
     def _refuse(self, name: str, error: BaseException) -> None:
-        cause = one_line(error)
+        cause = client_error(error)
         self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
         remedy = "" if self._journal.run_dir is None else "; the journal keeps the records, and replay sends them later"
         _logger.warning(

@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.backends import client_error
 from esper_telemetry.core.files import open_own
 from esper_telemetry.core.record import Alarm, Record
 from esper_telemetry.core.supervisor import REPORTED
-from esper_telemetry.delivery.status import one_line
 from esper_telemetry.journal.lines import JournalEvent, encode_record, to_json
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, Sink, SupportsAlarms, SupportsOutcome
 
@@ -169,7 +169,7 @@ class SinkCalls:
     def record_error(self, error: BaseException) -> None:
         """Count an error that the caller warns of."""
         self.errors += 1
-        self.last_error = one_line(error)
+        self.last_error = client_error(error)
         _logger.debug("sink %s raised", self._name, exc_info=error)
 
 

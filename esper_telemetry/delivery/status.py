@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.backends import unreachable
 from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.record import SinkLag
-from esper_telemetry.core.redaction import error_line, redacted
+from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.cursors import run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
@@ -175,11 +174,6 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on:
         quarantined=status.quarantined,
         goes_on=goes_on,
     )
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception as `error_line`, or in plain words if it says that a server does not answer."""
-    return unreachable(error) or error_line(error)
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
+from esper_telemetry.core.backends import SQLITE, check_tracking_uri, client_error, unreachable, wandb_records
 from esper_telemetry.core.files import MAX_JSON_FILE_BYTES, parse_json, read_file
-from esper_telemetry.core.redaction import error_line, masked
+from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
 
@@ -378,7 +378,7 @@ def read_mlflow(address: str) -> LoggedRun:
     except Exception as error:  # of MLflow, or of the client of a database
         if isinstance(error, MlflowException) and error.error_code == RUN_MISSING:
             raise ValueError(f"MLflow at {where} has no run {query} to read") from None
-        raise ValueError(f"MLflow at {where} cannot be read: {unreachable(error) or error_line(error)}") from None
+        raise ValueError(f"MLflow at {where} cannot be read: {client_error(error)}") from None
     points = {
         key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
         for key, metrics in history.items()

@@ -429,7 +429,7 @@ class JournalReader:
         """Return complete lines after the offset, about `CHUNK_BYTES` of them, and move the offset behind them."""
         size = CHUNK_BYTES
         while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0 or chunk.startswith(b"\n"):
-            if chunk.startswith(b"\n"):  # empty lines are no lines: a compressed file may hold millions of them
+            if chunk.startswith(b"\n"):  # empty lines are skipped: a compressed file may contain millions
                 self.offset += len(chunk) - len(chunk.lstrip(b"\n"))
                 continue
             if len(chunk) < size:
@@ -498,7 +498,7 @@ def damage_sentence(path: Path, lines: Sequence[int]) -> str:
 
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of the journal in a run directory; raises FileNotFoundError if there is none, ValueError for what is no path."""
+    """Return the path of the journal in a run directory; raises FileNotFoundError if it does not exist, ValueError for an invalid path."""
     directory = require_path("the run directory", run_dir)
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
@@ -509,7 +509,7 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_abandoned(run_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a journal holds no whole line but an end: its trainer was killed before it had written the first one."""
+    """Return whether a journal has neither a run nor records: its trainer was killed before it had written the first line."""
     path = Path(run_dir) / JOURNAL_NAME
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:

@@ -37,7 +37,7 @@ from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.journal import schema
 
 MAX_ITEMS: Final = 100_000
-"""Items of one value that a line holds, at all depths; the rest is counted."""
+"""Items of one value in a line, on all levels together; the rest is counted."""
 MAX_LIST_ITEMS: Final = 10_000
 """Items of one list or mapping in it."""
 MAX_TEXT_CHARACTERS: Final = 50_000
@@ -51,7 +51,7 @@ def plain(value: Any, *, depth: int = 16) -> Any:
     """Return the value as JSON that a person can read: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
 
     Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
-    is text too, so a structure that contains itself ends. Any value can be given: one whose own code raises becomes the name of its class,
+    is text too, so a structure that contains itself ends. Any value can be given: if its code raises, it becomes the name of its class,
     and `MAX_ITEMS` and `MAX_TEXT_CHARACTERS` bound the result.
     """
     return _PlainConverter().convert(value, depth)
@@ -66,7 +66,7 @@ class _PlainConverter:
     def convert(self, value: Any, depth: int) -> Any:
         try:
             return self._convert(value, depth)
-        except BaseException as error:  # whatever a class of the user's raises
+        except BaseException as error:  # from a class of the user's
             if is_interrupt(error):
                 raise
             return f"<{type(value).__name__}>"
@@ -160,7 +160,7 @@ Entry = RunInfo | Record | Alarm | JournalEvent | End
 def encode_run(info: RunInfo) -> dict[str, Any]:
     """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved.
 
-    Descriptions of keys may follow in lines of their own.
+    Descriptions of keys may follow in other lines.
     """
     resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
     shown = redacted({name: plain(getattr(info, name)) for name in ("config", "facts", "tags", "notes", "name")})

@@ -53,7 +53,7 @@ class TrainerLock:
                 raise
             except OSError:
                 break  # a file system without locks: no process can see who trains
-            if not os.fstat(self._descriptor).st_nlink:  # whoever held the lock has removed its file meanwhile
+            if not os.fstat(self._descriptor).st_nlink:  # the holder of the lock has removed its file meanwhile
                 self.close()
         reference = weakref.ref(self)
 

@@ -26,7 +26,7 @@ class MemoryJournal:
 
     Attributes:
         run_dir: None.
-        is_deleted: False: there is no file.
+        is_deleted: False, since it is not a file.
         records: number of records that were given to `write`.
         lost: number of records that a reader lost because too many waited for it.
     """

@@ -96,7 +96,7 @@ def unpack(packed: Path, path: Path) -> None:
 
 
 def pack(path: Path) -> Path:
-    """Compress a journal that is no longer written, and remove it once the result is read back the same.
+    """Compress a finished journal, and remove it once the result has been read back and is equal.
 
     Raises OSError, and leaves the journal as it is, if the disk cannot hold both.
     """

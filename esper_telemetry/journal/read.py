@@ -82,7 +82,7 @@ def read_contents(
         known: summary of the first lines, after which reading begins.
         values: False to leave out the values of records, which need not be understood then: that takes a fiftieth of the time.
 
-    Raises FileNotFoundError if there is none, ValueError if it does not say which run it is.
+    Raises FileNotFoundError if it does not exist, ValueError if it does not say which run it is.
     """
     path = journal_path(run_dir)
     info, axes, records, seq, status, lost, failure, _, offset = (

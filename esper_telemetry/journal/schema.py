@@ -11,6 +11,7 @@ from math import hypot, isfinite
 from sys import float_info
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.core import facts
 from esper_telemetry.core.record import MAX_COUNT, Axes, MetricInfo
 
 MAX_TIME: Final = 253_402_300_799
@@ -138,17 +139,9 @@ TASK_EVENTS: Final = "task/"
 
 OTHER_FACT: Final = Form("a finite number", lambda value: not isinstance(value, int) or NUMBER.accepts(int(value)))
 FACTS: Final[Mapping[str, Form]] = {
-    **dict.fromkeys(
-        ("total_steps", "num_envs", "num_steps", "num_epochs", "num_minibatches", "ranks", "horizon"), STEPS
-    ),
-    **dict.fromkeys(
-        ("lstm_size", "reward_threshold", "learning_rate", "gamma", "gae_lambda", "clip", "clip_value"), SETTING
-    ),
-    **dict.fromkeys(("max_grad_norm", "value_coef", "entropy_coef", "target_kl", "desired_kl"), SETTING),
-    **dict.fromkeys(("advantage_std_floor", "advantage_correction", "temperature", "beta"), SETTING),
-    **dict.fromkeys(
-        ("env", "trainer", "policy", "model", "precision", "optimizer", "activation", "level"), optional(TEXT)
-    ),
+    **dict.fromkeys(facts.COUNTS, STEPS),
+    **dict.fromkeys(facts.SETTINGS, SETTING),
+    **dict.fromkeys(facts.TEXTS, optional(TEXT)),
     "groups": optional(object_of(TEXTS, "an object of lists of texts")),
     "heads": optional(NAMED_TEXTS),
     "value_head": optional(TEXTS),
@@ -208,7 +201,7 @@ def kind_of(value: Any) -> str:
 
 
 def are_usual(axes: Axes) -> bool:
-    """Return True for axes that need no `check`, which takes three times as long."""
+    """Return whether axes are valid; `check` finds the reason, and takes three times as long."""
     update, env_step, gradient_step = axes.update, axes.env_step, axes.gradient_step
     return (
         type(update) is type(env_step) is type(gradient_step) is int
@@ -236,11 +229,11 @@ def check_event(kind: str, data: Mapping[str, Any]) -> None:
     check(data, forms, f"{kind} event", required=required)
 
 
-def wrong_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+def wrong_facts(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the reason why a fact is left out, by its name: it has another form."""
     return {
         name: f"{name} of facts is {kind_of(value)}, not {form.expected}"
-        for name, value in facts.items()
+        for name, value in given.items()
         if not (form := FACTS.get(name, OTHER_FACT)).accepts(value)
     }
 

@@ -149,7 +149,7 @@ class TelemetryHealth(Derived):
         Metric.count("perf/d2h_copies", 962, "copies from the device", level=Level.MINIMAL)
         .asks("How many copies from the device to the host did telemetry make in this update?")
         .bounds(
-            healthy="at most 50: one for each column of an update; 0 where training is on the CPU",
+            healthy="at most 50: one for each column of an update; 0 if training is on the CPU",
             source="none of them is waited for",
         )
     )
@@ -208,7 +208,7 @@ class TelemetryHealth(Derived):
         )
         .asks(
             "Of how many minibatches was one measured, because the update has too many rows for a core? Sums, counts and extremes over "
-            "minibatches are those of the measured ones."
+            "minibatches include only the measured ones."
         )
         .absent("every minibatch was measured")
     )

@@ -68,7 +68,7 @@ from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
-"""End of the journal that is judged again when a run resumes without a snapshot: some 200 records, a second."""
+"""End of the journal that a run without a snapshot evaluates again when it resumes: some 200 records, a second."""
 EARLIER_SAMPLES: Final = 200
 """Records before that, from all of the run, which show the course of its return."""
 DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
@@ -212,7 +212,7 @@ class FlushedUpdate(NamedTuple):
         unmeasured: what was to be measured was left out, because the worker was too far behind.
         minibatch_stride: one minibatch in so many was shipped; 1 if all were.
         copies: from a device to the host, of its tensors.
-        devices: their memory, where another process makes the record than the one that uses them.
+        devices: memory of the devices that the trainer uses, which only its own process can see.
     """
 
     axes: Axes
@@ -413,7 +413,7 @@ class InProcessPipeline:
         return RunState({"series": RunHistory(self._facts), **detector.state()}, detector.references)
 
     def _save_snapshot(self) -> None:
-        """Save histories and alarms for the next part of the run, once the journal holds what they follow from."""
+        """Save histories and alarms for the next part of the run, once the journal has all records that they depend on."""
         detector = self._detector
         if self._snapshots is None or self._journal.run_dir is None or not isinstance(detector, SupportsSnapshot):
             return

@@ -88,7 +88,7 @@ class AlarmResponse:
         """Return the level of the update that begins now; asked again before `end_update`, the same.
 
         Args:
-            late: whether the worker is behind, so that it gets no more than NORMAL.
+            late: whether the worker is behind, so that it gets NORMAL at most.
         """
         if not self._begun:
             self._begun = True

@@ -61,7 +61,7 @@ PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "t
 """Packages whose versions the run line tells."""
 
 NO_WORKER: Final = (
-    "esper-telemetry: cannot start the process that summarises updates (%s): training goes on and does it itself, which takes more of its"
+    "esper-telemetry: cannot start the process that summarises updates (%s): training continues and does it itself, which takes more of its"
     " time"
 )
 
@@ -103,7 +103,7 @@ class RunPosition(NamedTuple):
 
 
 class RecordTotals(NamedTuple):
-    """Records of a run: those that were made, those of them that its journal lacks, and whether someone has deleted the journal."""
+    """Records of a run: how many were made, how many of them the journal lacks, and whether someone has deleted the journal."""
 
     made: int = 0
     missing: int = 0
@@ -116,7 +116,7 @@ class RecordTotals(NamedTuple):
         why = "the journal was deleted" if self.is_deleted else "the disk did not take them"
         nowhere = self.made - max([self.made - self.missing, *taken.values()])
         held = ", ".join(f"{name} has {count:,}" for name, count in taken.items() if count)
-        kept = f"; {nowhere:,} exist nowhere" + (f" ({held})" if held else "") if nowhere else f", but {held}"
+        kept = f"; {nowhere:,} are lost" + (f" ({held})" if held else "") if nowhere else f", but {held}"
         return f"{self.missing:,} of {self.made:,} records are not in the journal, because {why}{kept}"
 
 
@@ -293,7 +293,7 @@ def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:
 
 
 def _without_secrets(run: RunInfo) -> RunInfo:
-    """Return the run with stars for its secrets, and for those of the command wherever the run repeats them."""
+    """Return the run with stars for its secrets, and for secrets of the command that it repeats."""
     texts = {name: getattr(run, name) for name in ("config", "facts", "tags", "notes", "name")}
     shown = redacted({**texts, "command": sys.argv})
     return replace(run, **{name: shown[name] for name in texts})
@@ -321,7 +321,9 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
     try:
         replace_file(run_dir / "config.json", json.dumps(plain(settings), indent=2) + "\n")
     except OSError as error:
-        message = "esper-telemetry: cannot write config.json in %s (%s); training goes on, and the journal holds it too"
+        message = (
+            "esper-telemetry: cannot write config.json in %s (%s); training continues, and the journal holds it too"
+        )
         _logger.warning(message, run_dir, error.strerror)
 
 
@@ -368,7 +370,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
         if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in INVALID_PATH_ERRORS:
             raise
         message = (
-            "esper-telemetry: %s: training goes on without journal, and sinks that need a run directory get nothing;"
+            "esper-telemetry: %s: training continues without journal, and sinks that need a run directory get nothing;"
             " pass a run directory that can be written"
         )
         _logger.warning(message, error)
@@ -425,9 +427,7 @@ def _locked(directory: Path, name: str) -> TrainerLock | None:
     except BlockingIOError:
         raise BlockingIOError(f"{name} is still being trained: a run goes on in one process at a time") from None
     except OSError as error:
-        message = (
-            "esper-telemetry: cannot lock run directory %s (%s): training goes on; let no other process resume this run"
-        )
+        message = "esper-telemetry: cannot lock run directory %s (%s): training continues; let no other process resume this run"
         _logger.warning(message, directory, error.strerror)
         return None
 

@@ -98,7 +98,7 @@ class Sampling:
         """Return whether the update that begins now is sampled; call it once per update.
 
         Args:
-            raised: whether an alarm has raised its level, so that it is, whatever it costs; unless the worker is behind.
+            raised: whether an alarm has raised its level; then it is sampled at any cost, unless the worker is behind.
         """
         raised = raised and not self.is_late
         self._sampled, self._escalated = self.due, raised

@@ -1,7 +1,7 @@
 """Copies of an update's tensors from a GPU to the host, which the training thread begins and does not wait for.
 
 To measure an update on a GPU takes a thousand small kernels, to copy its columns some thirty copies; the worker then measures on the CPU.
-The copies stand in the trainer's stream, so what the trainer writes to these tensors later comes after them.
+The copies are enqueued on the trainer's stream, so the trainer cannot overwrite a tensor before it has been copied.
 """
 
 from __future__ import annotations

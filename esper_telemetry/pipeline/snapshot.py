@@ -105,7 +105,7 @@ class SnapshotFile:
                     return None
                 modules = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
                 return contents, _StateUnpickler(file, self._static, references, modules).load()
-        except Exception as error:  # whatever is in a file that someone has edited
+        except Exception as error:  # someone may have edited the file
             _logger.debug("the snapshot of the histories cannot be used: %s", error)
             return None
 
@@ -142,7 +142,7 @@ def known_contents(run_dir: Path) -> JournalContents | None:
 
 
 def _opened(run_dir: Path) -> tuple[Mapping[str, Any], JournalContents, IO[bytes]]:
-    """Return the head of a snapshot, the contents of the journal, and the file at its state; raises whatever does not fit."""
+    """Return the head of a snapshot, the contents of the journal, and the file at its state; raises if one of them does not fit."""
     file = (run_dir / SNAPSHOT_NAME).open("rb")
     try:
         head = json.loads(file.readline(CHECKED_BYTES))
@@ -217,5 +217,5 @@ class _StateUnpickler(pickle.Unpickler):
         is_ours = module.startswith(STATE_MODULES) or module in DATA_MODULES or module in self._modules
         found = getattr(sys.modules.get(module), name, None) if is_ours else None
         if not isinstance(found, type):
-            raise pickle.UnpicklingError(f"a snapshot holds no {module}.{name}")
+            raise pickle.UnpicklingError(f"a snapshot cannot contain {module}.{name}")
         return found

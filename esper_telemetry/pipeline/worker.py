@@ -131,7 +131,7 @@ def can_use_worker(settings: PipelineSettings) -> bool:
 
 
 def worker_threads() -> int:
-    """Return the threads of a worker: one beside a trainer on the CPU, more where a GPU leaves cores idle and makes large updates."""
+    """Return the threads of a worker: one for a trainer on the CPU, more if a GPU leaves cores idle and makes large updates."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKER_THREADS, cores // 4)) if torch.cuda.is_initialized() else 1
 
@@ -221,9 +221,9 @@ class WorkerPipeline:
 
     @property
     def is_late(self) -> bool:
-        """True while updates wait for the worker: it should get less to do."""
+        """True while updates wait for the worker: it should get less to do. A sampled update that it works on may have 20 MB itself."""
         behind = time.monotonic() - self._in_time_at > LATE_SECONDS
-        return self._fallback is None and (behind or self._waiting_bytes > MAX_WAITING_BYTES // 4)
+        return self._fallback is None and (behind or self._waiting_bytes > MAX_WAITING_BYTES // 2)
 
     @property
     def _waiting_bytes(self) -> int:
@@ -411,7 +411,7 @@ class WorkerPipeline:
         self._continue_here(calls, culprit, deadline)
 
     def _continue_here(self, calls: Sequence[tuple[str, tuple[Any, ...]]], culprit: str, deadline: float) -> None:
-        """Make the calls that the journal shows no trace of, and report the alarms of the others."""
+        """Repeat the calls whose results are missing from the journal, and report the alarms of the others."""
         numbers = [_seq(*call) for call in calls]
         last, entries = self._last_seq(numbers)
         self._journal.go_on()

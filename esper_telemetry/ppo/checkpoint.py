@@ -214,7 +214,7 @@ class Checkpoints:
             if not self._warned:
                 self._warned = True
                 message = (
-                    "esper-telemetry: cannot write a checkpoint to %s (%s): training goes on; the last one that was written stays,"
+                    "esper-telemetry: cannot write a checkpoint to %s (%s): training continues; the last one that was written stays,"
                     " and the next is tried when it is due"
                 )
                 _logger.warning(message, self.latest.parent, error.strerror)

@@ -153,7 +153,7 @@ class PPO:
         return evaluation
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training goes on from."""
+        """Return everything that training continues from."""
         return checkpoint.state_of(self)
 
     def save(self, path: str | Path) -> Path:

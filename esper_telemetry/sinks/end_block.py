@@ -85,7 +85,7 @@ class RunEnd:
         causes = [cause for number in numbers if (cause := cards.cause(number)) and cause.type != RUN_FAILED]
         if not numbers:
             explained = "no alarm explains it" if cards.tone is Tone.WARN else "no alarm was raised"
-            yield EndBlockLine("the journal holds no alarm" if self.loss else explained)
+            yield EndBlockLine("the journal does not contain an alarm" if self.loss else explained)
         elif causes:
             yield EndBlockLine("what went wrong", "bold")
             for cause in causes[:MAX_INCIDENTS]:

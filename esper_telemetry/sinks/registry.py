@@ -106,7 +106,7 @@ def sink_from_uri(uri: str) -> Sink:
         ValueError: for an unknown name or option, with the known ones.
         ModuleNotFoundError: with the install command, where the sink's package is missing.
     """
-    if not uri.isprintable():  # clients and files take no control characters, and no bytes that are not UTF-8
+    if not uri.isprintable():  # clients and files refuse control characters and invalid UTF-8
         raise ValueError(f"a sink URI must not contain unprintable characters, got {masked(uri)!r}")
     address, _, query = uri.partition("?")
     name, _, rest = address.partition(":")

@@ -94,6 +94,6 @@ def update_extensions() -> tuple[type[UpdateExtension], ...]:
     for entry in entry_points(group=GROUP):
         try:
             classes.append(entry.load())
-        except (Exception, SystemExit) as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # from a plugin
             _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error_line(error))
     return tuple(classes)

@@ -216,7 +216,7 @@ class GradientTap:
         """Contain exceptions; each is logged once."""
         try:
             yield
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # whatever it is, training continues
             self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
 
     def _parameters(self) -> Iterator[Tensor]:

@@ -43,7 +43,7 @@ class PolicyPickle(NamedTuple):
 
 
 def policy_copy(policy: nn.Module) -> Any:
-    """Return a copy of a policy with tensors of its own and without its optimizer: a pass through the policy itself may write to it.
+    """Return a copy of a policy with copies of its tensors and without its optimizer: a pass through the policy may write to it.
 
     Raises:
         TypeError: if the policy cannot be copied.
@@ -148,7 +148,7 @@ class TensorPickler:
 
     @property
     def is_portable(self) -> bool:
-        """True if the process that is to load it can: another one has no class of the script's, and no tensor on a device."""
+        """True if another process can load it: it cannot import classes of the script, nor use tensors on a device."""
         return self._local or (b"__main__" not in self.content and all(tensor.is_cpu for tensor in self.tensors))
 
     def _leave_out(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:

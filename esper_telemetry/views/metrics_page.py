@@ -40,7 +40,7 @@ Entropies and divergences are in *nats*, natural logarithms; a *decade* is a fac
 
 **An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
 named in `code`. *Made by* names the function, the field of its group, the arguments or keys that it is computed from, and the modules
-that call the function, all below `esper_telemetry`. *For* names who needs the metric and where it is shown. Then comes small print: the
+that call the function, all below `esper_telemetry`. *For* names who needs the metric and where it is shown. Small print follows: the
 number of the metric (`TELE-101`), its unit and range, how an update's minibatches become one number, when it is measured, how much it
 matters, and the release that added it. `critical` alone shows a run to be broken, `high` is a headline, `detail` supports other metrics.
 
@@ -49,7 +49,7 @@ alarms and verdicts. A *developer* finds faults by its bounds and alarms, or at 
 that does not depend on the machine.
 
 **Numbers** of metrics are public and never change. Values are float64 from the reduction to the journal and the backends; TensorBoard
-stores float32. A value has no default: it is absent if it is undefined.
+stores float32. Values do not have defaults: an undefined value is absent.
 
 **Levels**: `minimal` has one headline per family and everything that alone shows a run to be broken; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of
@@ -145,7 +145,7 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
 
 
 def _lineage(entry: MetricEntry) -> Iterator[str]:
-    """Yield where the value comes from, and who needs it where."""
+    """Yield the source of the value, and its readers."""
     made, read = emitter(entry.metric.key), readers(entry)
     field = f"{made.group.rpartition('.')[2]}.{made.field}"
     text = f"made by {_listed(made.functions)} as `{field}`" if made.functions else f"made as `{field}`"

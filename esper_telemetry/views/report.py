@@ -58,7 +58,7 @@ def report_html(views: Sequence[RunView]) -> str:
 
 
 def write_run_report(run_dir: Path) -> None:
-    """Write the page of a run into its directory; what fails costs a warning, as training goes on after it."""
+    """Write the page of a run into its directory; what fails costs a warning, as training continues after it."""
     try:
         replace_file(run_dir / REPORT_NAME, report_html([open_view(run_dir, judged=True)]))
     except (Exception, SystemExit) as error:  # an installed plugin's code among others

@@ -1,4 +1,4 @@
-"""Checks pass rows through copies of the policy: a thread that acts meanwhile sees the policy as it is, whatever a check does or raises."""
+"""Checks pass rows through copies of the policy: a thread that acts meanwhile sees the unchanged policy, also if a check raises."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Actor:
 
     Attributes:
         states: what the thread saw in each check, after the state before it and before the state after it.
-        weights_differ: the pass of a check was with other weights than those of the policy.
+        weights_differ: a check has used other weights than the policy's.
     """
 
     def __init__(self, policy: Any, monkeypatch: pytest.MonkeyPatch, *, raised_in: int) -> None:
@@ -112,7 +112,7 @@ def trained(own: PPO, run_dir: Path, **settings: Any) -> PPO:
 def test_a_thread_that_acts_during_checks_sees_the_policy_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_in: int
 ) -> None:
-    """The third pass after a backward pass is that with moved weights."""
+    """The third pass after a backward pass uses moved weights."""
     alone = model().learn(3 * 64)
     own = model()
     actor = Actor(own.policy, monkeypatch, raised_in=raised_in)

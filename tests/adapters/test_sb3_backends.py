@@ -64,7 +64,7 @@ def measured(values: Mapping[str, float]) -> dict[str, float]:
 def test_both_callbacks_share_one_run_of_wandb(tmp_path: Path) -> None:
     """Their rows and ours, models, gradients; the run ends as its owner ends it.
 
-    They log with `step=`, later than the training goes on: of our records within one step of theirs the newest is there, each once.
+    They log with `step=`, later than the training continues: of our records within one step of theirs the newest is there, each once.
     """
     done = subprocess.run([sys.executable, "-c", BESIDE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

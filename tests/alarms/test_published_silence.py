@@ -480,7 +480,7 @@ def test_a_controller_without_gradients_has_no_learning_rate() -> None:
 
 
 def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
-    """One minibatch of a seed exceeds sixty clip limits, and one in a hundred ten; three epochs in a row are no chance."""
+    """One minibatch of a seed exceeds sixty clip limits, and one in a hundred ten; three epochs in a row cannot be chance."""
     one = {
         "seed/exploding": 0.9,
         "seed/largest/environment": 3.0,

@@ -150,7 +150,7 @@ JUDGES: dict[str, Callable[[View], Any]] = {
     "no findings": lambda view: None,
     "a tuple": lambda view: [(0.9, "my/x")],
     "a severity in words": lambda view: [Finding("high", "my/x")],  # type: ignore[arg-type]
-    "a key that is none": lambda view: [Finding(1.0, 3)],  # type: ignore[arg-type]
+    "a number as key": lambda view: [Finding(1.0, 3)],  # type: ignore[arg-type]
 }
 
 
@@ -226,4 +226,4 @@ def test_a_detector_that_fails_costs_verdicts_and_no_record(
         raise ArithmeticError
 
     assert [record.values["my/x"] for record in read_run(tmp_path).records] == [2.0, 2.0, 2.0]
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text

@@ -35,7 +35,7 @@ def named(*optimizers: dict[str, float] | list[dict[str, Any]]) -> dict[str, flo
         # one rate is `opt/lr`, of however many groups and optimizers
         ([{"trunk pi log_std vf": 0.1}], {}),
         ([{"trunk": 0.1, "pi log_std": 0.1}, {"vf": 0.1}], {}),
-        # two optimizers, and two groups of one; what serves both belongs to the one that trains it
+        # two optimizers, one with two groups; a shared parameter belongs to the optimizer that trains it
         ([{"pi log_std": 0.1}, {"vf": 0.2}], {"actor": 0.1, "critic": 0.2}),
         ([{"trunk pi log_std": 0.1, "vf": 0.2}], {"actor": 0.1, "critic": 0.2}),
         ([{"trunk": 0.1, "pi": 0.2, "vf": 0.3}], {"shared": 0.1, "actor": 0.2, "critic": 0.3}),
@@ -43,7 +43,7 @@ def named(*optimizers: dict[str, float] | list[dict[str, Any]]) -> dict[str, flo
         ([{"pi": 0.1, "log_std": 0.2}], {"actor": 0.1, "actor_2": 0.2}),
         # a group of both parts has only its place among all
         ([{"log_std": 0.2, "trunk pi vf": 0.1}], {"actor": 0.2, "group_1": 0.1}),
-        # a name of its own comes first
+        # the parameter's own name comes first
         ([[{"params": ["pi"], "name": "head"}, {"params": ["vf"], "lr": 0.1}]], {"head": 0.5, "critic": 0.1}),
     ],
 )

@@ -88,7 +88,7 @@ os.write(int(sys.argv[1]), ascii(sys.path).encode() + b"\\n" + subprocess.check_
 def test_a_helper_has_the_import_path_of_this_process_and_what_it_starts_has_not(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as that of a script in a folder with a `logging.py` of its own."""
+    """Such as the path of a script in a folder that contains a `logging.py`."""
     folder = str(tmp_path / "it's \udcff")
     monkeypatch.syspath_prepend(folder)
     path = [str(Path(entry).absolute()) for entry in sys.path]

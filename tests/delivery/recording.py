@@ -168,7 +168,7 @@ class ExitingSink(RecordingSink):
 
 
 class NoisySink(RecordingSink):
-    """Prints where nobody wants to see it, asks for input, and warns of what it leaves out."""
+    """Prints, asks for input, and warns of left-out values."""
 
     def open(self, run: RunInfo) -> None:
         print("noise of a backend")

@@ -56,7 +56,7 @@ def train(run_dir: Path, *, worker: bool) -> str:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose records were made in its own process; what it printed is in `printed.txt` beside it."""
+    """A run whose records were made in its own process; its output is in `printed.txt` next to it."""
     directory = tmp_path_factory.mktemp("in_process")
     (directory / "printed.txt").write_text(train(directory / "run", worker=False))
     return directory / "run"

@@ -170,7 +170,7 @@ def test_a_journal_whose_only_run_line_is_damaged_says_why(tmp_path: Path) -> No
 def test_a_line_that_is_too_long_is_left_out_and_never_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of 100 bytes where 64 are the most; and one that has no end yet."""
+    """A line of 100 bytes, if the limit is 64; and a line whose end is not written yet."""
     monkeypatch.setattr(journal_file, "CHUNK_BYTES", 16)
     monkeypatch.setattr(journal_file, "MAX_LINE_BYTES", 64)
     (tmp_path / JOURNAL_NAME).write_bytes(to_json(END) + b"9" * 100 + b"\n" + to_json(END) + b"9" * 100)
@@ -224,7 +224,7 @@ def test_a_bomb_is_read_up_to_a_multiple_of_its_size(tmp_path: Path, monkeypatch
 
 
 def test_millions_of_empty_lines_are_no_lines(tmp_path: Path) -> None:
-    """In steps of any length; the line behind them is found."""
+    """The line after them is found, also if one entry is read per call."""
     journal = to_json(RUN) + b"\n" * 3_000_000 + to_json(encode_end(RunStatus.FINISHED, seq=1))
     reader = JournalReader(journal_path(packed_run(tmp_path / "run", gzip.compress(journal))))
 

@@ -1,4 +1,4 @@
-"""Data that no metric can be computed from, and settings that are no numbers, are refused in one sentence with the value or the shapes."""
+"""Invalid data and settings are refused in one sentence with the value or the shapes."""
 
 from __future__ import annotations
 

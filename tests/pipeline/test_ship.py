@@ -1,4 +1,4 @@
-"""Updates on a GPU are copied to the host without waiting, and measured there as those of a trainer on the CPU."""
+"""Updates on a GPU are copied to the host asynchronously, and measured there like updates on the CPU."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_of_a_large_update_whole_minibatches_travel_the_first_and_the_last_among
 
 
 def test_a_record_says_how_many_minibatches_stand_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its means are near those of all, nothing is said to be missing, and no alarm follows."""
+    """It has all metrics of minibatches, and does not raise an alarm."""
     monkeypatch.setattr(ship_module, "MAX_MINIBATCH_ROWS", 64)
     with pretended_gpu(), Telemetry(run_dir=tmp_path / "run") as telemetry:
         ppo = trainer({}, "cuda")

@@ -95,12 +95,12 @@ def test_a_worker_that_cannot_be_ended_costs_the_journal_and_not_the_training(
         (
             RecordTotals(21, 21),
             {},
-            "21 of 21 records are not in the journal, because the disk did not take them; 21 exist nowhere",
+            "21 of 21 records are not in the journal, because the disk did not take them; 21 are lost",
         ),
         (
             RecordTotals(21, 13),
             {"console": 8, "tensorboard": 10},
-            "13 of 21 records are not in the journal, because the disk did not take them; 11 exist nowhere"
+            "13 of 21 records are not in the journal, because the disk did not take them; 11 are lost"
             " (console has 8, tensorboard has 10)",
         ),
         (

@@ -1,4 +1,4 @@
-"""Whatever a user's alarm returns, raises or does, every update is recorded, and training goes on."""
+"""Every update is recorded and training continues, also if a user's alarm raises, exits or returns invalid values."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_rule_that_cannot_be_asked_whether_it_applies_is_named_once(
     train(Telemetry(run_dir=tmp_path, alarms=rule(Returning("nothing"), type="my/asked", applies=broken)))
 
     assert [one.getMessage() for one in caplog.records if "my/asked" in one.getMessage()] == [
-        "alarm my/asked failed (SystemExit: 2): what it measures is missing from the records, training goes on"
+        "alarm my/asked failed (SystemExit: 2): what it measures is missing from the records, training continues"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Copies of a policy within this process: with tensors of their own, whatever their classes, functions and attributes are."""
+"""Copies of a policy within this process: they share none of its tensors, also if its classes cannot be pickled."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_severities_are_those_of_the_journal(tmp_path: Path) -> None:
 
 
 def test_a_spike_and_a_gap_of_a_long_run_are_kept(tmp_path: Path) -> None:
-    """One of 2,000 updates has a norm of 500, a hundred times the first threshold of 10 clip limits; two have none that is finite."""
+    """One of 2,000 updates has a norm of 500, a hundred times the first threshold of 10 clip limits; two norms are not finite."""
 
     def values(update: int) -> dict[str, float]:
         if update > 1998:

@@ -482,7 +482,7 @@ def test_wrong_use_of_watch_is_one_sentence(
 
 @pytest.fixture
 def tmux() -> Iterator[Callable[..., str]]:
-    """A function that calls tmux with a server of its own; the path of a socket has at most 107 bytes."""
+    """A function that calls tmux with a separate server; the path of a socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="tmux", dir="/tmp") as folder:
 
         def call(*arguments: str) -> str:

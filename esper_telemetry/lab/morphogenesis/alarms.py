@@ -78,7 +78,7 @@ def named_hosts(hosts: list[tuple[str, str, float]]) -> str:
     """Return `environments 0, 3 and 5`, in order; `environments 0, 3 and 12 more` for many."""
     names = sorted((name for name, _, _ in hosts), key=int)
     if len(names) <= 1:
-        return f"environment {names[0]}" if names else "environments without values of their own"
+        return f"environment {names[0]}" if names else "environments"
     named = names[:-1] if len(names) <= MAX_NAMED_HOSTS else names[:MAX_NAMED_HOSTS]
     last = names[-1] if len(names) <= MAX_NAMED_HOSTS else f"{len(names) - MAX_NAMED_HOSTS} more"
     return f"environments {', '.join(named)} and {last}"
@@ -241,7 +241,7 @@ RULES = (
     AlarmRule(
         type="seed/vanish",
         inputs=(VANISHING, "seed/grad/norm"),
-        meaning="Seeds have almost no gradient, or a layer of theirs has none.",
+        meaning="The gradients of seeds are almost zero, or zero in one of their layers.",
         action="See why in seed/cause: nothing reaches them, or they lose it; a host that has learned everything leaves nothing either.",
         judge=vanish,
         bounds=(SEED_VANISHING,),

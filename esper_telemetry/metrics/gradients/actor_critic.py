@@ -261,7 +261,7 @@ class LayerInterference(MetricGroup):
             source="as grad/interference/cos; chance is 0 ± 1/√(entries of the tensor)",
         )
         .absent("actor and critic do not share this tensor, or either gradient is zero or not finite")
-        .advises("Give actor and critic networks of their own from this layer on, or lower value_coef.")
+        .advises("Separate the networks of actor and critic from this layer on, or lower value_coef.")
     )
 
 
@@ -284,7 +284,7 @@ class HeadPairs(MetricGroup):
             f"the policy has one head, the source does not tell heads apart, or a gradient is zero or not finite; of more than "
             f"{MAX_COMPARED_HEADS} heads the first ones are compared"
         )
-        .advises("Give the heads hidden layers of their own, or a wider trunk.")
+        .advises("Give each head a hidden layer, or widen the trunk.")
     )
 
 
@@ -308,7 +308,7 @@ class LayerHeads(MetricGroup):
             source="as grad/heads/{pair}/cos; the smallest of many cosines is below 0 by chance",
         )
         .absent("fewer than two heads have a gradient in this tensor that is finite and not zero")
-        .advises("Give the heads hidden layers of their own from this layer on, or a wider trunk.")
+        .advises("Separate the heads from this layer on, or widen the trunk.")
     )
 
 
@@ -535,7 +535,7 @@ class BonusGradient(MetricGroup):
             "How large is the gradient of the entropy bonus at the outputs of the policy: logits, log standard deviations?"
         )
         .bounds(
-            healthy="near its own history; c √(dimensions / rows) for Gaussian heads, whatever they output",
+            healthy="near its own history; c √(dimensions / rows) for Gaussian heads, independent of their outputs",
             source="∂H/∂z of a row is -p (ln p + H) for logits z, and 1 for each log standard deviation",
         )
         .absent("no entropy bonus, its weight or the policy's distributions are not known, or actions are squashed")

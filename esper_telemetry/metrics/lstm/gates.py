@@ -279,7 +279,7 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
 
 @inference_mode
 def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
-    """Return the gates of an LSTM whose state before every step is known: it needs no pass over time.
+    """Return the gates of an LSTM whose state before every step is known, so that a pass over time is not needed.
 
     Args:
         weights: from `lstm_weights`.

@@ -53,7 +53,7 @@ def environment_names() -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredEnvironment | None:
-    """Return the registered environment of that name; None where the name is one of Gymnasium's, or of nobody's.
+    """Return the registered environment of that name; None for names of Gymnasium and unknown names.
 
     Raises ValueError if the plugin that registers it cannot be loaded.
     """
@@ -62,7 +62,7 @@ def registered(name: str) -> RegisteredEnvironment | None:
         return None
     try:
         loaded = entry.load()
-    except (Exception, SystemExit) as error:  # whatever the code of a plugin raises
+    except (Exception, SystemExit) as error:  # from the code of a plugin
         raise ValueError(f"the environment {name!r} of {entry.value} cannot be loaded: {error_line(error)}") from error
     return loaded if isinstance(loaded, RegisteredEnvironment) else RegisteredEnvironment(loaded)
 

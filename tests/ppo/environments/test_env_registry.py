@@ -1,4 +1,4 @@
-"""Environments of plugins: one that cannot be loaded is told, and costs the others nothing."""
+"""Environments of plugins: if one cannot be loaded, a warning names it and the others work."""
 
 from __future__ import annotations
 

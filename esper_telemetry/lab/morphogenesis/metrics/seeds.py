@@ -1,6 +1,6 @@
 """Metrics of seeds: stages, gradients, gates and contributions, over T steps of B environments with S slots.
 
-A number is that of esper-lite plus 1000 if the metric there has the same meaning: TELE-514, exploding gradients, is TELE-1514 here.
+If esper-lite has a metric of the same meaning, its number plus 1000 is the number here: TELE-514, exploding gradients, is TELE-1514 here.
 """
 
 from __future__ import annotations
