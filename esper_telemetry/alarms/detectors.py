@@ -83,34 +83,27 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 STATE: Final = (
-    *(
-        "_judges",
-        "_baselines",
-        "_view",
-        "_states",
-        "_incidents",
-        "_escalation",
-        "_task",
-        "_remarks",
-        "_outcome",
-        "_coverage",
-    ),
-    *(
-        "_limit",
-        "_limit_incident",
-        "_recorded",
-        "_quiet",
-        "_update",
-        "_before",
-        "_intervened",
-        "_families",
-        "_explained",
-    ),
+    "_judges",
+    "_baselines",
+    "_view",
+    "_states",
+    "_incidents",
+    "_escalation",
+    "_task",
+    "_remarks",
+    "_outcome",
+    "_coverage",
+    "_limit",
+    "_limit_incident",
+    "_recorded",
+    "_quiet",
+    "_update",
+    "_before",
+    "_intervened",
+    "_families",
+    "_explained",
 )
 """Attributes of a detector that follow from the records."""
-
-_logger = logging.getLogger("esper_telemetry")
-
 
 DECLARATIONS: Final = Containment()
 """Of rules that cannot be asked whether they apply; a run makes several detectors, and a process warns once."""

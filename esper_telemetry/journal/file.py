@@ -125,15 +125,14 @@ class Journal:
 
     @classmethod
     def begin_again(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Open the journal of a run that was killed before its first line was whole, and empty it; the caller holds the run's lock.
+        """Open the journal of a run that is abandoned, and empty it; the caller has the run's lock.
 
-        Raises FileExistsError if the journal holds a line.
+        Raises FileExistsError if the journal has a run.
         """
         if not is_abandoned(run_dir):
             raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
         path = Path(run_dir) / JOURNAL_NAME
-        os.truncate(path, 0)
-        return cls(path.parent.absolute(), os.open(path, os.O_RDWR | os.O_APPEND))
+        return cls(path.parent.absolute(), open_regular(path, os.O_RDWR | os.O_APPEND | os.O_TRUNC))
 
     @property
     def settled(self) -> bool:

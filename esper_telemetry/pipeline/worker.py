@@ -222,7 +222,7 @@ class WorkerPipeline:
     @property
     def is_late(self) -> bool:
         """True while updates wait for the worker: it should get less to do. A sampled update that it works on may have 20 MB itself."""
-        behind = time.monotonic() - self._in_time_at > LATE_SECONDS
+        behind = len(self._unanswered) > MAX_LATE_MESSAGES and time.monotonic() - self._in_time_at > LATE_SECONDS
         return self._fallback is None and (behind or self._waiting_bytes > MAX_WAITING_BYTES // 2)
 
     @property

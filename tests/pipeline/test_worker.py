@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,34 @@ def test_a_worker_that_is_behind_is_given_less_to_measure(tmp_path: Path, monkey
 
     assert session_of(telemetry).sampling.is_late
     telemetry.close()
+
+
+def test_updates_that_take_long_do_not_make_a_worker_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour passes between two of them."""
+    telemetry, _ = offloaded(tmp_path)
+    submit(telemetry, 1)
+    now = time.monotonic()
+    monkeypatch.setattr("esper_telemetry.pipeline.worker.time.monotonic", lambda: now + 3600)
+    is_late = worker_of(telemetry).is_late
+    monkeypatch.undo()
+    telemetry.close()
+
+    assert not is_late
+
+
+def test_a_worker_is_late_once_half_of_what_may_wait_does(tmp_path: Path) -> None:
+    """It is not late because of the one sampled update that it works on, which may have 20 MB."""
+    telemetry, pid = offloaded(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    worker, waiting = worker_of(telemetry), []
+    for _ in range(12):
+        waiting.append((worker.is_late, worker._waiting_bytes > 32 << 20))
+        telemetry.notify_intervention(**LARGE)
+    os.kill(pid, signal.SIGCONT)
+    telemetry.close()
+
+    assert waiting[0] == (False, False) and waiting[-1] == (True, True)
+    assert all(is_late == is_half for is_late, is_half in waiting)
 
 
 def test_a_message_left_in_the_pipe_of_a_dead_worker_is_written_in_process(tmp_path: Path) -> None:
