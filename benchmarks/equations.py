@@ -402,9 +402,9 @@ def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 
     import torch
 
     from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-    from esper_telemetry.adapters import sampled, step_checks
     from esper_telemetry.adapters.sb3 import TelemetryCallback
     from esper_telemetry.pipeline import channel
+    from esper_telemetry.recording import probes, step_probe
     from esper_telemetry.updates import groups
 
     torch.set_num_threads(1)
@@ -422,15 +422,15 @@ def measure_cost(trainer: str, *, worker: bool, save_rows: bool, updates: int = 
 
     # functions that run once per sampled update: to time one that runs in every minibatch costs more than it does
     for owner, names in (
-        (step_checks, ("begun_step",)),
-        (step_checks.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
-        (sampled.ReplayProbe, ("_first_minibatch", "_used_advantages", "_after_minibatches")),
+        (step_probe, ("begun_step",)),
+        (step_probe.StepProbe, ("_prepare_loss", "_backward", "_optimizer_step", "_end")),
+        (probes.ReplayProbe, ("_first_minibatch", "_used_advantages", "after_minibatches")),
     ):
         for name in names:
             setattr(owner, name, timed("training thread", getattr(owner, name)))
     for name in ("_before_update", "_after_update"):
-        function = getattr(sampled.ReplayProbe, name)
-        setattr(sampled.ReplayProbe, name, timed("training thread, rollout replayed or copied", function))
+        function = getattr(probes.ReplayProbe, name)
+        setattr(probes.ReplayProbe, name, timed("training thread, rollout replayed or copied", function))
     packer = channel.MessagePacker
     setattr(packer, "pack", timed("training thread, updates packed for the worker", packer.pack))  # noqa: B010  # mypy
 

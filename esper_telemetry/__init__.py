@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
-    from esper_telemetry.adapters.attach import attach as attach
-    from esper_telemetry.adapters.attach import watch_pair as watch_pair
     from esper_telemetry.core.group import MetricGroup as MetricGroup
     from esper_telemetry.core.metric import Metric as Metric
     from esper_telemetry.core.metric import Rows as Rows
@@ -88,13 +86,14 @@ if TYPE_CHECKING:
     from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink as TensorBoardSink
     from esper_telemetry.sinks.wandb.sink import WandbSink as WandbSink
     from esper_telemetry.telemetry import Telemetry as Telemetry
+    from esper_telemetry.telemetry import attach as attach
+    from esper_telemetry.telemetry import watch_pair as watch_pair
 
 __version__ = "0.2.0"
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.adapters.attach": ("attach", "watch_pair"),
         "esper_telemetry.core.group": ("MetricGroup",),
         "esper_telemetry.core.metric": ("Metric", "Rows", "label", "reports"),
         "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
@@ -139,6 +138,6 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.sinks.registry": ("register_sink",),
         "esper_telemetry.sinks.tensorboard.sink": ("TensorBoardSink",),
         "esper_telemetry.sinks.wandb.sink": ("WandbSink",),
-        "esper_telemetry.telemetry": ("Telemetry",),
+        "esper_telemetry.telemetry": ("Telemetry", "attach", "watch_pair"),
     },
 )

@@ -1,8 +1,8 @@
-"""Events that trainers, environments and adapters emit, and `Hooks`, which hand them to listeners.
+"""Events that trainers, environments and adapters emit on their `Hooks`.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
 `BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `HeadsBackward` (of several heads), `TrunkBackward`,
-`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
+`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `Minibatches`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
 
 Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
 of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may
@@ -16,151 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from esper_telemetry.core.hooks import Hooks as Hooks
+from esper_telemetry.core.hooks import Remover as Remover
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn import GRU, LSTM
     from torch.optim import Optimizer
 
-Event = TypeVar("Event")
-Remover = Callable[[], None]
-
-
-class Hooks:
-    """Functions to call with events, keyed by the type of the event.
-
-    Hooks run in the trainer's thread, in the order of registration, those registered with `last` after all others. An event type
-    without hooks costs a dictionary look-up: ask `wants` before building an event that is expensive to build.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[type, list[tuple[bool, Callable[[Any], None]]]] = {}
-        self._hooks: dict[type, tuple[Callable[[Any], None], ...]] = {}
-
-    def on(self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False) -> Remover:
-        """Call `hook` with every event of exactly that type; returns the function that ends this.
-
-        Args:
-            last: call it after the hooks registered without `last`, whenever these were registered.
-        """
-        entry = (last, hook)
-        entries = self._entries.setdefault(event_type, [])
-        entries.append(entry)
-        self._sort(event_type)
-
-        def remove() -> None:
-            if entry in entries:
-                entries.remove(entry)
-                self._sort(event_type)
-
-        return remove
-
-    def _sort(self, event_type: type) -> None:
-        self._hooks[event_type] = tuple(hook for _, hook in sorted(self._entries[event_type], key=itemgetter(0)))
-        if not self._hooks[event_type]:
-            del self._hooks[event_type]
-
-    def wants(self, event_type: type) -> bool:
-        """Return whether anything listens to events of that type."""
-        return event_type in self._hooks
-
-    def emit(self, event: object) -> None:
-        """Call the hooks of the event's type that were registered when it came, whatever they change."""
-        for hook in self._hooks.get(type(event), ()):
-            hook(event)
-
-
-class ObservedSource:
-    """A source that is observed: `hooks` emit its events, and a call ends the observation."""
-
-    def __init__(self, hooks: Hooks, remove: Remover) -> None:
-        self.hooks = hooks
-        self._remove = remove
-
-    def __call__(self) -> None:
-        """End the observation; harmless when repeated."""
-        self._remove()
-
-
-class Outputs(NamedTuple):
-    """Outputs of a policy for the N transitions of a rollout.
-
-    Attributes:
-        logits: per categorical head [N, A]; masked actions hold a large negative finite number.
-        means, log_std: per Gaussian head [N, D], [N, D] or [D].
-        relevance: per head that is not always relevant [N], bool.
-        memory: [N, H], h of the actor's last recurrent layer after each step; None for a feed-forward policy.
-        features: [N, F], inputs of the heads; None where they were not kept.
-        values: [N], the critic's estimates; None where they were not asked for.
-    """
-
-    logits: Mapping[str, Tensor]
-    means: Mapping[str, Tensor]
-    log_std: Mapping[str, Tensor]
-    relevance: Mapping[str, Tensor]
-    memory: Tensor | None
-    features: Tensor | None = None
-    values: Tensor | None = None
-
-
-class Activations(NamedTuple):
-    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout: by name [n, D] after the nonlinearity, in
-    order; `last` [n, F] is that of the last layer before its nonlinearity, None where there is no such layer.
-    """
-
-    layers: Mapping[str, Tensor]
-    last: Tensor | None
-
-
-class StateGradients(NamedTuple):
-    """Gradients of the loss at the actor's h in the environments that begin a rollout with memory: before the first step [layers, envs, H],
-    and of the last layer after the last step [envs, H].
-    """
-
-    first: Tensor
-    last: Tensor
-
-
-class Copy(NamedTuple):
-    """A copy of the actor's trunk without memory, from observations [n, ...] to features [n, F], its own parameters, which may be trained,
-    and observations [n, ...] that are evenly spread over a rollout.
-    """
-
-    network: Callable[[Tensor], Tensor]
-    parameters: Sequence[Tensor]
-    observations: Tensor
-
-
-class PolicyReplay(Protocol):
-    """Forward passes of the policy, as it is now, over the rollout that it learns from.
-
-    Every method takes forward passes, some a backward pass too. None touches weights, their `.grad`, the optimizer or a random
-    generator, and all are valid during the event only.
-    """
-
-    def stored(self) -> Outputs:
-        """Return the outputs that were acted on."""
-
-    def outputs(self) -> Outputs:
-        """Return the outputs now; memory runs through the whole rollout from the state in which training begins it."""
-
-    def without_memory(self) -> Outputs | None:
-        """Return the outputs now for some hundred transitions without memory, those of `stored_part`; None for a feed-forward policy."""
-
-    def stored_part(self) -> Outputs:
-        """Return the outputs that were acted on in the transitions of `without_memory`."""
-
-    def activations(self) -> Activations:
-        """Return the responses of its layers, with memory as it was stored."""
-
-    def state_gradients(self) -> StateGradients | None:
-        """Return gradients through time, over the environments of one minibatch; None for a feed-forward policy."""
-
-    def copy(self) -> Copy:
-        """Return a copy of the actor's trunk."""
-
+    from esper_telemetry.core.event_parts import (
+        CollectionReplay,
+        PolicyReplay,
+        RolloutActions,
+        Scale,
+        Shard,
+        Transitions,
+    )
 
 NONE: Final[Mapping[str, Any]] = {}
 """Empty columns by name."""
@@ -182,42 +55,6 @@ class RunStart:
     update: int | None = None
     env_step: int | None = None
     gradient_step: int | None = None
-
-
-class Scale(NamedTuple):
-    """Statistics of a running normaliser after a rollout: mean and standard deviation of each entry, [...], the magnitude at which
-    normalised entries are cut, and these entries after the cut, [T, B, ...]. All stay as they are until the next rollout.
-    """
-
-    mean: Tensor
-    std: Tensor
-    limit: float
-    normalized: Tensor
-
-
-class Transitions(NamedTuple):
-    """Outcomes of the steps of a rollout, [T, B] each; observations as checksums, float64.
-
-    Attributes:
-        inputs: of the observations that were stored for each step.
-        outcomes: of those that each step returned, after an end of the first one of the next episode.
-        finals: of the last observations of episodes, NaN where none ended.
-        rewards: that each step returned.
-        informative: the observations are vectors of real numbers, which change in every step of a usual environment.
-        sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None where the
-            source does not see both.
-        resets: how often something else has reset an environment since the rollout before whose transitions were recorded, and the trainer
-            acted on the observation of before.
-    """
-
-    inputs: Tensor
-    outcomes: Tensor
-    finals: Tensor
-    rewards: Tensor
-    informative: bool
-    sent: Tensor | None = None
-    received: Tensor | None = None
-    resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,24 +129,6 @@ class RolloutEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutActions:
-    """Actions of a rollout whose targets are not known; the attributes are those of `RolloutEnd`."""
-
-    log_probs: Tensor
-    actions: Mapping[str, Tensor]
-    ended: Tensor
-    rewards: Tensor | None = None
-    logits: Mapping[str, Tensor] = field(default_factory=dict)
-    means: Mapping[str, Tensor] = field(default_factory=dict)
-    log_std: Mapping[str, Tensor] = field(default_factory=dict)
-    bounds: Mapping[str, Tensor] = field(default_factory=dict)
-    relevance: Mapping[str, Tensor] = field(default_factory=dict)
-    valid: Tensor | None = None
-    observations: Tensor | None = None
-    transitions: Transitions | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateStart:
     """The start of an update whose rollout is not known, in place of `RolloutEnd`; `actions` are what is known of it."""
 
@@ -349,15 +168,6 @@ class EpisodeEnd:
     times: Sequence[int] = ()
 
 
-class Shard(NamedTuple):
-    """A part of a minibatch: its independent samples (rows, or whole sequences where the policy has memory), and the gradient [d] of its
-    mean loss, all parameters one after the other, zero where one has none.
-    """
-
-    samples: int
-    gradient: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class MinibatchStart:
     """The start of the first minibatch of an update. `shards` returns the gradients of that many equal parts of it, fewer where it has
@@ -367,56 +177,6 @@ class MinibatchStart:
     epoch: int
     step: int
     shards: Callable[[int], Sequence[Shard]]
-
-
-class CollectionReplay(NamedTuple):
-    """Passes of the policy, as it collected a rollout, over that rollout's inputs, and over those that a known mistake would use.
-
-    Attributes:
-        rollout: that was collected.
-        rows: [N], numbers of its transitions, counted time by time, in the order of the outputs.
-        outputs: (name of a hypothesis of `metrics.integrity.collection`, or nothing for the stored inputs) -> outputs now, with `values`;
-            None where the hypothesis does not apply.
-        has_modes: the policy has layers that work differently in training.
-    """
-
-    rollout: RolloutEnd
-    rows: Tensor
-    outputs: Callable[[str], Outputs | None]
-    has_modes: bool = False
-
-
-class FirstMinibatch(NamedTuple):
-    """The first minibatch of an update, evaluated by the trainer at the weights that collected its rollout, whose ratios are to be 1.
-
-    Attributes:
-        stored, trained: [N], log-probabilities at collection, and those of the trainer now.
-        passes: (name of a hypothesis of `metrics.integrity.rollouts.collection`) -> [N], log-probabilities that this mistake in training
-            would give; None where it does not apply. Valid during the event only.
-    """
-
-    stored: Tensor
-    trained: Tensor
-    passes: Callable[[str], Tensor | None]
-
-
-class UsedAdvantages(NamedTuple):
-    """Advantages of the first minibatch as they multiply its ratios of 1, from a trainer that keeps them to itself.
-
-    Attributes:
-        raw, used: [N], those of the rollout, and -N times the gradient of the mean loss at each log-probability.
-        normalized: they are to be normalised over the minibatch.
-        valid: [N], bool: rows that are no padding; None where every row counts.
-        rollout: of all rows of the rollout, any shape.
-        environments: [N], int: environment of each row; None where it is not known.
-    """
-
-    raw: Tensor
-    used: Tensor
-    normalized: bool
-    valid: Tensor | None = None
-    rollout: Tensor | None = None
-    environments: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,10 +248,12 @@ class BackwardEnd(NamedTuple):
         parameters: trainable parameters by name; their `.grad` is valid during the call only.
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
-        max_norm: limit of the global norm; None where nothing is clipped, and where parts of the network are clipped apart.
+        max_norm: limit of the norm; None where nothing is clipped.
         heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None where
             each head has parameters of its own, in a group `head:<name>`.
-        applied: [K] L2 norms after clipping, from a source that does not clip all gradients by one global norm; else None.
+        applied: [K] L2 norms after clipping, from a source that does not clip by the norm alone; else None.
+        clipped_apart: names of the parameters in each part of the network that is clipped by a norm of its own, in the order of the clips;
+            empty where all gradients are clipped together.
     """
 
     epoch: int
@@ -502,26 +264,7 @@ class BackwardEnd(NamedTuple):
     max_norm: float | None
     heads: Tensor | None = None
     applied: Tensor | None = None
-
-
-class BackwardsEnd(NamedTuple):
-    """All backward passes of an update: their `BackwardEnd`s, joined, also where the update breaks off.
-
-    Attributes:
-        epochs: epoch of each of the M passes.
-        names, norms: of each pass.
-        parameters: trainable parameters by name.
-        max_norm: limit of the global norm; None as in `BackwardEnd`.
-        heads, applied: of each pass; empty where none has any.
-    """
-
-    epochs: tuple[int, ...]
-    names: tuple[tuple[str, ...], ...]
-    norms: tuple[Tensor, ...]
-    parameters: Mapping[str, Tensor]
-    max_norm: float | None
-    heads: tuple[Tensor | None, ...] = ()
-    applied: tuple[Tensor | None, ...] = ()
+    clipped_apart: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,37 +317,6 @@ class MinibatchEnd(NamedTuple):
     relevance: Mapping[str, Tensor] = NONE
     means: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
-
-
-class MinibatchesEnd(NamedTuple):
-    """All minibatches of an update: their `MinibatchEnd`s, joined, also where the update breaks off.
-
-    Building it once costs a third of building each of them. Columns are those of `MinibatchEnd` with R rows in place of N, those of one
-    minibatch after those of another; `losses` are [M] by name, and `log_std` is [R, D].
-
-    Attributes:
-        epochs: epoch of each of the M minibatches.
-        counts: rows of each, R in all.
-        head_log_ratios: empty where there is one head.
-        values, old_values, returns, means: from a source that emits no `MinibatchEnd`s beside it; None and empty from others.
-    """
-
-    epochs: tuple[int, ...]
-    counts: tuple[int, ...]
-    log_ratio: Tensor
-    advantages: Tensor
-    valid: Tensor | None
-    losses: Mapping[str, Tensor]
-    logits: Mapping[str, Tensor] = NONE
-    action_masks: Mapping[str, Tensor] = NONE
-    log_std: Mapping[str, Tensor] = NONE
-    head_log_ratios: Mapping[str, Tensor] = NONE
-    relevance: Mapping[str, Tensor] = NONE
-    rows: Tensor | None = None
-    values: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    means: Mapping[str, Tensor] = NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.delivery.live import Deliveries, log_undelivered
 from esper_telemetry.delivery.status import CloseReport
-from esper_telemetry.events import Hooks, ObservedSource
+from esper_telemetry.events import Hooks
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
@@ -76,6 +76,7 @@ from esper_telemetry.updates.extensions import Capture, UpdateExtension, progres
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
+from esper_telemetry.updates.sources import ObservedSource
 
 _logger = logging.getLogger("esper_telemetry")
 

@@ -28,16 +28,19 @@ from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.requirements import require_each, require_text
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
-from esper_telemetry.events import ObservedSource
+from esper_telemetry.events import Hooks, Remover
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
+from esper_telemetry.recording.pairs import measure_pair
+from esper_telemetry.recording.recorder import record_updates
 from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.protocol import require_package
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
+from esper_telemetry.updates.sources import EventSource, ObservedSource
 
 MAX_CLOSE_TIMEOUT_SECONDS: Final = 1e8
 """Three years; operating systems wait no longer than some centuries."""
@@ -336,6 +339,43 @@ class Telemetry:
 def session_of(telemetry: Telemetry) -> TelemetrySession:
     """Return what trainers, adapters and commands use of a telemetry besides its methods for users."""
     return telemetry._session
+
+
+def attach(telemetry: Telemetry, source: EventSource) -> Remover:
+    """Make `telemetry` observe and flush the events of `source`; returns the function that ends this.
+
+    At level OFF nothing is registered, so the trainer does no extra work. A source may offer more than hooks: see `updates.sources`.
+
+    Raises:
+        TypeError: for anything else than a Telemetry and something that emits events.
+    """
+    emits = isinstance(source, EventSource) and isinstance(source.hooks, Hooks)
+    if not isinstance(telemetry, Telemetry) or not emits:
+        raise TypeError(
+            f"attach takes a Telemetry and a trainer with hooks, got {type(telemetry).__name__} and {type(source).__name__}: "
+            "telemetry.watch(model, optimizer) is for a loop of your own, TelemetryCallback for Stable-Baselines3"
+        )
+    if telemetry.level is Level.OFF:
+        return lambda: None
+    return record_updates(session_of(telemetry), source).stop
+
+
+def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:
+    """Compare the gradients of `module` and `host` at every optimizer step; returns the function that ends this.
+
+    Use it if you doubt that a module learns: a head, a new block, an adapter, a gated branch. It costs a few tensor operations per step.
+    Below NORMAL nothing is measured.
+
+    Args:
+        source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
+            `attach_trainer` or `Telemetry.watch`.
+        name: of the pair, in the keys `grad/pair/{pair}/...`.
+        module, host: parts of the network that one optimizer trains. If there is a gradient scaler, `upstream` has its scale.
+
+    Raises:
+        ValueError: one of them lacks parameters, or they share some.
+    """
+    return measure_pair(session_of(telemetry), source, name, module=module, host=host)
 
 
 def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> DetectorFactory | None:

@@ -44,8 +44,9 @@ BELOW: dict[str, set[str]] = {
     },
     "testing": {"core", "metrics", "journal", "sinks", "delivery"},
 }
-BELOW["telemetry"] = {*BELOW["session"], "session"}
-BELOW["adapters"] = {"core", "events", "updates", "metrics", "session", "telemetry"}
+BELOW["recording"] = {"core", "events", "updates", "metrics", "session"}
+BELOW["telemetry"] = {*BELOW["session"], "session", "recording"}
+BELOW["adapters"] = {"core", "events", "updates", "metrics", "session", "recording", "telemetry"}
 """Parts of the package that each part may import besides itself; `lab`, `cli` and `__main__` may import everything."""
 
 ABOVE_ALL = {"lab", "cli", "__main__", "__init__"}

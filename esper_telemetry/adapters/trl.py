@@ -13,7 +13,6 @@ The trainer is found on the stack when training begins: transformers gives its c
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, Self
@@ -29,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate
 from esper_telemetry.adapters.taps import Listener, listen
+from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.metric import segment
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.tensors import gradient_norms
 from esper_telemetry.events import (
@@ -48,7 +47,7 @@ from esper_telemetry.events import (
     UpdateStart,
 )
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.telemetry import Telemetry, attach, session_of
 
 METHODS = (
     "_compute_loss",
@@ -114,13 +113,9 @@ class TrainerListener:
         self._forward: tuple[Tensor, Tensor | None] | None = None
         self._passes: list[Pass] = []
         self._open = False
-        self._learning_rate = 0.0
-        self._beta2: float | None = None
-        self._learning_rates: Mapping[str, float | Tensor] = {}
+        self._rates: dict[str, Any] = {"learning_rate": 0.0}
         self._first_step = before.gradient_step
-        self._phase = time.perf_counter(), time.process_time()
-        self._seconds = {"inference": 0.0, "update": 0.0}
-        self._cpu_seconds = {"rollout": 0.0, "update": 0.0}
+        self._times = PhaseTimes()
         self._taps = [
             self._listen("_calculate_rewards", self._after_rewards),
             self._listen("_generate_and_score_completions", self._after_generation),
@@ -137,17 +132,14 @@ class TrainerListener:
 
     def step_begins(self) -> None:
         """Completions may be generated from now on."""
-        self._add_seconds("update")
+        self._times.end("update")
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Emit the step and the passes that it was taken for."""
         step = self._step
-        group = optimizer.param_groups[0]
-        self._learning_rate = float(group["lr"])
-        self._beta2 = float(group["betas"][1]) if "betas" in group else None
-        self._learning_rates = rates_by_name(group_rates(optimizer), self._parameters, dict)
+        self._rates = rate_fields([optimizer], self._parameters, dict)
         inner = getattr(optimizer, "optimizer", optimizer)
-        self._add_seconds("update")
+        self._times.end("update")
         if self._small:
             self._hooks.emit(OptimizerStep(self._epoch, step, inner, self._parameters))
         passes, self._passes = self._passes, []
@@ -179,7 +171,7 @@ class TrainerListener:
         self._rewards = None
         if self._open and self._step:
             self._end_update()
-        self._add_seconds("inference")
+        self._times.end("rollout", environment=0.0)
         if not self._open:
             self._open, self._first_step = True, self.progress.gradient_step
             self.progress = self.progress._replace(update=self.progress.update + 1)
@@ -271,28 +263,14 @@ class TrainerListener:
             BackwardEnd(self._epoch, self._step, self._parameters, tuple(trained), norms, limit if limit else None)
         )
 
-    def _add_seconds(self, phase: str) -> None:
-        """Count the time since the last call towards a phase."""
-        before, self._phase = self._phase, (time.perf_counter(), time.process_time())
-        self._seconds[phase] += self._phase[0] - before[0]
-        self._cpu_seconds["rollout" if phase == "inference" else phase] += self._phase[1] - before[1]
-
     def _end_update(self) -> None:
         if not self._open:
             return
         self._open, self._passes = False, []
-        seconds, self._seconds = self._seconds, {"inference": 0.0, "update": 0.0}
-        cpu_seconds, self._cpu_seconds = self._cpu_seconds, {"rollout": 0.0, "update": 0.0}
+        seconds, cpu_seconds = self._times.take()
+        epochs = self._trainer.num_iterations
         self._hooks.emit(
-            UpdateEnd(
-                *self.progress,
-                learning_rate=self._learning_rate,
-                seconds=seconds,
-                epochs=self._trainer.num_iterations,
-                cpu_seconds=cpu_seconds,
-                beta2=self._beta2,
-                learning_rates=self._learning_rates,
-            )
+            UpdateEnd(*self.progress, seconds=seconds, cpu_seconds=cpu_seconds, epochs=epochs, **self._rates)
         )
 
     def _listen(self, name: str, listener: Listener) -> Remover:

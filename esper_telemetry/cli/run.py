@@ -224,8 +224,7 @@ class ScriptTelemetry:
 
     def _attach(self, script: ScriptListener) -> None:
         """Attach telemetry at the first step of PPO."""
-        from esper_telemetry.adapters.attach import attach
-        from esper_telemetry.telemetry import session_of
+        from esper_telemetry.telemetry import attach, session_of
 
         self.telemetry = self._make_telemetry()
         attach(self.telemetry, script)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
 from esper_telemetry.cli.arguments import WrongUse, wrong_use
@@ -41,7 +40,7 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
-from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.telemetry import Telemetry, attach, session_of
 from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:

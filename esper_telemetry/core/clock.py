@@ -63,3 +63,41 @@ class Clock:
         self.seconds += now - self._since
         self.cpu_seconds += busy - self._busy_since
         self._since, self._busy_since = now, busy
+
+
+class PhaseTimes:
+    """Wall and processor seconds of an update by phase, as `UpdateEnd` has them; a phase begins where the one before it ends."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._cpu_seconds: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a phase; time since the last one ended is left out."""
+        self._since, self._busy_since = time.perf_counter(), time.process_time()
+
+    def end(self, phase: str, *, environment: float | None = None) -> None:
+        """Add the time since the last phase ended.
+
+        Args:
+            phase: `rollout` or `update`.
+            environment: seconds of a rollout in the environment, the others are `inference`; None where all of them are of the environment.
+        """
+        since, busy_since = self._since, self._busy_since
+        self.begin()
+        seconds = self._since - since
+        parts = {phase: seconds}
+        if phase == "rollout":
+            stepped = seconds if environment is None else environment
+            parts = {"environment": stepped, "inference": max(0.0, seconds - stepped)}
+        for name, part in parts.items():
+            if part or name == phase:
+                self._seconds[name] = self._seconds.get(name, 0.0) + part
+        self._cpu_seconds[phase] = self._cpu_seconds.get(phase, 0.0) + self._busy_since - busy_since
+
+    def take(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return wall and processor seconds of the phases since the last call."""
+        taken = self._seconds, self._cpu_seconds
+        self._seconds, self._cpu_seconds = {}, {}
+        return taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from esper_telemetry.core.lazy import Tensor
 
@@ -63,6 +63,19 @@ def rates_by_name(
             name = f"{first}_{count}"
         named[name] = one.rate
     return named
+
+
+def rate_fields(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], groups: Callable[[], Mapping[str, Sequence[str]]]
+) -> dict[str, Any]:
+    """Return `learning_rate` and `beta2` of the first optimizer, and `learning_rates`, as `UpdateEnd` has them; see `rates_by_name`."""
+    group = optimizers[0].param_groups[0]
+    rates = [rate for optimizer in optimizers for rate in group_rates(optimizer)]
+    return {
+        "learning_rate": float(group["lr"]),
+        "beta2": float(group["betas"][1]) if group.get("betas") else None,
+        "learning_rates": rates_by_name(rates, parameters, groups),
+    }
 
 
 def part_of(names: Iterable[str], groups: Mapping[str, Sequence[str]]) -> str:

@@ -1,8 +1,8 @@
 """Events of the trainer: one method per event, which does nothing without a listener.
 
 Between two minibatches as little is done as can be: by the next one the trainer has pushed this code out of the processor's caches, and a
-line takes several times as long as when the update is over. So minibatches and the norms of their gradients are kept as they come and
-emitted joined (`MinibatchesEnd`, `BackwardsEnd`), which costs a third of an event for each.
+line takes several times as long as when the update is over. So `MinibatchEnd` and `BackwardEnd` are built and emitted after the last step,
+unless a hook wants them at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,26 +21,24 @@ from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
+from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
     BackwardEnd,
-    BackwardsEnd,
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
     HeadsBackward,
     Hooks,
     MinibatchEnd,
-    MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
     RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
-    Shard,
     TrunkBackward,
     UpdateEnd,
 )
@@ -68,39 +67,14 @@ def hooks_of(env: Environment) -> Hooks:
     return env.hooks if isinstance(env, EmittingEnvironment) and isinstance(env.hooks, Hooks) else Hooks()
 
 
-class StepTensors(NamedTuple):
-    """Tensors of one minibatch, without their graph.
-
-    Attributes:
-        epoch: of the pass.
-        log_ratio, advantages, rows, action_masks, relevance: as in `events.MinibatchEnd`.
-        losses: 0-d, by name.
-        scores: per head [N, width].
-        log_probs, old_log_probs: per head [N], now and at collection; empty where there is one head.
-        log_std: per Gaussian head where it does not depend on the state [D].
-    """
-
-    epoch: int
-    log_ratio: Tensor
-    advantages: Tensor
-    rows: Tensor
-    losses: Mapping[str, Tensor]
-    scores: Mapping[str, Tensor]
-    log_probs: Mapping[str, Tensor]
-    old_log_probs: Mapping[str, Tensor]
-    action_masks: Mapping[str, Tensor]
-    relevance: Mapping[str, Tensor]
-    log_std: Mapping[str, Tensor]
-
-
 class TrainerEvents:
     """Emits the events of a trainer, built from its state."""
 
     def __init__(self, trainer: PPO) -> None:
         # a cycle would keep the tensors of a trainer that is no longer used
         self._trainer: PPO = weakref.proxy(trainer)
-        self._steps: list[StepTensors] = []
-        self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
+        self._backwards: list[tuple[int, int, tuple[str, ...], Tensor]] = []
+        self._minibatches: list[tuple[int, int, tuple[Any, ...], ObjectiveResult, Mapping[str, Tensor]]] = []
         self._log_std: Mapping[str, Tensor] = NONE
         self._replay: TrainerReplay | None = None
         self._collected: RolloutEnd | None = None
@@ -126,7 +100,7 @@ class TrainerEvents:
     @property
     def numbers_rows(self) -> bool:
         """True where minibatches have to say which transitions their rows are."""
-        return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
+        return self._hooks.wants(MinibatchEnd)
 
     def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
         """Emit `RolloutEnd`, `RecurrentForward` of a policy with a memory, and `EpisodeEnd` if an episode finished.
@@ -217,22 +191,25 @@ class TrainerEvents:
             self._hooks.emit(TrunkBackward(epoch, step, outputs, *leaves.gradients(), shared))
 
     def backward_end(self, epoch: int, step: int, gradients: Mapping[str, Tensor], norms: Tensor | None) -> None:
-        """Emit `BackwardEnd`, and keep the norms for `BackwardsEnd`.
+        """Emit `BackwardEnd`.
 
         Args:
             gradients: of all ranks, before clipping, by the names of their parameters.
             norms: [K], L2 norm of each; None where nothing is clipped.
         """
-        joined, each = self._hooks.wants(BackwardsEnd), self._hooks.wants(BackwardEnd)
-        if not (joined or each):
-            return
-        if norms is None:
-            norms = ops.gradient_norms(list(gradients.values()))
-        if each:
-            parameters, max_norm = self._trainer.parameters, self._trainer.config.max_grad_norm
-            self._hooks.emit(BackwardEnd(epoch, step, parameters, tuple(gradients), norms, max_norm))
-        if joined:
-            self._norms.append((epoch, tuple(gradients), norms))
+        hooks = self._hooks
+        if hooks.wants(BackwardEnd):
+            if norms is None:
+                norms = ops.gradient_norms(list(gradients.values()))
+            self._backwards.append((epoch, step, tuple(gradients), norms))
+            if hooks.wants_now(BackwardEnd):
+                self._emit_backwards()
+
+    def _emit_backwards(self) -> None:
+        backwards, self._backwards = self._backwards, []
+        hooks, parameters, max_norm = self._hooks, self._trainer.parameters, self._trainer.config.max_grad_norm
+        for epoch, step, names, norms in backwards:
+            hooks.emit(BackwardEnd(epoch, step, parameters, names, norms, max_norm))
 
     def optimizer_step(self, epoch: int, step: int) -> None:
         """Emit `OptimizerStep`."""
@@ -242,31 +219,23 @@ class TrainerEvents:
             self._hooks.emit(OptimizerStep(epoch, step, self._trainer.optimizer, self._trainer.parameters))
 
     def minibatch_end(self, epoch: int, step: int, batch: Batch, result: ObjectiveResult) -> None:
-        """Emit `MinibatchEnd`, and keep the minibatch for `MinibatchesEnd`."""
-        policy = self._trainer.policy
-        if self._hooks.wants(MinibatchEnd):
-            event = minibatch_event(batch, (epoch, step), result, policy)
-            self._hooks.emit(event._replace(log_std={**event.log_std, **self._log_std}))
-        if self._hooks.wants(MinibatchesEnd) and batch.rows is not None:  # None where the hook came after the rollout
-            parts = detached(result.head_log_probs) if batch.head_log_probs else NONE
-            self._steps.append(
-                StepTensors(
-                    *(epoch, result.log_ratio.detach(), batch.advantages, batch.rows),
-                    *(detached(result.losses), detached(result.scores), parts, batch.head_log_probs),
-                    *(batch.action_masks, batch.relevance, self._log_std),
-                )
-            )
+        """Emit `MinibatchEnd`."""
+        hooks = self._hooks
+        if hooks.wants(MinibatchEnd):
+            self._minibatches.append((epoch, step, columns_of(batch), result, self._log_std))
+            if hooks.wants_now(MinibatchEnd):
+                self._emit_minibatches()
 
     def minibatches_end(self) -> None:
-        """Emit `MinibatchesEnd` and `BackwardsEnd`, also where the update breaks off."""
-        steps, self._steps = self._steps, []
-        norms, self._norms = self._norms, []
-        if steps and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(joined_minibatches(steps, self._trainer.policy))
-        if norms and self._hooks.wants(BackwardsEnd):
-            epochs, names, each = zip(*norms, strict=True)
-            parameters, max_norm = self._trainer.parameters, self._trainer.config.max_grad_norm
-            self._hooks.emit(BackwardsEnd(epochs, names, each, parameters, max_norm))
+        """Emit what no hook wanted at once, also where the update breaks off."""
+        self._emit_backwards()
+        self._emit_minibatches()
+
+    def _emit_minibatches(self) -> None:
+        minibatches, self._minibatches = self._minibatches, []
+        hooks, policy = self._hooks, self._trainer.policy
+        for epoch, step, columns, result, log_std in minibatches:
+            hooks.emit(minibatch_event(epoch, step, columns, result, log_std, policy))
 
     def rollback(self, rollbacks: int) -> None:
         """Emit `Rollback`, the number `rollbacks` of this run."""
@@ -343,65 +312,55 @@ def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> Recurre
     return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
 
 
-def minibatch_event(batch: Batch, place: tuple[int, int], result: ObjectiveResult, policy: ActorCritic) -> MinibatchEnd:
-    """Return the event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
-    descriptions = describe(policy, result.scores, batch.action_masks)
+columns_of: Callable[[Batch], tuple[Any, ...]] = attrgetter(
+    "advantages", "values", "returns", "action_masks", "head_log_probs", "relevance", "rows"
+)
+"""Columns of a minibatch that are kept; the trainer needs the memory of its observations for the next one."""
+
+
+def minibatch_event(
+    epoch: int,
+    step: int,
+    columns: tuple[Any, ...],
+    result: ObjectiveResult,
+    log_std: Mapping[str, Tensor],
+    policy: ActorCritic,
+) -> MinibatchEnd:
+    """Return the event of a minibatch.
+
+    Args:
+        epoch, step: pass over the rollout, and optimizer step within the update.
+        columns: as `columns_of` returns them.
+        result: of the objective.
+        log_std: of heads whose standard deviation does not depend on the state, before the step.
+        policy: describes the heads.
+    """
+    advantages, old_values, returns, masks, old_log_probs, relevance, rows = columns
+    descriptions = describe(policy, result.scores, masks)
     log_ratio = result.log_ratio.detach()
-    parts = {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
+    parts = {name: result.head_log_probs[name].detach() - old for name, old in old_log_probs.items()}
     return MinibatchEnd(
-        *place,
+        epoch,
+        step,
         log_ratio=log_ratio,
-        advantages=batch.advantages,
+        advantages=advantages,
         values=result.values.detach(),
-        old_values=batch.values,
-        returns=batch.returns,
+        old_values=old_values,
+        returns=returns,
         losses=detached(result.losses),
         logits=descriptions.logits,
-        action_masks=batch.action_masks,
-        log_std=descriptions.log_std,
+        action_masks=masks,
+        log_std={**descriptions.log_std, **log_std},
         head_log_ratios=parts or dict.fromkeys(result.scores, log_ratio),
-        relevance=batch.relevance,
+        relevance=relevance,
         means=descriptions.means,
-        rows=batch.rows,
-    )
-
-
-@torch.no_grad()
-def joined_minibatches(steps: Sequence[StepTensors], policy: ActorCritic) -> MinibatchesEnd:
-    """Return all minibatches of an update, at least one, as one event."""
-    columns: list[tuple[Any, ...]] = list(zip(*steps, strict=True))
-    epochs, log_ratios, advantages, rows, losses, scores, log_probs, old_log_probs, masks, relevance, log_stds = columns
-    counts = tuple(map(len, log_ratios))
-    action_masks, now, old = _joined(masks), _joined(log_probs), _joined(old_log_probs)
-    described = describe(policy, _joined(scores), action_masks)
-    spreads = zip(log_stds, counts, strict=True)
-    rows_of_std = [{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]
-    return MinibatchesEnd(
-        epochs=epochs,
-        counts=counts,
-        log_ratio=torch.cat(log_ratios),
-        advantages=torch.cat(advantages),
-        valid=None,
-        losses=_joined(losses, torch.stack),
-        logits=described.logits,
-        action_masks=action_masks,
-        log_std=described.log_std and {**described.log_std, **_joined(rows_of_std)},
-        head_log_ratios={head: now[head] - old[head] for head in old},
-        relevance=_joined(relevance),
-        rows=torch.cat(rows),
+        rows=rows,
     )
 
 
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without their graphs."""
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _joined(
-    columns: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor] = torch.cat
-) -> dict[str, Tensor]:
-    """Each column by its name, of all minibatches."""
-    return {name: join([column[name] for column in columns]) for name in columns[0]}
 
 
 class Descriptions(NamedTuple):

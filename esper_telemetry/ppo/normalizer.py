@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.events import Scale
+from esper_telemetry.core.event_parts import Scale
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array, ObservationLayout, Rows, Task, layout_of
 from esper_telemetry.ppo.ranks import ALONE, Ranks

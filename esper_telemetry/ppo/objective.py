@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.equations.objective import LossRows
-from esper_telemetry.events import Shard
+from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add

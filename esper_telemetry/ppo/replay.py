@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.event_parts import Activations, CollectionReplay, Copy, Outputs, StateGradients
 from esper_telemetry.core.tensors import allow_recurrent_gradients, are_rescaled
-from esper_telemetry.events import Activations, CollectionReplay, Copy, Outputs, RolloutEnd, StateGradients
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
@@ -174,7 +175,7 @@ class TrainerReplay:
 
     def collection(self, event: RolloutEnd) -> CollectionReplay:
         """Return passes over what the rollout of that event acted on."""
-        return CollectionReplay(event, self._rows, self._collected)
+        return CollectionReplay(event.values, event.actions, self._rows, self._collected)
 
     @torch.no_grad()
     def _collected(self, hypothesis: str) -> Outputs | None:

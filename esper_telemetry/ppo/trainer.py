@@ -15,7 +15,7 @@ from torch import Tensor
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
-from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
+from esper_telemetry.core.event_parts import Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for
@@ -76,13 +76,10 @@ class PPO:
         coefficients: weights of the losses in this update.
         steps: the steps of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: counts since the run began.
-        joins: types of events that it emits once per update instead of once per minibatch.
 
     Raises:
         ValueError: the minibatches do not divide a rollout, or ranks might take different numbers of steps.
     """
-
-    joins = (MinibatchesEnd, BackwardsEnd)
 
     def __init__(
         self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"

@@ -1,6 +1,6 @@
 """Records of one update: its events as they came, all minibatches joined, nothing measured yet.
 
-`UpdateData` holds the events `RolloutEnd`, `MinibatchesEnd` and `UpdateEnd` themselves, so their columns are declared once. The records
+`UpdateData` holds the events `RolloutEnd`, `Minibatches` and `UpdateEnd` themselves, so their columns are declared once. The records
 beside them are named tuples, because those are built and pickled for the worker in half the time of frozen dataclasses.
 Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K parameters.
 """
@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions, UpdateEnd
+from esper_telemetry.core.event_parts import Transitions
+from esper_telemetry.events import NONE, RolloutEnd, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.integrity.steps.optimizer_step import StepSettings
@@ -28,6 +29,41 @@ from esper_telemetry.updates.steps import CheckedStep, PolicyPass, TermGradients
 
 TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
 """Columns of a rollout from which advantages follow, and the advantages."""
+
+
+class Minibatches(NamedTuple):
+    """All minibatches of an update, joined: columns of `events.MinibatchEnd` with R rows in place of N, one minibatch after the other.
+
+    Attributes:
+        epochs: epoch of each of the M minibatches.
+        counts: rows of each, R in all.
+        losses: [M] by name.
+        log_std: per Gaussian head [R, D].
+        head_log_ratios: empty where there is one head.
+        values, old_values, returns, means: in sampled updates, and where values are clipped; else None and empty.
+    """
+
+    epochs: tuple[int, ...]
+    counts: tuple[int, ...]
+    log_ratio: Tensor
+    advantages: Tensor
+    valid: Tensor | None
+    losses: Mapping[str, Tensor]
+    logits: Mapping[str, Tensor] = NONE
+    action_masks: Mapping[str, Tensor] = NONE
+    log_std: Mapping[str, Tensor] = NONE
+    head_log_ratios: Mapping[str, Tensor] = NONE
+    relevance: Mapping[str, Tensor] = NONE
+    rows: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    means: Mapping[str, Tensor] = NONE
+
+    @property
+    def has_critic(self) -> bool:
+        """True where the critic's columns are known."""
+        return self.values is not None and self.old_values is not None and self.returns is not None
 
 
 class ActionChoices(NamedTuple):
@@ -261,7 +297,7 @@ class UpdateData(NamedTuple):
     rollout: RolloutEnd | None = None
     context: RolloutContext = RolloutContext()
     episodes: Episodes | None = None
-    minibatches: MinibatchesEnd | None = None
+    minibatches: Minibatches | None = None
     features: Tensor | None = None
     collected: CollectedRows | None = None
     gradients: tuple[BackwardGradients, ...] = ()
@@ -292,7 +328,7 @@ class UpdateData(NamedTuple):
 
 
 KINDS: Final = (
-    *(RolloutEnd, MinibatchesEnd, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
+    *(RolloutEnd, Minibatches, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
     *(
         ActionTotal,
@@ -336,10 +372,10 @@ def copied(tree: Tree) -> Tree:
     return mapped(tree, Tensor.clone)
 
 
-Table = TypeVar("Table", MinibatchesEnd, CollectedRows)
+Table = TypeVar("Table", Minibatches, CollectedRows)
 
 
-def in_grid(minibatches: MinibatchesEnd) -> MinibatchesEnd:
+def in_grid(minibatches: Minibatches) -> Minibatches:
     """Return the same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
     if minibatches.valid is None and len(set(minibatches.counts)) > 1:
         minibatches = minibatches._replace(valid=torch.ones_like(minibatches.log_ratio, dtype=torch.bool))

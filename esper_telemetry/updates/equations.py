@@ -11,8 +11,9 @@ from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import MinibatchesEnd, RolloutActions, RolloutEnd
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
 from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
@@ -48,7 +49,7 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     compare_transitions,
     informative,
 )
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.target_equations import BY_NAME, certain, target_checks
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
@@ -94,9 +95,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
-def _first_minibatch(
-    rollout: RolloutEnd, minibatches: MinibatchesEnd, facts: Mapping[str, Any]
-) -> Iterator[MetricGroup]:
+def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
     """Compare what training computes in its first minibatch, before any step, with what was stored: a script's policy cannot be asked.
 
     A difference without an explanation counts where log-probabilities have it, by more than rounding: values may be stored in other units.
@@ -265,7 +264,7 @@ class LossClaims(NamedTuple):
         facts: of the run.
     """
 
-    batches: MinibatchesEnd
+    batches: Minibatches
     rollout: RolloutEnd | None
     raw_advantages: Tensor | None
     weights: Mapping[str, float]
@@ -508,7 +507,7 @@ def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
     return passes if several and all(torch.equal(one, visited[0]) for one in visited) else []
 
 
-def _minibatches(batches: MinibatchesEnd, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
+def _minibatches(batches: Minibatches, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
     """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one.
 
     An only pass without all rows may be one that ended early, unless some come again.

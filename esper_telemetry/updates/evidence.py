@@ -16,10 +16,10 @@ from torch import Tensor
 
 from esper_telemetry.core.record import Alarm, Record, template_of
 from esper_telemetry.core.reduction import Mean
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
-from esper_telemetry.updates.data import BackwardGradients, UpdateData
+from esper_telemetry.updates.data import BackwardGradients, Minibatches, UpdateData
 from esper_telemetry.updates.extensions import Capture, SupportsAlarmEvidence, SupportsEvents
 
 SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
@@ -142,7 +142,7 @@ def _table(mean: Mean | None) -> list[list[float | None]]:
     return [[None if n != n else n for n in row] for row in defined.reshape(len(defined), -1).tolist()]
 
 
-def _valid(minibatches: MinibatchesEnd) -> Tensor:
+def _valid(minibatches: Minibatches) -> Tensor:
     valid = minibatches.valid
     return torch.ones_like(minibatches.log_ratio, dtype=torch.bool) if valid is None else valid
 
@@ -164,7 +164,7 @@ def _worst_rows(update: UpdateData, count: int) -> Iterator[WorstRow]:
             yield worst
 
 
-def _with_place(worst: WorstRow, minibatches: MinibatchesEnd, rollout: RolloutEnd, row: int) -> WorstRow:
+def _with_place(worst: WorstRow, minibatches: Minibatches, rollout: RolloutEnd, row: int) -> WorstRow:
     """Return the row with its place in the rollout, and the columns collected there."""
     assert minibatches.rows is not None
     place = divmod(int(minibatches.rows[row]), rollout.log_probs.shape[1])

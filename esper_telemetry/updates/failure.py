@@ -19,7 +19,8 @@ from torch import Tensor
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import error_line, error_text
-from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import BackwardEnd, RolloutEnd
+from esper_telemetry.updates.data import Minibatches
 
 logger = logging.getLogger("esper_telemetry")
 
@@ -162,7 +163,7 @@ def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
         yield Candidate("states", event.states)
 
 
-def of_minibatches(event: MinibatchesEnd) -> Iterator[Candidate]:
+def of_minibatches(event: Minibatches) -> Iterator[Candidate]:
     """Yield the results of the forward passes, and the losses."""
     for name, scores in event.logits.items():
         yield Candidate(f"logits of {name}", scores)
@@ -170,9 +171,7 @@ def of_minibatches(event: MinibatchesEnd) -> Iterator[Candidate]:
     yield from (Candidate(f"loss/{name}", loss) for name, loss in event.losses.items())
 
 
-def of_backward(event: BackwardsEnd) -> Iterator[Candidate]:
-    """Yield the norms of the last pass's gradients, and the parameters as they are now."""
-    yield from (
-        Candidate(f"gradient of {name}", norm) for name, norm in zip(event.names[-1], event.norms[-1], strict=True)
-    )
+def of_backward(event: BackwardEnd) -> Iterator[Candidate]:
+    """Yield the norms of a pass's gradients, and the parameters as they are now."""
+    yield from (Candidate(f"gradient of {name}", norm) for name, norm in zip(event.names, event.norms, strict=True))
     yield from (Candidate(name, parameter) for name, parameter in event.parameters.items())

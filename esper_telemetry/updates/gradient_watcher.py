@@ -25,10 +25,11 @@ from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
-from esper_telemetry.events import BackwardEnd, Hooks, ObservedSource
+from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.sources import ObservedSource
 
 logger = logging.getLogger("esper_telemetry")
 

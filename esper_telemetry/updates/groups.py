@@ -19,7 +19,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import declared, label_field, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.actions import (
     action_counts,
     action_shift,
@@ -106,6 +106,7 @@ from esper_telemetry.updates.data import (
     BackwardGradients,
     CollectedRows,
     GradientSample,
+    Minibatches,
     Normalizer,
     RecurrentState,
     TrainingProgress,
@@ -264,7 +265,7 @@ def _episodes(update: UpdateData) -> Iterator[Measurement]:
 
 
 def _minibatches(
-    minibatches: MinibatchesEnd, facts: Mapping[str, Any], coefficients: Mapping[str, float]
+    minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
 ) -> Iterator[Measurement]:
     valid, clip, relevant = minibatches.valid, facts.get("clip"), minibatches.relevance
     yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
@@ -290,7 +291,7 @@ def _minibatches(
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
-def _used_advantages(minibatches: MinibatchesEnd, update: UpdateData, facts: Mapping[str, Any]) -> MetricGroup:
+def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Mapping[str, Any]) -> MetricGroup:
     """Measure normalised advantages beside the raw ones, which are paired by rank where the source does not say which rows they are.
 
     Normalisation over a rollout keeps the order, so the share of signs that it flips needs no columns of the rollout.
@@ -307,7 +308,7 @@ def _used_advantages(minibatches: MinibatchesEnd, update: UpdateData, facts: Map
 
 
 def _details(
-    minibatches: MinibatchesEnd,
+    minibatches: Minibatches,
     collected: CollectedRows | None,
     facts: Mapping[str, Any],
     coefficients: Mapping[str, float],
@@ -332,7 +333,7 @@ def _details(
         yield partial(steered, minibatches.advantages, **ends)
 
 
-def _whole_update(minibatches: MinibatchesEnd) -> Iterator[Measurement]:
+def _whole_update(minibatches: Minibatches) -> Iterator[Measurement]:
     """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
     valid, rows = minibatches.valid, minibatches.rows
     first = minibatches.epochs.count(minibatches.epochs[0])
@@ -366,7 +367,7 @@ def _features(
 
 
 def _losses(
-    minibatches: MinibatchesEnd, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
+    minibatches: Minibatches, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
 ) -> LossComponents:
     """Measure the losses; those that the trainer did not compute are made of those that it did."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]

@@ -1,9 +1,4 @@
-"""Joins the events of an update: rollouts with those before them, minibatches one after the other, backward passes stacked.
-
-Between two minibatches this code only keeps references: by the next one the trainer has pushed it out of the processor's caches, and a
-line takes three to six times as long as in a loop over all of them when the update is over. Whole events are not kept either: they hold
-memory that the trainer would use again for the next minibatch.
-"""
+"""Joins the events of an update: rollouts with those before them, minibatches one after the other, backward passes stacked."""
 
 from __future__ import annotations
 
@@ -11,22 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import (
-    NONE,
-    BackwardEnd,
-    BackwardsEnd,
-    MinibatchEnd,
-    MinibatchesEnd,
-    RecurrentForward,
-    RolloutEnd,
-    Scale,
-)
+from esper_telemetry.core.event_parts import Scale
+from esper_telemetry.core.tensors import clip_coefficient
+from esper_telemetry.events import NONE, BackwardEnd, MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
 from esper_telemetry.metrics.lstm.gates import cell_weights
@@ -38,6 +25,7 @@ from esper_telemetry.updates.data import (
     BackwardGradients,
     CollectedRows,
     Layer,
+    Minibatches,
     Normalizer,
     RecurrentState,
     RolloutContext,
@@ -160,82 +148,48 @@ def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
     return tuple(Layer(cell_weights(cell), x.clone(), *state.clone().unbind(1)) for cell, x, state in parts)
 
 
-CRITIC_COLUMNS = ("values", "old_values", "returns", "means")
-"""Columns of minibatches that only sampled updates and value clipping need: in every update they would double what travels."""
-
-COLUMNS = tuple(name for name in MinibatchEnd._fields if name not in ("step", *CRITIC_COLUMNS))
-
-
-class MinibatchBuffer:
-    """Keeps some columns of minibatches as they come.
+def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Minibatches:
+    """Return the rows of all minibatches, at least one, one minibatch after the other.
 
     Args:
-        names: of the columns, which are fields of `MinibatchEnd`.
+        with_critic: keep `values`, `old_values`, `returns` and `means`, which only sampled updates and value clipping need: in every update
+            they would double what travels.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._columns_of: Callable[[MinibatchEnd], tuple[Any, ...]] = attrgetter(*names)
-        self._rows: list[tuple[Any, ...]] = []
-
-    def add(self, event: MinibatchEnd) -> None:
-        """Keep the next minibatch."""
-        self._rows.append(self._columns_of(event))
-
-    def take(self) -> dict[str, tuple[Any, ...]]:
-        """Return each column of all minibatches since the last call, one entry per minibatch; empty where there are none."""
-        rows, self._rows = self._rows, []
-        return dict(zip(self._names, zip(*rows, strict=True), strict=False))
-
-
-def joined_minibatches(buffer: MinibatchBuffer) -> MinibatchesEnd | None:
-    """Return the rows of all minibatches in a buffer of `COLUMNS`, one minibatch after the other; None where there are none."""
-    columns = buffer.take()
-    if not columns:
-        return None
-    counts = tuple(map(len, columns["log_ratio"]))
-    spreads = zip(columns["log_std"], counts, strict=True)
-    flags = zip(columns["valid"], counts, strict=True)
-    example = next((valid for valid in columns["valid"] if valid is not None), None)
-    ratios = columns["head_log_ratios"]
-    losses = _by_name(columns["losses"], torch.stack)
-    return MinibatchesEnd(
-        epochs=columns["epoch"],
+    fields: Any = MinibatchEnd._make(zip(*rows, strict=True))  # each field of all minibatches
+    counts = tuple(map(len, fields.log_ratio))
+    spreads, flags = zip(fields.log_std, counts, strict=True), zip(fields.valid, counts, strict=True)
+    example = next((valid for valid in fields.valid if valid is not None), None)
+    losses = _by_name(fields.losses, torch.stack)
+    minibatches = Minibatches(
+        epochs=fields.epoch,
         counts=counts,
-        log_ratio=torch.cat(columns["log_ratio"]),
-        advantages=torch.cat(columns["advantages"]),
+        log_ratio=torch.cat(fields.log_ratio),
+        advantages=torch.cat(fields.advantages),
         valid=None
         if example is None
         else torch.cat([example.new_ones(count) if valid is None else valid for valid, count in flags]),
         losses={name: column for name, column in losses.items() if len(column) == len(counts)},
-        logits=_heads(columns["logits"]),
-        action_masks=_heads(columns["action_masks"]),
-        log_std=_heads([{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]),
-        head_log_ratios=_heads(ratios) if len(ratios[0]) > 1 else {},
-        relevance=_heads(columns["relevance"]),
-        rows=_whole(columns["rows"]),
+        logits=joined_heads(fields.logits),
+        action_masks=joined_heads(fields.action_masks),
+        log_std=joined_heads(
+            [{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]
+        ),
+        head_log_ratios=joined_heads(fields.head_log_ratios) if len(fields.head_log_ratios[0]) > 1 else {},
+        relevance=joined_heads(fields.relevance),
+        rows=joined_column(fields.rows),
+    )
+    if not with_critic:
+        return minibatches
+    return minibatches._replace(
+        values=joined_column(fields.values),
+        old_values=joined_column(fields.old_values),
+        returns=joined_column(fields.returns),
+        means=joined_heads(fields.means),
     )
 
 
-def with_critic(minibatches: MinibatchesEnd, buffer: MinibatchBuffer) -> MinibatchesEnd:
-    """Return the same with `CRITIC_COLUMNS`, its own or those of a buffer; without them where one of a minibatch is missing."""
-    columns = buffer.take()
-    if columns:
-        values, old_values, returns = (_whole(columns[name]) for name in CRITIC_COLUMNS[:3])
-        means = columns["means"]
-        minibatches = minibatches._replace(
-            values=values,
-            old_values=old_values,
-            returns=returns,
-            means=_heads(means),
-        )
-    if minibatches.values is None or minibatches.old_values is None or minibatches.returns is None:
-        return without_critic(minibatches)
-    return minibatches
-
-
-def without_critic(minibatches: MinibatchesEnd) -> MinibatchesEnd:
-    """Return the same without `CRITIC_COLUMNS`."""
+def without_critic(minibatches: Minibatches) -> Minibatches:
+    """Return the same without `values`, `old_values`, `returns` and `means`."""
     return minibatches._replace(values=None, old_values=None, returns=None, means=NONE)
 
 
@@ -253,8 +207,8 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
     )
 
 
-def _whole(columns: Sequence[Tensor | None]) -> Tensor | None:
-    """A column of all minibatches, [R]; None where one lacks it."""
+def joined_column(columns: Sequence[Tensor | None]) -> Tensor | None:
+    """Return a column of all minibatches, [R]; None where one lacks it."""
     present = [column for column in columns if column is not None]
     return torch.cat(present) if len(present) == len(columns) else None
 
@@ -267,8 +221,8 @@ def _by_name(
     return {name: join([column[name] for column in columns if name in column]) for name in names}
 
 
-def _heads(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The columns of each head that all minibatches have."""
+def joined_heads(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the columns of each head that all minibatches have."""
     whole = set(columns[0]).intersection(*columns)
     return _by_name([{name: column for name, column in part.items() if name in whole} for part in columns])
 
@@ -280,35 +234,45 @@ class TrunkGradients(NamedTuple):
     critic: Tensor
 
 
-def joined_backwards(backwards: Sequence[BackwardEnd]) -> BackwardsEnd:
-    """Return all passes, at least one, of a source that emits each alone."""
-    epochs, _, _, names, norms, _, heads, applied = zip(*backwards, strict=True)
-    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads, applied)
-
-
-def stacked_backwards(backwards: BackwardsEnd, trunk: Sequence[TrunkGradients]) -> tuple[BackwardGradients, ...]:
+def stacked_backwards(
+    backwards: Sequence[BackwardEnd], trunk: Sequence[TrunkGradients]
+) -> tuple[BackwardGradients, ...]:
     """Return all passes, those with gradients in the same parameters together: a frozen part of the network makes another group."""
-    groups = [names for names in dict.fromkeys(backwards.names) if names]
-    whole = len(set(backwards.names)) == 1 and len(trunk) == len(backwards.epochs) > 0
+    groups: dict[tuple[str, ...], list[BackwardEnd]] = {}
+    for event in backwards:
+        groups.setdefault(event.names, []).append(event)
+    whole = len(groups) == 1 and len(trunk) == len(backwards)
     leaves = leaf_gradients([part.actor for part in trunk], [part.critic for part in trunk]) if whole else None
-    return tuple([_stacked(backwards, names)._replace(leaves=leaves) for names in groups])
+    return tuple([_stacked(passes)._replace(leaves=leaves) for names, passes in groups.items() if names])
 
 
-def _stacked(backwards: BackwardsEnd, names: tuple[str, ...]) -> BackwardGradients:
-    """The passes with gradients in the parameters of these names."""
-    passes = [index for index, own in enumerate(backwards.names) if own == names]
+def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
+    """Passes with gradients in the same parameters."""
+    last = passes[-1]
 
     def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
         """One row of each pass; None where a pass has none."""
-        present = [row for index in passes if columns and (row := columns[index]) is not None]
-        return torch.stack(present) if present and len(present) == len(passes) else None
+        present = [row for row in columns if row is not None]
+        return torch.stack(present) if len(present) == len(passes) else None
 
+    norms = torch.stack([event.norms for event in passes])
     return BackwardGradients(
-        epochs=tuple([backwards.epochs[index] for index in passes]),
-        names=names,
-        numels=tuple([backwards.parameters[name].numel() for name in names]),
-        norms=torch.stack([backwards.norms[index] for index in passes]),
-        max_norm=backwards.max_norm,
-        heads=of_passes(backwards.heads),
-        applied=of_passes(backwards.applied),
+        epochs=tuple([event.epoch for event in passes]),
+        names=last.names,
+        numels=tuple([last.parameters[name].numel() for name in last.names]),
+        norms=norms,
+        max_norm=None if last.clipped_apart else last.max_norm,
+        heads=of_passes([event.heads for event in passes]),
+        applied=clipped_norms(last, norms) if last.clipped_apart else of_passes([event.applied for event in passes]),
     )
+
+
+def clipped_norms(event: BackwardEnd, norms: Tensor) -> Tensor | None:
+    """Return norms [M, K] of gradients after their parts are clipped, one after the other; None where nothing is clipped."""
+    if event.max_norm is None:
+        return None
+    for part in event.clipped_apart:
+        members = torch.tensor([name in part for name in event.names], device=norms.device)
+        total = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=-1, keepdim=True)
+        norms = norms * torch.where(members, clip_coefficient(total, event.max_norm), 1.0)
+    return norms

@@ -10,27 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.equations.equation import Equation
-from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.record import Level
-from esper_telemetry.events import (
-    NONE,
+from esper_telemetry.core.event_parts import (
     Activations,
-    BeforeUpdate,
     CollectionReplay,
     FirstMinibatch,
-    MinibatchesEnd,
     Outputs,
     PolicyReplay,
-    RolloutEnd,
     UsedAdvantages,
 )
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.record import Level
+from esper_telemetry.events import NONE, BeforeUpdate, RolloutEnd
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.rollouts.collection import (
@@ -52,6 +49,9 @@ from esper_telemetry.metrics.representation import (
     unit_activity,
 )
 from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
+
+if TYPE_CHECKING:
+    from esper_telemetry.updates.data import Minibatches
 
 MAX_COMPARED_TRANSITIONS = 512
 """Transitions whose features before and after an update are compared."""
@@ -267,7 +267,7 @@ class CollectionProbe:
             self._training = None
             yield lambda: check
 
-    def after_minibatches(self, minibatches: MinibatchesEnd, precision: str | None) -> Iterator[Measurement]:
+    def after_minibatches(self, minibatches: Minibatches, precision: str | None) -> Iterator[Measurement]:
         """Yield the check of the first minibatch, whose log-probabilities training has computed in its own mode."""
         rows, ratio = minibatches.rows, minibatches.log_ratio
         if rows is not None and minibatches.counts:
@@ -317,7 +317,7 @@ class CollectionProbe:
             return None if outputs.values is None else grid(outputs.values).numbers
 
         return check_values(
-            collection.rollout.values,
+            collection.values,
             replayed.numbers,
             alternatives=_alternatives(collection, numbers),
             valid=replayed.valid,
@@ -408,7 +408,7 @@ def _rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
 
 
 def _grid(collection: CollectionReplay, column: Tensor) -> GridColumn:
-    shape, rows = collection.rollout.rewards.shape, collection.rows
+    shape, rows = collection.values.shape, collection.rows
     numbers = torch.zeros(shape.numel(), dtype=torch.float64, device=column.device)
     numbers.index_copy_(0, rows, column.detach().double())
     valid = torch.zeros(shape.numel(), dtype=torch.bool, device=column.device).index_fill(0, rows, True)
@@ -418,7 +418,7 @@ def _grid(collection: CollectionReplay, column: Tensor) -> GridColumn:
 def _log_probs(outputs: Outputs, collection: CollectionReplay) -> Tensor:
     """Log-probabilities [N] of the stored actions under the distributions of `outputs`, before a squash."""
     rows = collection.rows
-    actions = {head: column.flatten(0, 1)[rows].double() for head, column in collection.rollout.actions.items()}
+    actions = {head: column.flatten(0, 1)[rows].double() for head, column in collection.actions.items()}
     means = {head: part.double() for head, part in outputs.means.items()}
     return log_prob(
         LogProbInputs(

@@ -15,13 +15,20 @@ from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
 from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
 from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
-from esper_telemetry.updates.data import TARGET_COLUMNS, CollectedRows, UpdateData, columns_in_grid, in_grid
+from esper_telemetry.updates.data import (
+    TARGET_COLUMNS,
+    CollectedRows,
+    Minibatches,
+    UpdateData,
+    columns_in_grid,
+    in_grid,
+)
 
 BY_NAME = "columns_by_name"
 """Fact of a run whose columns were found by the names of variables, which may mean something else."""
@@ -244,7 +251,7 @@ def _in_each_rollout(
 
 
 def _returns_in_use(
-    rollout: RolloutEnd, minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]
+    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Mapping[str, Any]
 ) -> EquationCheck:
     """Check the targets of the minibatches, where they are not those of the rollout, against its advantages and values in their rows."""
     old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
@@ -266,7 +273,7 @@ def _returns_in_use(
     return compared(valid=first if valid is None else first & valid, precision=facts.get("precision"))
 
 
-def _first_pass(minibatches: MinibatchesEnd, collected: CollectedRows) -> tuple[MinibatchesEnd, CollectedRows]:
+def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Minibatches, CollectedRows]:
     """Return what the checks of targets need of the minibatches of the first pass."""
     count = minibatches.epochs.count(minibatches.epochs[0])
     rows = slice(sum(minibatches.counts[:count]))
@@ -274,7 +281,7 @@ def _first_pass(minibatches: MinibatchesEnd, collected: CollectedRows) -> tuple[
     def cut(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[rows]
 
-    first = MinibatchesEnd(
+    first = Minibatches(
         epochs=minibatches.epochs[:count],
         counts=minibatches.counts[:count],
         log_ratio=minibatches.log_ratio[rows],
@@ -290,7 +297,7 @@ def _first_pass(minibatches: MinibatchesEnd, collected: CollectedRows) -> tuple[
 
 
 def _normalized(
-    rollout: RolloutEnd, minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]
+    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Mapping[str, Any]
 ) -> EquationCheck:
     """Check the advantages in use against those of the rollout in the same rows."""
     normalizes, own = facts.get("normalize_advantages"), facts.get("normalize_minibatches")

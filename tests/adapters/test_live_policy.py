@@ -18,7 +18,8 @@ from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
-from esper_telemetry.events import AfterUpdate, BackwardEnd, BeforeUpdate, FirstMinibatch, Hooks, MinibatchStart
+from esper_telemetry.core.event_parts import FirstMinibatch
+from esper_telemetry.events import AfterUpdate, BackwardEnd, BeforeUpdate, Hooks, MinibatchStart
 
 pytestmark = pytest.mark.sb3
 

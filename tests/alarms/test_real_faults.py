@@ -19,7 +19,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
-from esper_telemetry.events import BackwardsEnd, Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.catalogue import schedule
 from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
 from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
@@ -127,14 +127,14 @@ def old_data(event: RolloutEnd) -> RolloutEnd:
     return replace(event, update=event.update - 1)
 
 
-def no_entropy(event: MinibatchesEnd) -> MinibatchesEnd:
-    """Minibatches without their distributions and losses."""
+def no_entropy(event: MinibatchEnd) -> MinibatchEnd:
+    """A minibatch without its distributions and losses."""
     return event._replace(logits={}, losses={})
 
 
-def same_rows(event: MinibatchesEnd) -> MinibatchesEnd:
-    """Minibatches that all have the rows of the first."""
-    return event._replace(rows=torch.arange(len(event.log_ratio)) % event.counts[0])
+def same_rows(event: MinibatchEnd) -> MinibatchEnd:
+    """A minibatch with the same rows as every other one."""
+    return event._replace(rows=torch.arange(len(event.log_ratio)))
 
 
 def endless(trainer: PPO) -> None:
@@ -202,9 +202,9 @@ class Growing:
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def __call__(self, event: BackwardsEnd) -> BackwardsEnd:
-        self.factor *= 1.1
-        return event._replace(norms=tuple([norms * self.factor for norms in event.norms]))
+    def __call__(self, event: BackwardEnd) -> BackwardEnd:
+        self.factor *= 1.1 if event.step == 0 else 1.0
+        return event._replace(norms=event.norms * self.factor)
 
 
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
@@ -212,8 +212,8 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "integrity/actions": (lambda: falsified(cartpole(), RolloutEnd, 1, likelier), 40),
     "integrity/mask_violation": (lambda: falsified(recall(), RolloutEnd, 4, shifted_masks), 6),
     "integrity/buffer_age": (lambda: falsified(cartpole(), RolloutEnd, 4, old_data), 6),
-    "integrity/rows_repeated": (lambda: falsified(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),
-    "telemetry/missing_metric": (lambda: falsified(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
+    "integrity/rows_repeated": (lambda: falsified(cartpole(num_minibatches=4), MinibatchEnd, 4, same_rows), 6),
+    "telemetry/missing_metric": (lambda: falsified(cartpole(), MinibatchEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
     "opt/negative_rate": (
@@ -232,7 +232,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
         34,
     ),
     "value/limit_bias": (lambda: falsified(always_limited(), RolloutEnd, 1, unbootstrapped), 12),
-    "grad/slow_growth": (lambda: falsified(cartpole(), BackwardsEnd, 1, Growing()), 102),
+    "grad/slow_growth": (lambda: falsified(cartpole(), BackwardEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
 }
 """By type: a trainer that goes wrong, and after how many updates it should have been told."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import RolloutEnd, UpdateEnd
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
@@ -29,6 +29,7 @@ from esper_telemetry.updates.data import (
     Episodes,
     GradientSample,
     Layer,
+    Minibatches,
     Normalizer,
     RecurrentState,
     RolloutContext,
@@ -152,12 +153,12 @@ def episodes(x: Numbers) -> Episodes:
     return Episodes(returns, tuple(range(1, len(returns) + 1)), returns)
 
 
-def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> MinibatchesEnd:
+def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> Minibatches:
     rows = sum(counts)
     valid = x.flags(rows) if x.size(0, 1) else None
     masks = x.flags(rows, 3)
     masks[:, 0] = True
-    return MinibatchesEnd(
+    return Minibatches(
         epochs=tuple(range(len(counts))),
         counts=counts,
         log_ratio=x(rows),
@@ -258,7 +259,7 @@ def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates:
 
 def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
     """Nobody tells of distributions, losses or gradients: what remains is measured."""
-    bare = MinibatchesEnd((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
+    bare = Minibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 
     assert recorded([UpdateData()])[0].keys() <= {"telemetry/undefined"}
     assert recorded([UpdateData(minibatches=bare)])[0]["policy/kl"] == 0.0

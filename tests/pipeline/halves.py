@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthUpdate
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.telemetry import session_of
@@ -23,6 +23,7 @@ from esper_telemetry.updates.data import (
     CollectedRows,
     Episodes,
     Layer,
+    Minibatches,
     RecurrentState,
     RolloutContext,
     UpdateData,
@@ -120,7 +121,7 @@ def _rows_of(counts: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
     return cut
 
 
-def _minibatches(minibatches: MinibatchesEnd, rank: int) -> MinibatchesEnd:
+def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
     """A rank's rows; losses whose means, weighted by rows, are those of all."""
     cuts = [count // 3 for count in minibatches.counts]
     rows = _rows_of(minibatches.counts, rank)

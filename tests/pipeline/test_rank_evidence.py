@@ -9,9 +9,9 @@ import torch
 from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.events import MinibatchesEnd
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates import UpdateData
+from esper_telemetry.updates.data import Minibatches
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 
@@ -19,7 +19,7 @@ EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 def jumping(log_ratio: torch.Tensor) -> UpdateData:
     """An update of one minibatch."""
     return UpdateData(
-        minibatches=MinibatchesEnd(
+        minibatches=Minibatches(
             epochs=(0,),
             counts=(len(log_ratio),),
             log_ratio=log_ratio,

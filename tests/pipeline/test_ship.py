@@ -14,12 +14,11 @@ from pretended_gpu import GPU, DeviceCalls, mark, pretended_gpu
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Axes, Level
-from esper_telemetry.events import MinibatchesEnd
 from esper_telemetry.pipeline import ship as ship_module
 from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
-from esper_telemetry.updates.data import BackwardGradients, UpdateData
+from esper_telemetry.updates.data import BackwardGradients, Minibatches, UpdateData
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -82,9 +81,9 @@ def untimed(values: Any) -> dict[str, float]:
     return {key: value for key, value in values.items() if not key.startswith(OF_TIME)}
 
 
-def minibatches(counts: tuple[int, ...]) -> MinibatchesEnd:
+def minibatches(counts: tuple[int, ...]) -> Minibatches:
     rows = torch.arange(float(sum(counts)))
-    return MinibatchesEnd(
+    return Minibatches(
         epochs=tuple(range(len(counts))),
         counts=counts,
         log_ratio=rows,

@@ -21,13 +21,13 @@ from waiting import wait_until
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.core.record import MAX_COUNT
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd, RunStart, UpdateEnd
+from esper_telemetry.events import RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.pipeline.record import InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates.data import TrainingProgress, UpdateData
+from esper_telemetry.updates.data import Minibatches, TrainingProgress, UpdateData
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -174,7 +174,7 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
 def wide(update: int) -> UpdateData:
     """An update of six megabytes."""
     rows = torch.full((750_000,), 0.01)
-    minibatches = MinibatchesEnd((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
+    minibatches = Minibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
     return UpdateData(
         minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0)
     )

@@ -10,17 +10,8 @@ import torch
 from ppo_builders import EventLog, equal, weights
 from torch import Tensor
 
-from esper_telemetry.events import (
-    Activations,
-    AfterUpdate,
-    BeforeUpdate,
-    Copy,
-    MinibatchEnd,
-    Outputs,
-    PolicyReplay,
-    RolloutEnd,
-    StateGradients,
-)
+from esper_telemetry.core.event_parts import Activations, Copy, Outputs, PolicyReplay, StateGradients
+from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.replay import TrainerReplay

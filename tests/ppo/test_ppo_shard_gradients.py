@@ -9,7 +9,8 @@ import torch
 from ppo_builders import cartpole, equal, pendulum, weights
 from torch import Tensor
 
-from esper_telemetry.events import BackwardEnd, MinibatchStart, Shard
+from esper_telemetry.core.event_parts import Shard
+from esper_telemetry.events import BackwardEnd, MinibatchStart
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall
 

@@ -21,8 +21,8 @@ from esper_telemetry.adapters.script.rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.equations.objective import MinibatchObjective
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.events import RolloutEnd
+from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.equations import equation_checks
 
 STALE = (
@@ -438,7 +438,7 @@ def first_minibatch(
         "old_values": values.flatten(),
         "returns": values.flatten(),
     }
-    minibatches = MinibatchesEnd(
+    minibatches = Minibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
     update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
@@ -512,7 +512,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
 
     def differs(counts: tuple[int, ...]) -> bool:
         losses = torch.stack([-part.mean() for part in (log_probs * advantages).flatten().split(counts)])
-        minibatches = MinibatchesEnd(
+        minibatches = Minibatches(
             *((0,) * len(counts), counts, torch.zeros(8), advantages.flatten(), None, {"policy": losses}),
             logits={"action": logits.flatten(0, 1)},
             rows=torch.arange(8),

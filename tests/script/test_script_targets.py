@@ -12,8 +12,8 @@ from test_script_runs import SCRIPTS, with_telemetry
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.equations.equation import EQUATION_KEY
-from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.events import RolloutEnd
+from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.target_equations import target_checks
 
 CHANGES = {
@@ -96,7 +96,7 @@ def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
 FACTS = {"gamma": 0.9, "gae_lambda": 0.8, "columns_by_name": True, "precision": "fp32"}
 
 
-def values_of(rollout: RolloutEnd, minibatches: MinibatchesEnd | None = None) -> dict[str, float]:
+def values_of(rollout: RolloutEnd, minibatches: Minibatches | None = None) -> dict[str, float]:
     update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
     groups = [group for check in target_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}

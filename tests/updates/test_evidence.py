@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters import attach as attach_module
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
-from esper_telemetry.events import BackwardEnd, MinibatchEnd, MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 from esper_telemetry.journal import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.updates.data import BackwardGradients, GradientSample, UpdateData
+from esper_telemetry.recording import recorder as recorder_module
+from esper_telemetry.updates.data import BackwardGradients, GradientSample, Minibatches, UpdateData
 from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
 
 
-def minibatches(log_ratio: list[float], **named: Any) -> MinibatchesEnd:
+def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
     rows = len(log_ratio)
-    return MinibatchesEnd(
+    return Minibatches(
         epochs=(0, 0),
         counts=(2, rows - 2),
         log_ratio=torch.tensor(log_ratio),
@@ -305,7 +305,7 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 @pytest.mark.parametrize("most", [1 << 20, 10])
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A sample that is too large to travel is measured in process, once, and only its first gradient goes on."""
-    monkeypatch.setattr(attach_module, "MAX_TRAVELLING_ENTRIES", most)
+    monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", most)
     source = cartpole()
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
         attach(telemetry, source)

@@ -21,7 +21,7 @@ from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
 from esper_telemetry.updates.data import UpdateData, in_grid
 from esper_telemetry.updates.groups import measure
-from esper_telemetry.updates.joining import COLUMNS, MinibatchBuffer, RolloutHistory, joined_minibatches
+from esper_telemetry.updates.joining import RolloutHistory, joined_minibatches
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -232,11 +232,8 @@ def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
 def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    buffer = MinibatchBuffer(COLUMNS)
-    for size in (5, 4):
-        buffer.add(minibatch(size, generator))
-    rows = joined_minibatches(buffer)
-    assert rows is not None and rows.valid is None
+    rows = joined_minibatches([minibatch(size, generator) for size in (5, 4)], with_critic=False)
+    assert rows.valid is None
     grid = in_grid(rows)
 
     assert grid.valid is not None

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters import attach as attach_module
-from esper_telemetry.adapters import sampled
-from esper_telemetry.adapters.sampled import GradientProbe
 from esper_telemetry.core.metric import segment
 from esper_telemetry.events import (
     BackwardEnd,
@@ -28,6 +25,9 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.ppo.objective import TrunkOutputs
+from esper_telemetry.recording import probes
+from esper_telemetry.recording import recorder as recorder_module
+from esper_telemetry.recording.probes import GradientProbe
 from esper_telemetry.updates import groups
 from esper_telemetry.updates.data import GradientSample
 from esper_telemetry.updates.replays import FirstPasses
@@ -110,8 +110,8 @@ def test_of_a_large_network_steps_are_left_out_evenly(
 ) -> None:
     source = trainer()
     size = sum(parameter.numel() for parameter in source.policy.parameters())
-    monkeypatch.setattr(sampled, "VECTORS_BESIDES_STATES", 0)
-    monkeypatch.setattr(sampled, "MAX_TRAVELLING_ENTRIES", int(room * 8 * 4 * size))
+    monkeypatch.setattr(probes, "VECTORS_BESIDES_STATES", 0)
+    monkeypatch.setattr(probes, "MAX_TRAVELLING_ENTRIES", int(room * 8 * 4 * size))
     samples: list[GradientSample] = []
     take = GradientProbe.take
 
@@ -250,7 +250,7 @@ def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = values_of(tmp_path / "small", make(), updates=2, level="debug")
-    monkeypatch.setattr(attach_module, "MAX_TRAVELLING_ENTRIES", 10)
+    monkeypatch.setattr(recorder_module, "MAX_TRAVELLING_ENTRIES", 10)
     large = values_of(tmp_path / "large", make(), updates=2, level="debug")
 
     for left, right in zip(small, large, strict=True):

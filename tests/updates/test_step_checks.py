@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.adapters import step_checks
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd
@@ -21,6 +19,8 @@ from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.objective import UpdateSteps
+from esper_telemetry.recording import step_probe
+from esper_telemetry.telemetry import attach
 from esper_telemetry.updates.steps import PolicyPass
 
 CHECKED = ("gradient", "clipping", "optimizer_step")
@@ -138,8 +138,8 @@ def test_an_expensive_pass_is_taken_in_one_sample_of_several(tmp_path: Path, mon
     samples later.
     """
     monkeypatch.setattr(Sampling, "adopt", lambda self, every, *, late: setattr(self, "every", min(every, 2)))
-    monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_SECONDS", 0.0)
-    monkeypatch.setattr(step_checks, "EXPENSIVE_PASS_PERIOD", 2)
+    monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_SECONDS", 0.0)
+    monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_PERIOD", 2)
 
     at_normal = records(trainer(), tmp_path / "normal", updates=12, level="normal")
     at_debug = records(trainer(), tmp_path / "debug", updates=2)

@@ -1,8 +1,7 @@
 """Minibatches of an RSL-RL update: references between the trainer's steps, joined columns when it is over.
 
-RSL-RL clips the gradients of the actor and then those of the critic, each by a norm of its own. The norms that both clips take are emitted
-with what the clips leave of them when the update is over. Where somebody reads the gradients, as in a sampled update, all norms are taken
-before the first clip.
+RSL-RL clips the gradients of the actor and then those of the critic, each by a norm of its own, and the norms that both clips take are
+recorded. Where somebody reads the gradients, as in a sampled update, all norms are taken before the first clip.
 
 Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environments, D action dimensions; K parameters with a gradient.
 """
@@ -10,8 +9,7 @@ Shapes: N rows of a minibatch, R rows of all M minibatches; T steps, B environme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +18,9 @@ from esper_telemetry.adapters.columns import LossColumns, policy_loss
 from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, parameters_of, raw_model
 from esper_telemetry.adapters.taps import ErrorHandler, Tap
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.events import BackwardEnd, BackwardsEnd, BeforeUpdate, Hooks, MinibatchesEnd, OptimizerStep
+from esper_telemetry.events import BackwardEnd, BeforeUpdate, OptimizerStep
+from esper_telemetry.recording.recorder import UpdateRecorder
+from esper_telemetry.updates.data import Minibatches
 
 
 class StorageMinibatch(NamedTuple):
@@ -97,28 +97,8 @@ class EvaluatedMinibatch(NamedTuple):
     parameters: tuple[Tensor, ...]
 
 
-class ClippedNorms(NamedTuple):
-    """Gradient norms of a minibatch before the clips.
-
-    Attributes:
-        epoch: pass over the rollout, from 0.
-        names: of the K parameters with a gradient.
-        norms: [K].
-        max_norm: limit of the norm of each part; None where nothing was clipped.
-    """
-
-    epoch: int
-    names: tuple[str, ...]
-    norms: Tensor
-    max_norm: float | None
-
-
-NormParts: TypeAlias = tuple[ClippedNorms, ...]
-"""Norms of a minibatch: of the actor and of the critic where each is clipped alone and they share nothing, else of both together."""
-
-
 class StorageMinibatchListener:
-    """Emits steps at once, and all minibatches and norms when the update is over.
+    """Records minibatches and norms of gradients, and emits steps.
 
     Attributes:
         step: optimizer steps so far in this update.
@@ -126,8 +106,8 @@ class StorageMinibatchListener:
         learning_rates: of the steps so far in this update.
     """
 
-    def __init__(self, alg: Any, hooks: Hooks) -> None:
-        self._alg, self._hooks = alg, hooks
+    def __init__(self, alg: Any, recorder: UpdateRecorder) -> None:
+        self._alg, self._recorder, self._hooks = alg, recorder, recorder.hooks
         self._part_ids = [[*map(id, raw_model(alg, part).parameters())] for part in ("actor", "critic")]
         self.begin()
 
@@ -141,16 +121,16 @@ class StorageMinibatchListener:
         self._part_names = [tuple([names[one] for one in part if one in names]) for part in self._part_ids]
         # all of their parameters are trained, and none of them twice
         self._parts_are_apart = sum(map(len, self._part_ids)) == len(set().union(*self._part_names)) == len(names)
-        self._part_norms: list[ClippedNorms] = []
-        self._norms: list[NormParts] = []
+        self._clipped_apart = tuple(map(frozenset, self._part_names))
+        self._part_norms: list[tuple[tuple[str, ...], Tensor]] = []
+        self._max_norm = 0.0
         self._gaussian = is_gaussian(self._alg)
         self._batch: StorageMinibatch | None = None
         self._evaluated: EvaluatedMinibatch | None = None
         self._values: Tensor | None = None
         self._emitted = False
-        self._rows: list[tuple[EvaluatedMinibatch, Tensor]] = []
         self._sampled = self._hooks.wants(BeforeUpdate)
-        self._wants_gradients, self._wants_norms = self._hooks.wants(BackwardEnd), self._hooks.wants(BackwardsEnd)
+        self._wants_gradients = self._hooks.wants(BackwardEnd)
         self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def after_batch(self, batch: StorageMinibatch) -> None:
@@ -193,15 +173,16 @@ class StorageMinibatchListener:
 
     def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
         """The actor's gradients are about to be clipped, and then those of the critic, which are known by then."""
-        if self._emitted or not (self._wants_norms or self._wants_gradients):
+        if self._emitted:
             return
         if self._wants_gradients or not self._parts_are_apart:
-            self._take_norms(float(max_norm))
+            self._record_norms(float(max_norm))
             return
         parts = self._part_norms
-        parts.append(self._norms_of_part(self._part_names[len(parts)], norms, float(max_norm)))
+        parts.append(self._norms_of_part(self._part_names[len(parts)], norms))
+        self._max_norm = float(max_norm)
         if len(parts) == 2:
-            self._keep_part_norms()
+            self._record_part_norms()
 
     def after_optimizer_step(self, optimizer: Any) -> None:
         """The optimizer took a step."""
@@ -210,116 +191,57 @@ class StorageMinibatchListener:
             return
         epoch = batch.epoch
         if self._part_norms and not self._emitted:  # the critic's gradients were not clipped
-            self._keep_part_norms()
+            self._record_part_norms()
         if not self._emitted:
-            self._take_norms(None)
+            self._record_norms(None)
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(epoch, self.step, optimizer, self._parameters))
         if evaluated is not None and values is not None:
-            self._rows.append((evaluated, values))
+            self._recorder.minibatch((evaluated, values))
         self.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
         self.step += 1
         self._batch = None
 
-    def emit(self) -> None:
-        """Emit all minibatches that are done, and the norms of their gradients."""
-        rows, self._rows = self._rows, []
-        self.emit_norms()
-        if rows and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(joined_minibatches(self._alg, *zip(*rows, strict=True), means=self._sampled))
+    def joined(self, rows: Sequence[tuple[EvaluatedMinibatch, Tensor]]) -> Minibatches:
+        """Return the minibatches that were recorded, each with the critic's estimates now."""
+        return joined_minibatches(self._alg, *zip(*rows, strict=True), means=self._sampled)
 
     @torch.no_grad()
-    def emit_norms(self) -> None:
-        """Emit the norms of the gradients so far, also where the update breaks off."""
-        passes, self._norms = self._norms, []
-        if passes and self._hooks.wants(BackwardsEnd):
-            epochs = tuple([parts[0].epoch for parts in passes])
-            names, norms, applied = zip(*self._joined(passes), strict=True)
-            self._hooks.emit(BackwardsEnd(epochs, names, norms, self._parameters, None, applied=applied))
-
-    def _joined(self, passes: Sequence[NormParts]) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor | None]]:
-        """Yield names, norms [K] and norms after the clips [K] of each pass, of all its parts together."""
-        for _, alike in groupby(passes, lambda parts: [(part.names, part.max_norm) for part in parts]):
-            columns = [*zip(*alike, strict=True)]
-            parts = tuple([own[0]._replace(norms=torch.stack([one.norms for one in own])) for own in columns])
-            names = tuple([name for part in parts for name in part.names])
-            applied = self._after_clips(parts)
-            rows = [None] * len(columns[0]) if applied is None else applied.unbind()
-            norms = torch.cat([part.norms for part in parts], -1).unbind()
-            yield from zip((names,) * len(norms), norms, rows, strict=True)
-
-    @torch.no_grad()
-    def _take_norms(self, max_norm: float | None) -> None:
-        """Take the norms of all gradients, once per minibatch; where nothing was clipped, `max_norm` is None."""
-        batch = self._batch
-        if batch is None or self._emitted:
-            return
-        self._emitted = True
+    def _record_norms(self, max_norm: float | None) -> None:
+        """Record the norms of all gradients, once per minibatch; where nothing was clipped, `max_norm` is None."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not ((self._wants_norms or self._wants_gradients) and gradients):
-            return
-        own = ClippedNorms(batch.epoch, tuple(gradients), ops.gradient_norms(list(gradients.values())), max_norm)
-        parts = self._in_parts(own)
-        self._norms.append(parts)
-        if self._wants_gradients:
-            applied = self._after_clips(parts)
-            self._hooks.emit(
-                BackwardEnd(own.epoch, self.step, self._parameters, own.names, own.norms, None, applied=applied)
-            )
+        self._emitted = True
+        if gradients:
+            self._record(tuple(gradients), ops.gradient_norms(list(gradients.values())), max_norm)
 
-    def _in_parts(self, own: ClippedNorms) -> NormParts:
-        """Split the norms into those of the actor, which come first, and of the critic, where these are clipped apart."""
-        if own.max_norm is None or not self._parts_are_apart:
-            return (own,)
-        actor = set(self._part_names[0])
-        count = sum(name in actor for name in own.names)
-        first, second = own.norms.split([count, len(own.names) - count])
-        return (
-            own._replace(names=own.names[:count], norms=first),
-            own._replace(names=own.names[count:], norms=second),
+    @torch.no_grad()
+    def _record_part_norms(self) -> None:
+        """Record the norms of the parts that were clipped."""
+        parts, self._part_norms = self._part_norms, []
+        names = tuple([name for own, _ in parts for name in own])
+        self._record(names, torch.cat([norms for _, norms in parts]), self._max_norm)
+
+    def _record(self, names: tuple[str, ...], norms: Tensor, max_norm: float | None) -> None:
+        self._emitted = True
+        epoch = 0 if self._batch is None else self._batch.epoch
+        parts = () if max_norm is None else self._clipped_apart
+        self._recorder.backward(
+            BackwardEnd(epoch, self.step, self._parameters, names, norms, max_norm, clipped_apart=parts)
         )
 
-    def _norms_of_part(self, names: tuple[str, ...], norms: Tensor | None, max_norm: float) -> ClippedNorms:
+    def _norms_of_part(self, names: tuple[str, ...], norms: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
         """Norms of the actor's or the critic's gradients, from those that its clip has taken where these are good for all."""
-        epoch = 0 if self._batch is None else self._batch.epoch
         if norms is not None and len(norms) == len(names) and not ops.doubtful_norms(norms):
-            return ClippedNorms(epoch, names, norms, max_norm)
-        gradients = {name: p.grad for name in names if (p := self._parameters[name]).grad is not None}
-        present = [gradient for gradient in gradients.values() if gradient is not None]
-        own = ops.gradient_norms(present) if present else torch.empty(0)
-        return ClippedNorms(epoch, tuple(gradients), own, max_norm)
-
-    def _keep_part_norms(self) -> None:
-        """Keep the norms of the parts that were clipped; to join them at once would take longer."""
-        parts, self._part_norms, self._emitted = self._part_norms, [], True
-        self._norms.append(tuple(parts))
-
-    def _after_clips(self, parts: NormParts) -> Tensor | None:
-        """Norms [..., K] after the clips, None where nothing was clipped; a parameter of both networks is scaled by both clips."""
-        if len(parts) > 1:
-            return torch.cat([clipped(part) for part in parts], -1)
-        own, norms = parts[0], parts[0].norms
-        if own.max_norm is None:
-            return None
-        for part in map(set, self._part_ids):
-            members = torch.tensor([id(self._parameters[name]) in part for name in own.names], device=norms.device)
-            total = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=-1, keepdim=True)
-            norms = norms * torch.where(members, ops.clip_coefficient(total, own.max_norm), 1.0)
-        return norms
-
-
-def clipped(part: ClippedNorms) -> Tensor:
-    """Norms [..., K] after the clip of gradients that are clipped together."""
-    assert part.max_norm is not None
-    total = torch.linalg.vector_norm(part.norms, dim=-1, keepdim=True)
-    return part.norms * ops.clip_coefficient(total, part.max_norm)
+            return names, norms
+        gradients = {name: grad for name in names if (grad := self._parameters[name].grad) is not None}
+        return tuple(gradients), ops.gradient_norms(list(gradients.values())) if gradients else torch.empty(0)
 
 
 @torch.no_grad()
 def joined_minibatches(
     alg: Any, rows: Sequence[EvaluatedMinibatch], values: Sequence[Tensor], *, means: bool
-) -> MinibatchesEnd:
-    """Return the event of all minibatches of an update.
+) -> Minibatches:
+    """Return all minibatches of an update.
 
     Data augmentation by symmetries appends rows that no environment has shown: they are left out.
 
@@ -357,7 +279,7 @@ def joined_minibatches(
     losses = {"policy": policy_loss(columns, alg.clip_param), "value": value_loss(alg, columns)}
     known = [row.rows for row in rows if row.rows is not None]
     gaussian = all(row.parameters for row in rows)
-    return MinibatchesEnd(
+    return Minibatches(
         epochs=tuple([row.epoch for row in rows]),
         counts=counts,
         log_ratio=columns.log_ratio,

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import EpisodeCounter, HeadColumns, next_values
 from esper_telemetry.adapters.rsl_rl.facts import HEAD, is_gaussian, raw_model
-from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
+from esper_telemetry.core.event_parts import Scale
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd
 
 
 class StorageRolloutRecorder:

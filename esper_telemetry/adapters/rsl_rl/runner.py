@@ -5,32 +5,23 @@ Every tap stands on an object that the runner holds, and all are removed when `l
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.rsl_rl.facts import config_of, facts_of, groups_of, nonfinite_candidates, parameters_of
 from esper_telemetry.adapters.rsl_rl.minibatches import BatchesTap, StorageMinibatchListener
 from esper_telemetry.adapters.rsl_rl.rollouts import StorageRolloutRecorder, recurrent_event
 from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipping
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import (
-    BackwardsEnd,
-    Hooks,
-    MinibatchesEnd,
-    ObservedSource,
-    RecurrentForward,
-    Remover,
-    RolloutEnd,
-    RunStart,
-    UpdateEnd,
-)
+from esper_telemetry.events import Hooks, RecurrentForward, Remover, RolloutEnd, RunStart
+from esper_telemetry.recording.recorder import record_updates
 from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.sources import ObservedSource
 
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""
@@ -50,10 +41,7 @@ class RunnerListener:
 
     Attributes:
         hooks: emits the events, also to listeners of your own.
-        joins: event types that are emitted once per update, in place of one `MinibatchEnd` per minibatch.
     """
-
-    joins = (MinibatchesEnd, BackwardsEnd)
 
     def __init__(self, telemetry: Telemetry, runner: Any) -> None:
         self.hooks = Hooks()
@@ -66,15 +54,14 @@ class RunnerListener:
         self._ranks = int(getattr(runner, "gpu_world_size", 1))
         self._gradient_step = self._update * runner.alg.num_learning_epochs * runner.alg.num_mini_batches
         self._recorder = StorageRolloutRecorder(runner.alg, complete=self._update == 0)
-        self._minibatches = StorageMinibatchListener(runner.alg, self.hooks)
+        self._record = record_updates(self._session, self, self._joined)
+        self._minibatches = StorageMinibatchListener(runner.alg, self._record)
         self._logged: dict[str, Any] = {}
         self._taps: list[Remover] = []
         self._update_taps: list[Remover] = []
         self._learned = False
         self._rollout: RolloutEnd | None = None
-        self._started = time.perf_counter(), time.process_time()
-        self._seconds: dict[str, float] = {}
-        self._cpu_seconds: dict[str, float] = {}
+        self._times = PhaseTimes()
 
     @property
     def _env_step(self) -> int:
@@ -90,7 +77,7 @@ class RunnerListener:
             RunStart(config_of(runner), facts_of(runner, total), self._update, self._env_step, self._gradient_step)
         )
         recorder.begin()
-        self._started = time.perf_counter(), time.process_time()
+        self._times.begin()
         self._taps = [
             self._listen(alg, "act", recorder.after_action),
             self._listen(alg, "process_env_step", recorder.after_step),
@@ -116,7 +103,6 @@ class RunnerListener:
         """Listen to nothing any more; emit what is open first."""
         _remove_all(self._update_taps)
         _remove_all(self._taps)
-        self._session.attempt(lambda minibatches: minibatches.emit_norms(), self._minibatches)
         if self._learned:
             self._session.attempt(lambda listener: listener._end_update(), self)
         self._rollout, self._learned = None, False
@@ -132,9 +118,7 @@ class RunnerListener:
         with self._session.clock:
             if self._learned:  # nobody has logged the update before
                 self._end_update()
-            self._measure_phase("rollout")
-            self._seconds["environment"] = recorder.environment_seconds
-            self._seconds["inference"] = max(0.0, self._seconds.pop("rollout") - recorder.environment_seconds)
+            self._times.end("rollout", environment=recorder.environment_seconds)
             self._update += 1
             self._rollout = rollout = recorder.event(update=self._update, env_step=self._env_step)
             hooks.emit(rollout)
@@ -153,7 +137,7 @@ class RunnerListener:
                 self._listen(alg.critic, "forward", minibatches.after_values),
                 handle.remove,
             ]
-            self._started = time.perf_counter(), time.process_time()
+            self._times.begin()
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         try:
@@ -167,12 +151,11 @@ class RunnerListener:
         if self._rollout is None:
             return
         with self._session.clock:
-            self._measure_phase("update")
+            self._times.end("update")
             if not self._rollout.ended.is_cpu:  # to read them before the update would wait for the device
                 self._emit_episodes(self._rollout)
             self._rollout, self._learned = None, True
             self._gradient_step += self._minibatches.step
-            self._minibatches.emit()
             self._recorder.begin()
             self._logged.update({f"Loss/{name}": value for name, value in result.items()})
 
@@ -185,7 +168,7 @@ class RunnerListener:
         if self._learned:
             with self._session.clock:
                 self._end_update()
-        self._started = time.perf_counter(), time.process_time()
+        self._times.begin()
 
     def _after_writer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         writer = self._runner.logger.writer
@@ -201,8 +184,6 @@ class RunnerListener:
         """Write the record of the update."""
         self._learned = False
         alg, minibatches = self._alg, self._minibatches
-        group = alg.optimizer.param_groups[0]
-        betas = group.get("betas")
         rates = minibatches.learning_rates
         numbers = {
             **self._logged,
@@ -213,29 +194,21 @@ class RunnerListener:
             numbers |= {"kl/mean": sum(kls) / len(kls), "kl/last": kls[-1]}
         self._logged = {}
         self._telemetry.log(numbers_by_key(PREFIX, numbers))
-        self.hooks.emit(
-            UpdateEnd(
-                self._update,
-                self._env_step,
-                self._gradient_step,
-                learning_rate=sum(rates) / len(rates) if rates else float(group["lr"]),  # it may change with every step
-                seconds=self._seconds,
-                epochs=alg.num_learning_epochs,
-                # their value loss is the mean squared error, ours half of it
-                coefficients={"value": 2 * float(alg.value_loss_coef), "entropy": float(alg.entropy_coef)},
-                cpu_seconds=self._cpu_seconds,
-                beta2=None if betas is None else float(betas[1]),
-                learning_rates=rates_by_name(group_rates(alg.optimizer), parameters_of(alg), lambda: groups_of(alg)),
-            )
+        mean_rate = {"learning_rate": sum(rates) / len(rates)} if rates else {}  # it may change with every step
+        self._record.end(
+            (self._update, self._env_step, self._gradient_step),
+            [alg.optimizer],
+            parameters_of(alg),
+            lambda: groups_of(alg),
+            self._times,
+            epochs=alg.num_learning_epochs,
+            # their value loss is the mean squared error, ours half of it
+            coefficients={"value": 2 * float(alg.value_loss_coef), "entropy": float(alg.entropy_coef)},
+            **mean_rate,
         )
-        self._seconds, self._cpu_seconds = {}, {}
 
-    def _measure_phase(self, name: str) -> None:
-        """Add the time since the last phase ended."""
-        now = time.perf_counter(), time.process_time()
-        self._seconds[name] = now[0] - self._started[0]
-        self._cpu_seconds[name] = now[1] - self._started[1]
-        self._started = now
+    def _joined(self, rows: Sequence[Any]) -> Minibatches:
+        return self._minibatches.joined(rows)
 
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
         return listen(owner, name, listener, self._session.failed)
@@ -295,7 +268,6 @@ def attach_runner(telemetry: Telemetry, runner: Any) -> ObservedSource:
 def new_listener(telemetry: Telemetry, runner: Any) -> RunnerListener:
     """Return a listener whose events `telemetry` receives."""
     listener = RunnerListener(telemetry, runner)
-    attach(telemetry, listener)
     session_of(telemetry).search_on_failure(lambda: nonfinite_candidates(runner.alg))
     return listener
 

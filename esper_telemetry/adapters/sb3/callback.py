@@ -5,9 +5,7 @@ Each `learn` has a `ModelListener`, which turns calls of the model's policy, buf
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +20,6 @@ except ModuleNotFoundError as missing:
 
 from torch import Tensor
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import numbers_by_key
 from esper_telemetry.adapters.sb3.collection import CollectionPasses, Memory, copied_weights
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
@@ -47,13 +44,12 @@ from esper_telemetry.adapters.sb3.rollouts import (
     rollout_event,
 )
 from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     AfterUpdate,
     BeforeUpdate,
     Hooks,
-    MinibatchesEnd,
     RecurrentForward,
     Remover,
     RolloutEnd,
@@ -61,8 +57,10 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
+from esper_telemetry.recording.recorder import UpdateRecorder, record_updates
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.updates.data import Minibatches
 
 
 class ModelListener:
@@ -76,6 +74,7 @@ class ModelListener:
     Attributes:
         progress: progress by now.
         recorder: of the steps in the environments; its `after_step` is called after each.
+        minibatches: that are learned from.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ModelListener:
         session: TelemetrySession,
         model: Any,
         heads: ActionHeads,
-        hooks: Hooks,
+        updates: UpdateRecorder,
         *,
         before: ModelProgress,
         updates_per_record: int,
@@ -91,25 +90,29 @@ class ModelListener:
     ) -> None:
         self.progress = before
         self._offset = before.env_step - model.num_timesteps
-        self._session, self._model, self._heads, self._hooks = session, model, heads, hooks
-        recorder = DistributionRecorder(heads, model.policy)
+        self._session, self._model, self._heads, self._record, self._hooks = (
+            session,
+            model,
+            heads,
+            updates,
+            updates.hooks,
+        )
+        distributions = DistributionRecorder(heads, model.policy)
         listen_to_policy = partial(self._listen, model.policy, "forward")
-        self.recorder = RolloutRecorder(model, recorder, listen_to_policy, session.clock)
+        self.recorder = RolloutRecorder(model, distributions, listen_to_policy, session.clock)
         self.recorder.needs_steps = needs_steps
-        self._minibatches = MinibatchListener(model, heads, recorder, hooks)
+        self.minibatches = MinibatchListener(model, heads, distributions, updates)
         self._last_values: Tensor | None = None
         self._updates_per_record, self._updates = updates_per_record, 0
         self._rollouts: list[CollectedRollout] = []
         self._rollout_event: RolloutEnd | None = None
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._cpu_seconds: dict[str, float] = defaultdict(float)
+        self._times = PhaseTimes()
         self._replay: CallbackReplay | None = None
         self._before_update: Callable[[], None] | None = None
         self._older_weights: list[Tensor] = []
         self._learning = False
         self._optimizer: Any = None
         self._stop_following: Remover = lambda: None
-        self._started = time.perf_counter(), time.process_time()
         self._always: list[Remover] = self._collecting_taps()
         self._for_update: list[Remover] = []
 
@@ -117,15 +120,12 @@ class ModelListener:
         """The update before it, if there is one, is over."""
         self.update_ends()
         self.recorder.begin(whole=self._session.samples_next)
-        self._started = time.perf_counter(), time.process_time()
+        self._times.begin()
 
     def rollout_ends(self) -> None:
         """Prepare for the update that the rollout feeds; emit the rollouts of a record before the last of its updates."""
         model, recorder, before = self._model, self.recorder, self.progress
-        seconds, cpu = self._elapsed()
-        self._seconds["environment"] += recorder.environment_seconds
-        self._seconds["inference"] += max(0.0, seconds - recorder.environment_seconds)
-        self._cpu_seconds["rollout"] += cpu
+        self._times.end("rollout", environment=recorder.environment_seconds)
         self.progress = before._replace(update=before.update + 1, env_step=self._offset + model.num_timesteps)
         self._learning = True
         self._updates += 1
@@ -135,7 +135,7 @@ class ModelListener:
             self._emit_rollouts()
             self._prepare_before_update()
         counted = self.progress.gradient_step
-        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy), gradient_step=counted)
+        self.minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy), gradient_step=counted)
         self._for_update = self._update_taps()
 
     def update_ends(self) -> None:
@@ -144,11 +144,9 @@ class ModelListener:
             return
         self._learning = False
         _remove_all(self._for_update)
-        self._minibatches.finish()
-        seconds, cpu = self._elapsed()
-        self._seconds["update"] += seconds
-        self._cpu_seconds["update"] += cpu
-        self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + self._minibatches.step)
+        self.minibatches.finish()
+        self._times.end("update")
+        self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + self.minibatches.step)
         if self._updates == self._updates_per_record:
             self._record_ends()
 
@@ -172,50 +170,36 @@ class ModelListener:
         replay, self._replay = self._replay, None
         if replay is not None and self._hooks.wants(AfterUpdate):
             self._hooks.emit(AfterUpdate(self.progress.update, replay, model.policy))
-        group = model.policy.optimizer.param_groups[0]
-        betas = group.get("betas")
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        cpu_seconds, self._cpu_seconds = dict(self._cpu_seconds), defaultdict(float)
-        self._hooks.emit(
-            UpdateEnd(
-                *self.progress,
-                learning_rate=float(group["lr"]),
-                seconds=seconds,
-                epochs=self._minibatches.epoch + 1,
-                # their value loss is the mean squared error, ours half of it
-                coefficients={"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)},
-                cpu_seconds=cpu_seconds,
-                beta2=None if betas is None else float(betas[1]),
-                learning_rates=rates_by_name(
-                    group_rates(model.policy.optimizer),
-                    parameters_by_name(model.policy),
-                    lambda: groups_of(model.policy),
-                ),
-            )
+        self._record.end(
+            self.progress,
+            [model.policy.optimizer],
+            parameters_by_name(model.policy),
+            lambda: groups_of(model.policy),
+            self._times,
+            epochs=self.minibatches.epoch + 1,
+            # their value loss is the mean squared error, ours half of it
+            coefficients={"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)},
         )
-
-    def _elapsed(self) -> tuple[float, float]:
-        """Seconds of the wall and of the processor since the phase began; the next one begins."""
-        before, self._started = self._started, (time.perf_counter(), time.process_time())
-        return self._started[0] - before[0], self._started[1] - before[1]
+        self.minibatches.record_ends()
 
     def _emit_rest(self) -> None:
-        """Emit the minibatches that are done, and the rollouts whose event is missing."""
+        """Record the minibatches that are done, and emit the rollouts whose event is missing."""
         if self._rollout_event is None and self._rollouts:
             self._session.attempt(lambda listener: listener._emit_rollouts(), self)
-        self._session.attempt(lambda minibatches: minibatches.emit(self._rollout_event), self._minibatches)
+        self._session.attempt(lambda minibatches: minibatches.record(), self.minibatches)
         self._rollouts, self._rollout_event = [], None
 
     def _emit_rollouts(self) -> None:
         """Emit what was collected for a record."""
         hooks, model, recorder, progress = self._hooks, self._model, self.recorder, self.progress
         axes = {"update": progress.update, "env_step": progress.env_step}
-        self._rollout_event = rollout_event(model, self._rollouts, self._heads, recorder.states(), **axes)
-        hooks.emit(self._rollout_event)
+        event = rollout_event(model, self._rollouts, self._heads, recorder.states(), **axes)
+        self._rollout_event = self.minibatches.rollout = event
+        hooks.emit(event)
         if hooks.wants(RecurrentForward):
-            event = recurrent_event(model.policy, recorder, max(1, model.n_envs // 4))
-            if event is not None:
-                hooks.emit(event)
+            recurrent = recurrent_event(model.policy, recorder, max(1, model.n_envs // 4))
+            if recurrent is not None:
+                hooks.emit(recurrent)
         episodes = rollout_episodes(self._rollouts, progress.env_step)
         if episodes is not None:
             hooks.emit(episodes)
@@ -268,12 +252,12 @@ class ModelListener:
         ]
         if hasattr(model.policy, "lstm_actor"):
             taps.insert(0, self._listen(model.policy.lstm_actor, "forward", recorder.after_lstm))
-        clipping = listen_to_clipping(self._minibatches, self._session.failed)
+        clipping = listen_to_clipping(self.minibatches, self._session.failed)
         return taps if clipping is None else [*taps, clipping]
 
     def _update_taps(self) -> list[Remover]:
         """Taps on what is called while minibatches are learned from."""
-        model, minibatches = self._model, self._minibatches
+        model, minibatches = self._model, self.minibatches
         policy, buffer = model.policy, model.rollout_buffer
         self._optimizer = None
         self._follow_optimizer()
@@ -310,9 +294,9 @@ class ModelListener:
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         try:
-            self._minibatches.after_optimizer_step(optimizer)
+            self.minibatches.after_optimizer_step(optimizer)
         except Exception as error:  # a bug of ours must not reach the trainer
-            self._session.failed(self._minibatches.after_optimizer_step, error)
+            self._session.failed(self.minibatches.after_optimizer_step, error)
 
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
         return listen(owner, name, listener, self._session.failed)
@@ -350,14 +334,11 @@ class TelemetryCallback(BaseCallback):
     Attributes:
         telemetry: as above.
         hooks: emits the events, also to listeners of your own.
-        joins: event types that are emitted once per update, in place of one `MinibatchEnd` per minibatch.
 
     Raises:
         ValueError: for a number of updates below 1.
         TypeError: for something else than a `Telemetry`; from `learn`, for a model that is none of the four.
     """
-
-    joins = (MinibatchesEnd,)
 
     def __init__(self, telemetry: Telemetry, *, updates_per_record: int | None = None, verbose: int = 0) -> None:
         super().__init__(verbose)
@@ -373,7 +354,8 @@ class TelemetryCallback(BaseCallback):
         self._log_copy: LogCopy | None = None
         self._progress: ModelProgress | None = None
         self._needs_steps = True
-        self._attached = False
+        self._recorder: UpdateRecorder | None = None
+        self._minibatches: MinibatchListener | None = None
 
     @property
     def learning(self) -> bool:
@@ -438,12 +420,11 @@ class TelemetryCallback(BaseCallback):
 
     def _start(self) -> None:
         model: Any = self.model
-        if not self._attached:
+        if self._recorder is None:
             self.hooks.on(UpdateEnd, self._log_numbers)
-            attach(self.telemetry, self)
+            self._recorder = record_updates(self._session, self, self._joined)
             self._session.on_close(self.detach)
             self._session.search_on_failure(lambda: nonfinite_candidates(self.model))
-            self._attached = True
         heads = ActionHeads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
         before = progress_of(model)
         if self._progress is not None:  # a callback that learns again: environment steps never go back
@@ -455,11 +436,17 @@ class TelemetryCallback(BaseCallback):
             self._session,
             model,
             heads,
-            self.hooks,
+            self._recorder,
             before=before,
             updates_per_record=shared,
             needs_steps=self._needs_steps,
         )
+        self._minibatches = self._listener.minibatches
+
+    def _joined(self, blocks: Sequence[Any]) -> Minibatches:
+        """Join the minibatches of the model that learns, or has learned last."""
+        assert self._minibatches is not None
+        return self._minibatches.joined(blocks)
 
     def _log_numbers(self, _: UpdateEnd) -> None:
         """Add what the model logged to the record that is about to be written."""

@@ -3,7 +3,7 @@
 Of a step small parts of the observations, the rewards and the actions on their way are copied; everything else happens when the rollout is
 complete. Passes also take the inputs that a known mistake would use.
 
-See `events.CollectionReplay`. Shapes: T steps, B environments, N = T B transitions counted time by time, H width of a recurrent state,
+See `event_parts.CollectionReplay`. Shapes: T steps, B environments, N = T B transitions counted time by time, H width of a recurrent state,
 F width of latents.
 """
 
@@ -21,8 +21,9 @@ from esper_telemetry.adapters.columns import Array
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.replay import CHUNK_ROWS, StoredRollout, distribution_of
 from esper_telemetry.adapters.taps import in_mode, without_trace
+from esper_telemetry.core.event_parts import CollectionReplay, Outputs, Transitions
 from esper_telemetry.core.tensors import are_rescaled
-from esper_telemetry.events import CollectionReplay, Outputs, RolloutEnd, Transitions
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12
@@ -308,7 +309,7 @@ class CollectionPasses:
         """Return what `BeforeUpdate` holds."""
         rows = torch.arange(rollout.rewards.numel(), device=device)
         has_modes = any(isinstance(module, MODE_LAYERS) for module in self._policy.modules())
-        return CollectionReplay(rollout, rows, self.outputs, has_modes)
+        return CollectionReplay(rollout.values, rollout.actions, rows, self.outputs, has_modes)
 
     @torch.no_grad()
     def outputs(self, hypothesis: str) -> Outputs | None:

@@ -1,7 +1,7 @@
 """Minibatches of a Stable-Baselines3 update: references between the trainer's steps, joined columns when it is over.
 
-**The minibatches of an update come as one event**, `MinibatchesEnd`: three hundred of 64 rows in an update cost a seventh of the
-trainer's time when each was an event. Between two minibatches the trainer's own code has filled the caches, and a line takes five times as
+**The minibatches of an update are joined once**: three hundred of 64 rows in an update cost a seventh of the trainer's time when each was
+an event. Between two minibatches the trainer's own code has filled the caches, and a line takes five times as
 long as in a loop: so only references are kept there, nothing is computed but the norms of gradients, and sixteen minibatches are joined at
 a time. A tuple of references is one object for Python's garbage collector, whose passes cost as much as all the rest.
 
@@ -33,16 +33,10 @@ from esper_telemetry.adapters.sb3.gradients import (
 )
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.objective import MinibatchObjective
-from esper_telemetry.events import (
-    BackwardEnd,
-    FirstMinibatch,
-    Hooks,
-    MinibatchesEnd,
-    MinibatchStart,
-    OptimizerStep,
-    RolloutEnd,
-    UsedAdvantages,
-)
+from esper_telemetry.core.event_parts import FirstMinibatch, UsedAdvantages
+from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd
+from esper_telemetry.recording.recorder import UpdateRecorder
+from esper_telemetry.updates.data import Minibatches
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
     "old_log_prob", "advantages", "old_values", "returns", "actions"
@@ -65,6 +59,7 @@ class Block(NamedTuple):
         rows: [R], transitions of the record's rollouts, counted time by time.
         columns: [R] each: `sample_columns`, then values and log-probabilities now.
         entropy: [R]; None where the policy returns none.
+        complete: no minibatch before these is missing.
     """
 
     epochs: tuple[int, ...]
@@ -73,6 +68,7 @@ class Block(NamedTuple):
     columns: tuple[Tensor, ...]
     entropy: Tensor | None
     heads: HeadColumns
+    complete: bool
 
 
 class Fetched(NamedTuple):
@@ -101,7 +97,7 @@ class MinibatchJoiner:
         self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
 
     @torch.no_grad()
-    def block(self, minibatches: Sequence[MinibatchRow]) -> Block:
+    def block(self, minibatches: Sequence[MinibatchRow], *, complete: bool) -> Block:
         """Join some minibatches and leave out their padding."""
         epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
         present = [mask for mask in masks if mask is not None]
@@ -119,11 +115,12 @@ class MinibatchJoiner:
             columns=tuple([without_padding(_cat(column)) for column in columns]),
             entropy=None if entropies[0] is None else without_padding(_cat(entropies)),
             heads=self._recorder.join(captures, torch.cat).map(without_padding),
+            complete=complete,
         )
 
     @torch.no_grad()
-    def event(self, blocks: Sequence[Block], rollout: RolloutEnd | None, *, complete: bool) -> MinibatchesEnd:
-        """Return the event of all blocks; `rollout` is the event of their rollouts, `complete`: no minibatch is missing."""
+    def joined(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> Minibatches:
+        """Return all blocks; `rollout` is the event of their rollouts."""
         fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
         counts = tuple(chain.from_iterable(fields.counts))
         joined = map(_cat, zip(*fields.columns, strict=True))
@@ -151,7 +148,7 @@ class MinibatchJoiner:
         if rollout is not None and len(self._heads.names) > 1:
             now = self._heads.log_probs(heads, self._heads.actions(actions))
             ratios = {name: part - rollout.head_log_probs[name].flatten()[rows] for name, part in now.items()}
-        return MinibatchesEnd(
+        return Minibatches(
             epochs=tuple(chain.from_iterable(fields.epochs)),
             valid=None,
             counts=counts,
@@ -162,7 +159,7 @@ class MinibatchJoiner:
             returns=returns,
             losses={name: means(column).to(column.dtype) for name, column in losses.items()},
             head_log_ratios=ratios,
-            rows=rows if complete else None,
+            rows=rows if all(fields.complete) else None,
             **heads._asdict(),
         )
 
@@ -182,23 +179,28 @@ class MinibatchJoiner:
 
 
 class MinibatchListener:
-    """Emits gradients and steps at once, and all minibatches when the update is over.
+    """Records gradients and steps at once, and minibatches sixteen at a time.
 
     Attributes:
+        rollout: event of the rollouts that are learned from.
         epoch: pass over the rollout, from 0; -1 before the first.
         step: optimizer steps so far in this update.
         sees_clipping: the trainer has clipped where `before_clip` is called.
         when_clipping_is_seen: is called then.
     """
 
-    def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder, hooks: Hooks) -> None:
-        self._model, self._policy, self._hooks = model, model.policy, hooks
-        self._joiner, self._head_norms = MinibatchJoiner(model, heads, recorder), HeadNorms(model.policy, heads)
-        self._capture = recorder.capture
+    def __init__(
+        self, model: Any, heads: ActionHeads, distributions: DistributionRecorder, recorder: UpdateRecorder
+    ) -> None:
+        self._model, self._policy, self._recorder, self._hooks = model, model.policy, recorder, recorder.hooks
+        self._joiner, self._head_norms = MinibatchJoiner(model, heads, distributions), HeadNorms(model.policy, heads)
+        self._capture = distributions.capture
+        self.rollout: RolloutEnd | None = None
         self._padded = hasattr(model.policy, "lstm_actor")
         self.sees_clipping = False
         self.when_clipping_is_seen: Callable[[], object] = lambda: None
-        self._clear()
+        self._minibatches: list[MinibatchRow] = []
+        self._complete = True
         self.begin(0, {})
 
     def begin(self, place: int, named: Mapping[str, Tensor], *, gradient_step: int = 0) -> None:
@@ -218,7 +220,7 @@ class MinibatchListener:
         self._value_gradients: list[Tensor] | None = None
         self._open: MinibatchRow | None = None
         self._emitted = False
-        self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
+        self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def after_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The buffer was asked for a pass over its rows."""
@@ -356,31 +358,25 @@ class MinibatchListener:
             self._minibatches.append(self._open)
             self._open = None
             if len(self._minibatches) == MAX_CAPTURES:
-                self._join()
+                self.record()
 
-    def emit(self, rollout: RolloutEnd | None) -> None:
-        """Emit all minibatches that are done; `rollout` is the event of the rollouts they are taken from."""
+    def record(self) -> None:
+        """Record the minibatches that are done."""
         self.finish()
-        if self._minibatches:
-            self._join()
-        blocks, complete = self._blocks, self._complete
-        self._clear()
-        if blocks and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(self._joiner.event(blocks, rollout, complete=complete))
-
-    def _clear(self) -> None:
-        self._minibatches: list[MinibatchRow] = []
-        self._blocks: list[Block] = []
-        self._complete = True
-
-    def _join(self) -> None:
         minibatches, self._minibatches = self._minibatches, []
-        self._blocks.append(self._joiner.block(minibatches))
+        if minibatches:
+            self._recorder.minibatch(self._joiner.block(minibatches, complete=self._complete))
+
+    def record_ends(self) -> None:
+        """Begin with minibatches of other rollouts."""
+        self.rollout, self._complete = None, True
+
+    def joined(self, blocks: Sequence[Block]) -> Minibatches:
+        """Return the minibatches that were recorded in blocks."""
+        return self._joiner.joined(blocks, self.rollout)
 
     def _emit_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
         self._emitted = True
-        if not self._wants_norms:
-            return
         names, norms = self._names, raw
         if norms is None or not len(norms) == len(names) == len(self._parameter_ids) or ops.doubtful_norms(norms):
             gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -388,7 +384,8 @@ class MinibatchListener:
                 return
             names, norms = tuple(gradients), _norms(list(gradients.values()), raw)
         heads = self._head_norms.norms()
-        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
+        event = BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads)
+        self._recorder.backward(event)
 
 
 def _cat(columns: Sequence[Tensor]) -> Tensor:

@@ -20,8 +20,9 @@ from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
 from esper_telemetry.adapters.taps import listen, without_trace
+from esper_telemetry.core.event_parts import Activations, Copy, Outputs, StateGradients
 from esper_telemetry.core.tensors import allow_recurrent_gradients
-from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.pickles import policy_copy
 
 CHUNK_ROWS = 1024

@@ -31,7 +31,8 @@ from esper_telemetry.adapters.sb3.collection import CollectedSteps, End, Memory,
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.clock import Clock
-from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd, Scale, Transitions
+from esper_telemetry.core.event_parts import Scale, Transitions
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, Remover, RolloutEnd
 from esper_telemetry.updates.pickles import policy_copy
 
 NORMALIZER_EPS = 1e-8

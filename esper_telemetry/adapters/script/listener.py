@@ -51,6 +51,7 @@ from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.objective import MinibatchObjective
+from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.events import (
     BackwardEnd,
@@ -58,7 +59,6 @@ from esper_telemetry.events import (
     MinibatchEnd,
     OptimizerStep,
     RecurrentForward,
-    RolloutActions,
     RolloutEnd,
     RunStart,
     UpdateEnd,

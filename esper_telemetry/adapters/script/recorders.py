@@ -18,9 +18,9 @@ from torch import Tensor, distributions, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
 from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
+from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
-from esper_telemetry.events import Transitions
 from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_DISTRIBUTIONS = 64

@@ -11,15 +11,12 @@ Shapes: T steps, B environments, N rows of a minibatch, R rows of all M minibatc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.columns import EpisodeCounter, HeadColumns, join_columns, numbers_by_key
 from esper_telemetry.adapters.taps import Listener, listen, listen_to_clipping
 from esper_telemetry.adapters.torchrl.facts import (
@@ -34,20 +31,13 @@ from esper_telemetry.adapters.torchrl.facts import (
 )
 from esper_telemetry.adapters.torchrl.rollouts import columns_of, rollout_event
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.rates import group_rates, rates_by_name
+from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import (
-    BackwardEnd,
-    Hooks,
-    MinibatchesEnd,
-    OptimizerStep,
-    Remover,
-    RolloutEnd,
-    RunStart,
-    UpdateEnd,
-    UpdateStart,
-)
+from esper_telemetry.events import BackwardEnd, Hooks, OptimizerStep, Remover, RolloutEnd, RunStart, UpdateStart
+from esper_telemetry.recording.recorder import record_updates
 from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.joining import joined_column
 
 PREFIX = "torchrl"
 """First segment of the keys of what a `Trainer` logs itself."""
@@ -104,11 +94,8 @@ class LossListener:
 
     Attributes:
         hooks: emits the events, also to listeners of your own.
-        joins: event types that are emitted once per update, in place of one `MinibatchEnd` per minibatch.
         frames: environment steps that the trainer has counted; None where it counts none.
     """
-
-    joins = (MinibatchesEnd,)
 
     def __init__(
         self,
@@ -132,16 +119,14 @@ class LossListener:
         self._counter: EpisodeCounter | None = None
         self._seen: tuple[Tensor, ...] = ()
         self._logged: dict[str, Any] = {}
-        self._begun = time.perf_counter(), time.process_time()
-        self._seconds: dict[str, float] = {}
-        self._cpu_seconds: dict[str, float] = {}
+        self._times = PhaseTimes()
         self._gamma = 1.0
+        self._record = record_updates(self._session, self, self._joined)
         self._begin()
 
     def _begin(self) -> None:
         self._updating = self._stepped = self._emitted = False
-        self._epoch = self._step = 0
-        self._rows: list[Row] = []
+        self._epoch = self._step = self._learned_rows = self._last_epoch = 0
         self._open: Row | None = None
         self._rollout: RolloutEnd | None = None
         self._parts = Parts()
@@ -181,7 +166,7 @@ class LossListener:
         if self._is_new(batch):
             self.end_update()
             self._begin_update(batch)
-        elif self._rows or self._open is not None:
+        elif self._step or self._open is not None:
             self._finish_minibatch()
             self._epoch += 1
 
@@ -194,38 +179,21 @@ class LossListener:
         self._finish_minibatch()
         if not self._updating:
             return
-        rows, steps = self._rows, self._step
         self._updating = False
-        self._measure_phase("update")
-        self._gradient_step += steps
-        epochs = self._epoch + 1
-        if rows:
-            joined = self._joined(rows)
-            epochs = joined.epochs[-1] + 1
-            self.hooks.emit(joined)
-        group = self._optimizers[0].param_groups[0]
-        betas = group.get("betas")
+        self._times.end("update")
+        self._gradient_step += self._step
         logged = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in self._logged.items()}
         self._telemetry.log(numbers_by_key(PREFIX, logged))
-        self.hooks.emit(
-            UpdateEnd(
-                self._update,
-                self._env_step,
-                self._gradient_step,
-                learning_rate=float(group["lr"]),
-                seconds=self._seconds,
-                epochs=epochs,
-                coefficients=self._coefficients(),
-                cpu_seconds=self._cpu_seconds,
-                beta2=None if betas is None else float(betas[1]),
-                learning_rates=rates_by_name(
-                    [rate for optimizer in self._optimizers for rate in group_rates(optimizer)],
-                    self._parameters,
-                    lambda: groups_of(self._loss, self._parameters),
-                ),
-            )
+        self._logged = {}
+        self._record.end(
+            (self._update, self._env_step, self._gradient_step),
+            self._optimizers,
+            self._parameters,
+            lambda: groups_of(self._loss, self._parameters),
+            self._times,
+            epochs=(self._last_epoch if self._step else self._epoch) + 1,
+            coefficients=self._coefficients(),
         )
-        self._seconds, self._cpu_seconds, self._logged = {}, {}, {}
         self._begin()
 
     # Taps.
@@ -299,7 +267,7 @@ class LossListener:
 
     def _begin_update(self, batch: Any) -> None:
         """An update begins, with a rollout where one is known."""
-        self._measure_phase("environment")
+        self._times.end("rollout")
         self._update += 1
         self._updating = True
         if not self._started:
@@ -313,7 +281,7 @@ class LossListener:
             self._session.attempt(lambda listener: listener._emit_rollout(batch), self)
         if self._rollout is None:
             self.hooks.emit(UpdateStart(self._update, self._env_step))
-        self._begun = time.perf_counter(), time.process_time()
+        self._times.begin()
 
     def _emit_rollout(self, batch: Any) -> None:
         self._rollout = rollout = rollout_event(
@@ -344,7 +312,10 @@ class LossListener:
         """The open minibatch is done; one that led to no step is left out."""
         row, self._open = self._open, None
         if row is not None and self._stepped:
-            self._rows.append(row)
+            if not row.epoch and self._rollout is not None:  # a loop that asks the estimator once
+                row = row._replace(epoch=self._learned_rows // self._rollout.rewards.numel())
+            self._last_epoch, self._learned_rows = row.epoch, self._learned_rows + len(row.log_ratio)
+            self._record.minibatch(row)
             self._step += 1
         self._stepped = False
 
@@ -355,30 +326,23 @@ class LossListener:
             return
         self._emitted = True
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if gradients and self.hooks.wants(BackwardEnd):
+        if gradients:
             norms = ops.gradient_norms(list(gradients.values()))
-            self.hooks.emit(BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm))
+            event = BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm)
+            self._record.backward(event)
 
     @torch.no_grad()
-    def _joined(self, rows: Sequence[Row]) -> MinibatchesEnd:
-        """Return the event of all minibatches of the update."""
+    def _joined(self, rows: Sequence[Row]) -> Minibatches:
+        """Return all minibatches of the update."""
         fields: Any = Row._make(zip(*rows, strict=True))  # each field of all minibatches
         counts = tuple(map(len, fields.log_ratio))
-
-        def whole(columns: Sequence[Tensor | None]) -> Tensor | None:
-            present = [column for column in columns if column is not None]
-            return torch.cat(present) if len(present) == len(columns) else None
-
-        values, returns = whole(fields.values), whole(fields.returns)
-        numbers = self._rows_of(whole(fields.places), whole(fields.old_log_probs))
-        old_values, epochs = None, fields.epoch
+        values, returns = joined_column(fields.values), joined_column(fields.returns)
+        numbers = self._rows_of(joined_column(fields.places), joined_column(fields.old_log_probs))
+        old_values = None
         if self._rollout is not None and numbers is not None and values is not None:
             old_values = self._rollout.values.flatten()[numbers]
-        if self._rollout is not None and not any(epochs):  # a loop that asks the estimator once: by the rows before
-            before = accumulate(counts[:-1], initial=0)
-            epochs = [rows // self._rollout.rewards.numel() for rows in before]
-        return MinibatchesEnd(
-            epochs=tuple(epochs),
+        return Minibatches(
+            epochs=fields.epoch,
             counts=counts,
             log_ratio=torch.cat(fields.log_ratio),
             advantages=torch.cat(fields.advantages),
@@ -433,13 +397,6 @@ class LossListener:
             weights["value"] = 2 * float(critic)
         return weights
 
-    def _measure_phase(self, name: str) -> None:
-        """Add the time since the last phase ended."""
-        now = time.perf_counter(), time.process_time()
-        self._seconds[name] = now[0] - self._begun[0]
-        self._cpu_seconds["rollout" if name == "environment" else name] = now[1] - self._begun[1]
-        self._begun = now
-
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
         return listen(owner, name, listener, self._session.failed)
 
@@ -490,7 +447,6 @@ def attach_loss(
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     listener = LossListener(telemetry, loss, optimizers, estimator, frame_skip=frame_skip, settings=facts)
     session = session_of(telemetry)
-    attach(telemetry, listener)
     session.search_on_failure(lambda: nonfinite_candidates(loss))
     session.on_close(listener.stop)
     listener.start()

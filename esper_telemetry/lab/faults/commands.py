@@ -15,7 +15,6 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
@@ -27,7 +26,7 @@ from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink
-from esper_telemetry.telemetry import Telemetry, session_of
+from esper_telemetry.telemetry import Telemetry, attach, session_of
 from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from esper_telemetry.adapters.attach import attach
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.lab.faults.catalogue import find, schedule
 from esper_telemetry.lab.faults.data import StepFilter
@@ -29,7 +28,7 @@ from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.protocol import Array, Step
 from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, attach
 
 RUN_FILE = "course.json"
 """File of a run directory with the fields of its `FaultRun`."""

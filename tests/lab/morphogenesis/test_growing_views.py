@@ -89,7 +89,7 @@ def test_the_view_moves_while_an_update_is_under_way(
     seconds: float, shown: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two updates of 16 epochs; after each epoch a reader of the journal sees it, or the last update's where the pause is long."""
-    monkeypatch.setattr("esper_telemetry.adapters.attach.PROGRESS_SECONDS", seconds)
+    monkeypatch.setattr("esper_telemetry.recording.recorder.PROGRESS_SECONDS", seconds)
     run, views, seen = ScriptedRun(tiny(4), PPOConfig(policy="oracle", num_steps=16)), list[RunView](), list[int]()
 
     def look(_: GrowthStep) -> None:

@@ -1,32 +1,29 @@
-"""`attach` makes telemetry listen to a source of events, the bundled trainer or an adapter, and turns each update into one record.
+"""The update under way: what its trainer hands over, joined into one record when it is over.
 
-`watch_pair` measures a module beside the network that hosts it.
+The bundled trainer and loops that emit events are heard on their hooks. Adapters call `UpdateRecorder.minibatch` with rows of their own,
+and say once per update what these mean: between two minibatches the trainer's code has filled the caches, and a line takes three to six
+times as long as in a loop over all rows when the update is over. Hence only references are kept there.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from esper_telemetry.adapters.sampled import MAX_TRAVELLING_ENTRIES, GradientProbe, ReplayProbe, TimedListener
-from esper_telemetry.adapters.step_checks import StepProbe
-from esper_telemetry.core.metric import segment
+from esper_telemetry.core.clock import PhaseTimes
+from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     BackwardEnd,
-    BackwardsEnd,
     EpisodeEnd,
     EvaluationEnd,
-    Hooks,
     MinibatchEnd,
-    MinibatchesEnd,
     RecurrentForward,
     Remover,
     Rollback,
@@ -37,14 +34,15 @@ from esper_telemetry.events import (
     UpdateStart,
 )
 from esper_telemetry.metrics.episodes import evaluation_stats
-from esper_telemetry.metrics.gradients.actor_critic import pair_gradients
+from esper_telemetry.recording.probes import MAX_TRAVELLING_ENTRIES, GradientProbe, ReplayProbe, TimedListener
+from esper_telemetry.recording.step_probe import StepProbe
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.data import (
     CollectedRows,
     Episodes,
     GradientSample,
     Layer,
+    Minibatches,
     RolloutContext,
     TrainingProgress,
     UpdateData,
@@ -54,23 +52,18 @@ from esper_telemetry.updates.extensions import SupportsProgress, UpdateExtension
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
 from esper_telemetry.updates.groups import gradient_sample
 from esper_telemetry.updates.joining import (
-    COLUMNS,
-    CRITIC_COLUMNS,
-    MinibatchBuffer,
     RolloutHistory,
     TrunkGradients,
     collected_rows,
-    joined_backwards,
     joined_minibatches,
     layers_of,
     stacked_backwards,
-    with_critic,
     without_critic,
 )
+from esper_telemetry.updates.sources import CheckpointedSource, EventSource, ExtendedSource
 
-__all__ = ["CheckpointedSource", "EventSource", "JoiningSource", "attach", "watch_pair"]
-
-logger = logging.getLogger("esper_telemetry")
+JoinRows: TypeAlias = Callable[[Sequence[Any]], Minibatches]
+"""Joins the rows of an update's minibatches, of which there is at least one."""
 
 RECENT_EPISODES = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -88,79 +81,31 @@ MAX_FEATURE_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
 
-@runtime_checkable
-class EventSource(Protocol):
-    """Anything that emits events: a trainer, an environment, an adapter."""
+class UpdateRecorder:
+    """Collects what belongs to the update under way, and submits it when it ends.
 
-    @property
-    def hooks(self) -> Hooks:
-        """Hooks that the events are emitted on."""
-
-
-@runtime_checkable
-class JoiningSource(Protocol):
-    """A source that joins events itself, and need not build a `MinibatchEnd` or a `BackwardEnd` each time."""
-
-    @property
-    def joins(self) -> Collection[type]:
-        """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
-
-
-@runtime_checkable
-class ExtendedSource(Protocol):
-    """A source that emits events beyond those of `events`, and says what joins them."""
-
-    @property
-    def extensions(self) -> Collection[type[UpdateExtension]]:
-        """Classes that join its own events; those of plugins are asked as well."""
-
-
-class Checkpointable(Protocol):
-    """State that a checkpoint saves and loads."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-
-
-class CheckpointRegistry(Protocol):
-    """Objects that a source saves and loads with itself."""
-
-    def join(self, name: str, member: Checkpointable) -> Remover:
-        """Add an object; returns the function that ends this."""
-
-
-@runtime_checkable
-class CheckpointedSource(Protocol):
-    """A source whose checkpoints keep the history of what is measured."""
-
-    @property
-    def checkpointables(self) -> CheckpointRegistry:
-        """Objects that are saved and loaded with it."""
-
-
-class UpdateCollector:
-    """Collects the events of the update under way, and submits it when it ends.
-
-    Hooks of minibatches only keep references, because tensors of an event do not change until the update ends. Everything is joined once,
-    when it is over.
+    Tensors stay as they are until the update ends, so only references are kept before. Hooks of a shared trunk follow when `RunStart` shows
+    that the run has one.
 
     Args:
         telemetry: receives the updates.
-        source: emits the events; hooks of a shared trunk and of clipped values follow when `RunStart` shows that the run has them.
+        source: emits the events.
+        join: joins the minibatches of a source that passes rows of its own to `minibatch`, and emits no `MinibatchEnd`.
+
+    Attributes:
+        hooks: of the source.
+        removers: are called by `stop`.
     """
 
-    def __init__(self, telemetry: TelemetrySession, source: EventSource) -> None:
+    def __init__(self, telemetry: TelemetrySession, source: EventSource, join: JoinRows | None = None) -> None:
         self._telemetry = telemetry
+        self.hooks = source.hooks
+        self.removers: list[Remover] = []
         contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
         self._replay_probe = ReplayProbe(telemetry, contained())
         self._gradient_probe = GradientProbe(contained())
         self._step_probe = StepProbe(telemetry, contained())
-        self._for_this_update = contained()
         self._listener = listener = TimedListener(telemetry.clock, source.hooks)
-        joins = source.joins if isinstance(source, JoiningSource) else ()
         self._history = RolloutHistory()
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_EPISODES)
         self._layers: tuple[Layer, ...] = ()
@@ -169,7 +114,7 @@ class UpdateCollector:
         self._facts: Mapping[str, Any] = {}
         self._collected: int | None = None
         self._ended = time.perf_counter()
-        self._last_backwards: BackwardsEnd | None = None
+        self._last_backward: BackwardEnd | None = None
         self._listens_to_trunk = self._keeps_critic = self._sampled = False
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
@@ -181,12 +126,12 @@ class UpdateCollector:
         for kind, events in self._extensions:
             if issubclass(kind, SupportsProgress) and telemetry.level >= Level.NORMAL:
                 listener.untimed(kind.event_type, partial(self._follow, kind, events))
-        self._columns, self._critic = MinibatchBuffer(COLUMNS), MinibatchBuffer(CRITIC_COLUMNS)
-        self._minibatches = listener.keep(MinibatchesEnd)
-        if MinibatchesEnd not in joins:
-            listener.untimed(MinibatchEnd, self._columns.add)
-        self._backwards = listener.keep(BackwardsEnd)
-        self._passes = [] if BackwardsEnd in joins else listener.keep(BackwardEnd)
+        self._join = join
+        self._rows: list[Any] = []
+        self._backwards: list[BackwardEnd] = []
+        if join is None:
+            self._rows = listener.keep(MinibatchEnd, late=True)
+            self._backwards = listener.keep(BackwardEnd, late=True)
         self._trunk: list[TrunkGradients] = []
         listener.on(RunStart, self._start)
         listener.on(RolloutEnd, self._begin)
@@ -197,22 +142,54 @@ class UpdateCollector:
 
     def stop(self) -> None:
         """Listen to nothing any more."""
-        for part in (self._listener, self._replay_probe, self._gradient_probe, self._step_probe, self._for_this_update):
+        while self.removers:
+            self.removers.pop()()
+        for part in (self._listener, self._replay_probe, self._gradient_probe, self._step_probe):
             part.stop()
+
+    def minibatch(self, row: Any) -> None:
+        """Keep a minibatch until the update ends."""
+        self._rows.append(row)
+
+    def backward(self, event: BackwardEnd) -> None:
+        """Keep the norms of a backward pass; listeners get the event."""
+        self._backwards.append(event)
+        self.hooks.emit(event)
+
+    def end(
+        self,
+        progress: tuple[int, int, int],
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, Tensor],
+        groups: Callable[[], Mapping[str, Sequence[str]]],
+        times: PhaseTimes,
+        **fields: Any,
+    ) -> None:
+        """Emit `UpdateEnd`, at which the record is written.
+
+        Args:
+            progress: update, environment steps and optimizer steps so far.
+            optimizers: of the trainer; the learning rate and beta2 are those of the first one.
+            parameters: by name.
+            groups: returns names of parameters by part of the network.
+            times: of the phases.
+            fields: further fields of `UpdateEnd`, and those that replace what the optimizers say.
+        """
+        seconds, cpu_seconds = times.take()
+        known = {**rate_fields(optimizers, parameters, groups), **fields}
+        self.hooks.emit(UpdateEnd(*progress, seconds=seconds, cpu_seconds=cpu_seconds, **known))
 
     def take(self, progress: TrainingProgress | None = None) -> UpdateData:
         """Return the data of the update since the last call."""
-        self._join()
         self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         rollout = self._rollouts[-1] if self._rollouts else None
-        minibatches = self._minibatches[-1] if self._minibatches else None
+        minibatches = self._joined()
+        if minibatches is not None and self._sampled:
+            self._telemetry.attempt(self._replay_probe.after_minibatches, minibatches)
         collected: CollectedRows | None = None
-        if minibatches is not None:
-            keeps_critic = self._keeps_critic or self._sampled
-            minibatches = with_critic(minibatches, self._critic) if keeps_critic else without_critic(minibatches)
-            rows = None if minibatches.values is None else minibatches.rows
-            if self._sampled and rollout is not None and rows is not None:
-                collected = collected_rows(rollout, rows)
+        rows = None if minibatches is None or minibatches.values is None else minibatches.rows
+        if self._sampled and rollout is not None and rows is not None:
+            collected = collected_rows(rollout, rows)
         compared: list[tuple[RolloutEnd, RolloutContext]] = []
         if rollout is not None:
             categorical = {} if minibatches is None else minibatches.logits
@@ -226,7 +203,7 @@ class UpdateCollector:
             minibatches=minibatches,
             features=None if minibatches is None else self._features,
             collected=collected,
-            gradients=stacked_backwards(self._backwards[-1], self._trunk) if self._backwards else (),
+            gradients=stacked_backwards(self._backwards, self._trunk),
             sample=self._take_sample(),
             replay=self._replay_probe.take(),
             step=self._step_probe.take(),
@@ -235,10 +212,9 @@ class UpdateCollector:
             sampled=self._sampled,
         )
         self._layers, self._features, self._sampled = (), None, False
-        self._for_this_update.stop()
         if self._backwards:
-            self._last_backwards = self._backwards[-1]
-        lists: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]
+            self._last_backward = self._backwards[-1]
+        lists: list[list[Any]] = [self._rollouts, self._episodes, self._rows, self._trunk, self._backwards]
         for events in (*lists, *(events for _, events in self._extensions)):
             events.clear()
         return update
@@ -271,12 +247,12 @@ class UpdateCollector:
         """Yield the tensors of the update under way, in forward order; between updates the parameters that the last one left."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
-        self._join()
-        for minibatches in self._minibatches:
+        minibatches = self._joined()
+        if minibatches is not None:
             yield from of_minibatches(minibatches)
-        backwards = self._backwards[-1] if self._backwards else self._last_backwards
-        if backwards is not None:
-            yield from of_backward(backwards)
+        backward = self._backwards[-1] if self._backwards else self._last_backward
+        if backward is not None:
+            yield from of_backward(backward)
 
     def _start(self, event: RunStart) -> None:
         """Announce the run with the trainer's config and facts; listen to events that only such runs have."""
@@ -285,6 +261,8 @@ class UpdateCollector:
             self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
+        if self._join is not None:  # of an update that was never ended
+            self._rows.clear()
         self._telemetry.start(config=event.config, facts=event.facts)
         self._facts = event.facts
         self._step_probe.precision = event.facts.get("precision")
@@ -296,17 +274,13 @@ class UpdateCollector:
         clips_values = (
             event.facts.get("clip_value") is not None
         )  # then NORMAL measures the critic's move in every update
-        if (level >= Level.DEBUG or (level is Level.NORMAL and clips_values)) and not self._keeps_critic:
-            self._listener.untimed(MinibatchEnd, self._critic.add)
-            self._keeps_critic = True
+        self._keeps_critic = level >= Level.DEBUG or (level is Level.NORMAL and clips_values)
 
     def _begin(self, event: RolloutEnd | UpdateStart) -> None:
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
         self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated)
         if self._sampled:
-            if not self._keeps_critic:
-                self._for_this_update.untimed(MinibatchEnd, self._critic.add)
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()
             self._step_probe.begin()
@@ -351,14 +325,17 @@ class UpdateCollector:
         features = event.outputs[0].detach()
         self._features = (features if event.valid is None else features[event.valid])[:MAX_FEATURE_ROWS]
 
-    def _join(self) -> None:
-        """Join the events that the source has not joined itself."""
-        minibatches = joined_minibatches(self._columns)
-        if minibatches is not None:
-            self._minibatches.append(minibatches)
-        if self._passes:
-            self._backwards.append(joined_backwards(self._passes))
-            self._passes.clear()
+    def _joined(self) -> Minibatches | None:
+        """The minibatches so far, with columns of the critic if they are measured; None without any."""
+        if not self._rows:
+            return None
+        minibatches: list[Minibatches] = []
+        with_critic = self._keeps_critic or self._sampled
+        join = self._join or partial(joined_minibatches, with_critic=with_critic)
+        self._telemetry.attempt(lambda rows: minibatches.append(join(rows)), self._rows)
+        if not minibatches:
+            return None
+        return minibatches[0] if with_critic and minibatches[0].has_critic else without_critic(minibatches[0])
 
     def _take_sample(self) -> GradientSample | None:
         """Return the sample, if it is small enough to travel; larger ones are measured here and now."""
@@ -397,126 +374,13 @@ class UpdateCollector:
         return Episodes(returns, lengths, tuple([value for _, value in self._recent]), recent_ends)
 
 
-def attach(telemetry: Telemetry, source: EventSource) -> Remover:
-    """Make `telemetry` observe and flush the events of `source`; returns the function that ends this.
+def record_updates(telemetry: TelemetrySession, source: EventSource, join: JoinRows | None = None) -> UpdateRecorder:
+    """Record the updates of a source in a run that is not at OFF; see `UpdateRecorder`.
 
-    At level OFF nothing is registered, so the trainer does no extra work. See `JoiningSource` and `CheckpointedSource` for what a source
-    may offer besides its hooks.
-
-    Raises:
-        TypeError: for anything else than a Telemetry and something that emits events.
+    What later updates are compared with joins the checkpoints of a `CheckpointedSource` until `UpdateRecorder.stop`.
     """
-    emits = isinstance(source, EventSource) and isinstance(source.hooks, Hooks)
-    if not isinstance(telemetry, Telemetry) or not emits:
-        raise TypeError(
-            f"attach takes a Telemetry and a trainer with hooks, got {type(telemetry).__name__} and {type(source).__name__}: "
-            "telemetry.watch(model, optimizer) is for a loop of your own, TelemetryCallback for Stable-Baselines3"
-        )
-    if telemetry.level is Level.OFF:
-        return lambda: None
-    session = session_of(telemetry)
-    collector = UpdateCollector(session, source)
-    session.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
-    removers = [collector.stop]
+    recorder = UpdateRecorder(telemetry, source, join)
+    telemetry.expect_updates(candidates=recorder.nonfinite_candidates, open_update=recorder.take)
     if isinstance(source, CheckpointedSource):
-        removers.append(source.checkpointables.join("telemetry", collector))
-
-    def stop() -> None:
-        for remove in removers:
-            remove()
-
-    return stop
-
-
-def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:
-    """Compare the gradients of `module` and `host` at every optimizer step; returns the function that ends this.
-
-    Use it if you doubt that a module learns: a head, a new block, an adapter, a gated branch. It costs a few tensor operations per step.
-    Below NORMAL nothing is measured.
-
-    Args:
-        source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
-            `attach_trainer` or `Telemetry.watch`.
-        name: of the pair, in the keys `grad/pair/{pair}/...`.
-        module, host: parts of the network that one optimizer trains. If there is a gradient scaler, `upstream` has its scale.
-
-    Raises:
-        ValueError: one of them lacks parameters, or they share some.
-    """
-    own, hosts = ({id(parameter) for parameter in part.parameters()} for part in (module, host))
-    if not own or not hosts:
-        raise ValueError(f"pair {name!r} needs a module and a host with parameters, and one of them has none")
-    if own & hosts:
-        raise ValueError(f"pair {name!r} needs a module and a host apart, and they share {len(own & hosts)} parameters")
-    if telemetry.level < Level.NORMAL:
-        return lambda: None
-    probe = PairProbe(telemetry, segment(name), module, host)
-    listener = TimedListener(session_of(telemetry).clock, source.hooks)
-    listener.on(BackwardEnd, probe.observe)
-    handle = module.register_forward_hook(probe.follow)
-
-    def stop() -> None:
-        listener.stop()
-        handle.remove()
-
-    return stop
-
-
-class PairProbe:
-    """Observes one pair. The gradient at the module's output is the last that came before all gradients were there."""
-
-    def __init__(self, telemetry: Telemetry, name: str, module: nn.Module, host: nn.Module) -> None:
-        self._telemetry = telemetry
-        self._name = name
-        self._module, self._host = module, host
-        self._upstream: Tensor | None = None
-        self._warned = False
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "pair %r is not measured: its module and its host need parameters that the same optimizer trains",
-                self._name,
-            )
-
-    def __reduce__(self) -> tuple[type[_NoProbe], tuple[()]]:
-        return _NoProbe, ()
-
-    def follow(self, _: nn.Module, __: object, output: object) -> None:
-        """Wait for the gradient of an output."""
-
-        def arrived(gradient: Tensor) -> None:
-            self._upstream = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(arrived)
-
-    @torch.no_grad()
-    def observe(self, event: BackwardEnd) -> None:
-        """Measure one step, unless another optimizer trains one of the parts."""
-        upstream, self._upstream = self._upstream, None
-        trained = {id(parameter) for parameter in event.parameters.values()}
-        for part in (self._module, self._host):
-            learning = {id(parameter) for parameter in part.parameters() if parameter.requires_grad}
-            if learning and learning.isdisjoint(trained):
-                self._warn()
-                return
-        own, hosts = (_gradients(event, part.parameters()) for part in (self._module, self._host))
-        norms = (event.norms[list(own)], event.norms[list(hosts)])
-        group = pair_gradients(self._name, list(own.values()), list(hosts.values()), norms=norms, upstream=upstream)
-        self._telemetry.observe(group, epoch=event.epoch, step=event.step)
-
-
-class _NoProbe:
-    """Replacement of a `PairProbe` in copies and pickles of its module."""
-
-    def follow(self, *_: object) -> None:
-        """Do nothing."""
-
-
-def _gradients(event: BackwardEnd, parameters: Iterable[Tensor]) -> Mapping[int, Tensor]:
-    """Gradients of these parameters, as far as they exist, by their index in the event."""
-    wanted = {id(parameter) for parameter in parameters}
-    trained = {index: event.parameters[name] for index, name in enumerate(event.names)}
-    return {index: p.grad for index, p in trained.items() if id(p) in wanted and p.grad is not None}
+        recorder.removers.append(source.checkpointables.join("telemetry", recorder))
+    return recorder

@@ -15,28 +15,24 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.event_parts import CollectionReplay, FirstMinibatch, PolicyReplay, UsedAdvantages
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
     BeforeUpdate,
-    CollectionReplay,
-    FirstMinibatch,
     HeadsBackward,
     Hooks,
-    MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
-    PolicyReplay,
     Remover,
     TrunkBackward,
-    UsedAdvantages,
 )
 from esper_telemetry.metrics.gradients.actor_critic import MAX_COMPARED_HEADS
 from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.data import GradientSample
+from esper_telemetry.updates.data import GradientSample, Minibatches
 from esper_telemetry.updates.pickles import pickled_policy
 from esper_telemetry.updates.replays import CollectionProbe, FirstPasses, UpdateReplay, update_replay, used_advantages
 
@@ -102,10 +98,10 @@ class TimedListener:
         """Call a hook that takes less time than to time it."""
         self._removers.append(self._hooks.on(event_type, hook))
 
-    def keep(self, event_type: type[Event]) -> list[Event]:
-        """Return a list that every event of that type is appended to."""
+    def keep(self, event_type: type[Event], *, late: bool = False) -> list[Event]:
+        """Return a list that every event of that type is appended to; `late` as of `Hooks.on`."""
         events: list[Event] = []
-        self.untimed(event_type, events.append)
+        self._removers.append(self._hooks.on(event_type, events.append, late=late))
         return events
 
     def another(self) -> TimedListener:
@@ -279,13 +275,16 @@ class ReplayProbe:
         self._listener.on(BeforeUpdate, self._before_update)
         self._listener.once(FirstMinibatch, self._first_minibatch)
         self._listener.once(UsedAdvantages, self._used_advantages)
-        self._listener.on(MinibatchesEnd, self._after_minibatches)
         self._listener.on(AfterUpdate, self._after_update)
 
     def take(self) -> UpdateReplay | None:
         """Return what the worker is to measure; None where everything is measured already."""
         replay, self._replay = self._replay, None
         return replay
+
+    def after_minibatches(self, minibatches: Minibatches) -> None:
+        """Compare the first minibatch of a sampled update with what was acted on."""
+        self._telemetry.measure(self._collection.after_minibatches(minibatches, self._telemetry.precision))
 
     def stop(self) -> None:
         """Sample nothing any more."""
@@ -324,9 +323,6 @@ class ReplayProbe:
 
     def _used_advantages(self, event: UsedAdvantages) -> None:
         self._telemetry.measure(used_advantages(event, self._telemetry.precision))
-
-    def _after_minibatches(self, event: MinibatchesEnd) -> None:
-        self._telemetry.measure(self._collection.after_minibatches(event, self._telemetry.precision))
 
     def _after_update(self, event: AfterUpdate) -> None:
         if self._replay is not None and event.network is not None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.sampled import TimedListener
 from esper_telemetry.core.equations.objective import MinibatchForward, MinibatchObjective
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
 from esper_telemetry.metrics.integrity.steps.optimizer_step import settings_of
+from esper_telemetry.recording.probes import TimedListener
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.steps import (
     CheckedStep,

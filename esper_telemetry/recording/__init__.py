@@ -1,0 +1,1 @@
+"""What stands between a trainer's events and the records of its updates: `UpdateRecorder` and the probes of sampled updates."""
