@@ -166,7 +166,6 @@ class UpdateCollector:
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
         self._env_step = 0
-        self._facts: Mapping[str, Any] = {}
         self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backwards: BackwardsEnd | None = None
@@ -286,7 +285,6 @@ class UpdateCollector:
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
         self._telemetry.start(config=event.config, facts=event.facts)
-        self._facts = event.facts
         self._step_probe.precision = event.facts.get("precision")
         self._step_probe.forget()
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
@@ -311,7 +309,7 @@ class UpdateCollector:
             self._replay_probe.begin()
             self._step_probe.begin()
             if isinstance(event, UpdateStart) and event.actions is not None:
-                self._telemetry.measure(collection_checks(event.actions, self._facts))
+                self._telemetry.measure(collection_checks(event.actions, self._telemetry.facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 
