@@ -45,6 +45,7 @@ from results import Row, save
 from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
 from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, equations
 from esper_telemetry.core.equations.schedule import RateHistory
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.journal.read import read_run
 
 BUGS: tuple[Bug, ...] = (
@@ -222,7 +223,7 @@ def read_journal(run_dir: Path) -> Reading:
                 reading.named.setdefault(name, []).append([one.name for one in explanations])
                 reading.says |= {f"{name}_{one.name}": one.says for one in explanations}
                 explained[name].append(any(one.variant for one in explanations))
-    rates = RateHistory(run.info.facts)
+    rates = RateHistory(Facts.of(run.info.facts))
     for record in run.records:
         rates.add(record.axes.env_step, record.values.get(RATE_KEY))
     schedule = rates.result()

@@ -21,6 +21,7 @@ from pathlib import Path
 from esper_telemetry.alarms.diagnosis import diagnose
 from esper_telemetry.alarms.verdict.outcome import GOOD
 from esper_telemetry.alarms.verdict.unusual import RunValues, kind_of_task, quantiles_of
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.journal.read import read_run
 
 BED = Path(__file__).parent / "bed"
@@ -109,7 +110,7 @@ def main() -> None:
             for record in run.records:
                 values.add(record)
             samples = {key: list(numbers) for key, numbers in values.samples.items()}
-            for kind in (kind_of_task(run.info.facts), "any"):
+            for kind in (kind_of_task(Facts.of(run.info.facts)), "any"):
                 kinds.setdefault(kind, []).append(samples)
     table = {
         kind: {key: [float(f"{value:.3g}") for value in quantiles] for key, quantiles in quantiles_of(runs)}

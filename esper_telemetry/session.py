@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.containment import Containment, Measurement
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.interrupts import SerialCalls, is_interrupt
 from esper_telemetry.core.memory import DeviceSampler
@@ -121,6 +122,7 @@ class TelemetrySession:
 
     Attributes:
         level: at which the run is measured while nothing is wrong.
+        facts: of the run so far.
         clock: the time that telemetry takes on the training thread.
         sampling: which updates are sampled.
         prints_end: whether the block about the whole run is printed at its end; commands print it themselves.
@@ -134,7 +136,7 @@ class TelemetrySession:
         self.clock = Clock()
         self.prints_end = True
         self._options = options
-        self._config, self._facts = dict(options.config), dict(options.facts)
+        self._config, self.facts = dict(options.config), Facts.of(options.facts)
         self._calls = SerialCalls()
         self._devices = DeviceSampler()
         self._pid = os.getpid()
@@ -191,8 +193,7 @@ class TelemetrySession:
     @property
     def precision(self) -> str | None:
         """Precision of the trainer's arithmetic; None where it does not say."""
-        precision = self._facts.get("precision")
-        return None if precision is None else str(precision)
+        return self.facts.precision
 
     @property
     def has_worker(self) -> bool:
@@ -250,14 +251,14 @@ class TelemetrySession:
         if facts is not None:
             self._flushed_at = time.perf_counter()
         self._config.update(config or {})
-        self._facts.update(facts or {})
+        self.facts = Facts.of(plain({**self.facts, **(facts or {})}))
         if self._recorder is not None and self._recorder.run is None:
             offload = self._attached if self._options.offload is None else self._options.offload
             worker = offload and self._peers is None
-            redacted([plain(self._config), plain(self._facts), sys.argv])
+            redacted([plain(self._config), dict(self.facts), sys.argv])
             if self._deliveries is not None:
                 self._deliveries.send_secrets()  # before the journal has the line with which sinks are opened
-            self._recorder.start(self._config, self._facts, self._axes, worker=worker)
+            self._recorder.start(self._config, self.facts, self._axes, worker=worker)
             # Sinks of a resumed run begin behind its run line: they open what an earlier part has closed.
             if self._deliveries is None:
                 self._deliveries = Deliveries(self._recorder.journal, self._sinks)
@@ -315,7 +316,7 @@ class TelemetrySession:
             self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
 
     def _measure_update(self, update: UpdateData) -> None:
-        for measurements, epochs in self._containment.steps(measure(update, self._facts, self.update_level)):
+        for measurements, epochs in self._containment.steps(measure(update, self.facts, self.update_level)):
             self._measure(measurements, epochs)
 
     def report_progress(self, snapshot: Callable[[], UpdateExtension]) -> None:
@@ -332,7 +333,7 @@ class TelemetrySession:
             axes = replace(self._axes, update=self._axes.update + 1, wall_time=time.time())
             if earlier is None or axes.update > earlier.update:
                 captures: list[Capture] = []
-                self._containment.attempt(lambda: progress_of(snapshot(), self._facts), captures.extend)
+                self._containment.attempt(lambda: progress_of(snapshot(), self.facts), captures.extend)
                 for capture in captures:
                     recorder.event(capture.type, axes, capture.data)
 
@@ -396,7 +397,7 @@ class TelemetrySession:
             return ObservedSource(Hooks(), lambda: None)
         watched = self._watched.add(model, optimizer, stop_on_nonfinite=stop_on_nonfinite)
         if groups:
-            self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
+            self.facts = Facts.of({**self.facts, "groups": {**self.facts.groups, **groups}})
         return watched
 
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
@@ -552,7 +553,7 @@ class TelemetrySession:
         update = self._watched.take(whole=whole)
         if update:
             self._measure_update(update)
-            self._measure(self._watched.rates(self._facts.get("groups", {})))
+            self._measure(self._watched.rates(self.facts.groups))
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Return the axes of the update under way, as given or counted."""

@@ -15,7 +15,6 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from esper_telemetry.alarms.alarm_state import ESCALATION
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule
@@ -180,8 +179,9 @@ class Telemetry:
             config=settings,
             facts={
                 **checked_facts(as_settings(facts, "facts")),
-                **threshold_facts(detect),
-                **escalation_facts(escalation),
+                # only what differs from the usual: readers of the journal judge as the run was judged
+                **({"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}),
+                **({} if escalation is None else {"escalation": as_integer(escalation, "escalation")}),
             },
             all_ranks=ranks == "all",
             report=bool(report),
@@ -410,16 +410,6 @@ def check_sendable(rules: Iterable[AlarmRule]) -> None:
                 f"alarm {rule.type!r} cannot be sent to the worker process ({reason}): define its judge in a module that can be "
                 "imported, name it by an entry point of the group esper_telemetry.alarms, or leave out offload=True"
             )
-
-
-def threshold_facts(detect: Detect) -> dict[str, Any]:
-    """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
-    return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
-
-
-def escalation_facts(updates: int | None) -> dict[str, Any]:
-    """Return the fact about the updates at DEBUG that follow a critical alarm, if the user has set their number."""
-    return {} if updates is None else {ESCALATION: as_integer(updates, ESCALATION)}
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -7,13 +7,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from esper_telemetry.alarms.incidents import Incident
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding
 from esper_telemetry.alarms.verdict.unusual import PART_FAMILIES, fact_remedy, key_remedy
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
 
@@ -255,10 +256,10 @@ class RuleCoverage:
         facts: of the run.
     """
 
-    def __init__(self, rules: Iterable[AlarmRule], facts: Mapping[str, Any]) -> None:
+    def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
         self._lacking = {rule.type: [name for name in rule.facts if facts.get(name) is None] for rule in self._rules}
-        self._part_families = PART_FAMILIES - ({"lstm"} if facts.get("policy") is not None else set())
+        self._part_families = PART_FAMILIES - ({"lstm"} if facts.policy is not None else set())
         self._facts = facts
         self._seen: set[str] = set()
 
@@ -372,9 +373,6 @@ def alarm_values(severities: Mapping[str, float], active: int) -> dict[str, floa
 CAP: Final = 20
 """Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
 
-ESCALATION: Final = "escalation"
-"""Fact of a run whose user has set the updates at DEBUG that follow a critical alarm."""
-
 COOLDOWN_FACTOR: Final = 2
 """After a window, its type opens no other for so many times its duration."""
 
@@ -414,10 +412,10 @@ class Escalation:
     ends: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rules: Iterable[AlarmRule], updates: object = None) -> Escalation:
+    def of(cls, rules: Iterable[AlarmRule], updates: int | None = None) -> Escalation:
         """Return the state at the start: rules ask for their own number of updates, or for `updates` if that is one."""
         durations = {rule.type: rule.debug_updates for rule in rules if rule.debug_updates}
-        if isinstance(updates, int) and updates >= 0:
+        if updates is not None and updates >= 0:
             return cls(dict.fromkeys(durations, updates), cap=max(CAP, updates))
         return cls(durations)
 

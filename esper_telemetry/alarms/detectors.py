@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_state import (
-    ESCALATION,
     LIMIT_CALM_UPDATES,
     LIMIT_WINDOW_UPDATES,
     AlarmChange,
@@ -43,6 +42,7 @@ from esper_telemetry.alarms.verdict.published_settings import (
 )
 from esper_telemetry.alarms.verdict.remarks import Remarks
 from esper_telemetry.core.containment import Containment, call_note
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import (
     CRITICAL_FROM,
     RUN_FAILED,
@@ -146,7 +146,7 @@ class Detectors:
         *,
         alarms: Iterable[AlarmRule] = (),
     ) -> None:
-        self.facts = dict(facts or {})
+        self.facts = Facts.of(facts)
         self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
         declared = with_alarms(alarm_rules(), alarms)
         self._containment = Containment()
@@ -158,7 +158,7 @@ class Detectors:
         self._states = {rule.type: AlarmState(rule, patience=self._view.patience) for rule in self.rules}
         self._order = CausalOrder(declared)
         self._incidents = Incidents(self._order)
-        self._escalation = Escalation.of(self.rules, self.facts.get(ESCALATION))
+        self._escalation = Escalation.of(self.rules, self.facts.escalation)
         self._task = TaskEvents()
         self._remarks = Remarks()
         self._outcome = OutcomeJudge(self.facts)
@@ -305,8 +305,8 @@ class Detectors:
         self._note_families(values)
         view.update = self._update
         view.env_step = record.axes.env_step
-        total = self.facts.get("total_steps")
-        view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
+        total = self.facts.total_steps
+        view.progress = min(1.0, record.axes.env_step / total) if total is not None and total > 0 else None
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
         view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
         view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None

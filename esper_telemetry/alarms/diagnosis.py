@@ -191,7 +191,7 @@ class RunJudge:
     def __init__(
         self, facts: Mapping[str, Any], thresholds: Thresholds | None = None, *, as_recorded: bool = False
     ) -> None:
-        self._facts, self._as_recorded = facts, as_recorded
+        self._as_recorded = as_recorded
         self._detectors = Detectors(facts, thresholds)
         self._recorded: deque[Alarm] = deque()
         self._incidents: dict[int, IncidentReport] = {}
@@ -270,7 +270,8 @@ class RunJudge:
             killed=status is RunStatus.KILLED,
             critical=critical_values(self._latest, described_keys()),
         )
-        return replace(diagnosis, unusual=self._values.unusual(self._facts)) if diagnosis.shows_remarks else diagnosis
+        unusual = self._values.unusual(detectors.facts) if diagnosis.shows_remarks else ()
+        return replace(diagnosis, unusual=unusual)
 
 
 @lru_cache(maxsize=1)

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from esper_telemetry.alarms.baselines import Baselines, History
 from esper_telemetry.alarms.verdict.return_course import ReturnCourse
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number as number
 from esper_telemetry.core.messages import percent as percent
 from esper_telemetry.core.messages import span as span
@@ -248,7 +249,7 @@ class View:
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
-        self.facts = facts
+        self.facts = Facts.of(facts)
         self.limits = limits
         self.baselines = baselines
         self.values: Mapping[str, float] = {}
@@ -259,7 +260,7 @@ class View:
         self.transitions: int | None = None
         self.env_step = 0
         self.course = ReturnCourse()
-        self.patience = patience_factor(facts)
+        self.patience = patience_factor(self.facts)
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
         self._labelled: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
@@ -273,7 +274,6 @@ class View:
             setattr(baselines, name, MappingProxyType(getattr(baselines, name)))
         view.baselines = baselines
         view.values, view.previous = MappingProxyType(self.values), MappingProxyType(self.previous)
-        view.facts = MappingProxyType(dict(self.facts))
         return view
 
     def get(self, key: str) -> float | None:
@@ -307,8 +307,7 @@ class View:
         """Environment steps of this update, in the first one by the run's settings; 0 where neither says."""
         if self.transitions is not None:
             return self.transitions
-        steps, envs = (self.facts.get(name) for name in ("num_steps", "num_envs"))
-        return int(steps * envs) if isinstance(steps, int | float) and isinstance(envs, int | float) else 0
+        return (self.facts.num_steps or 0) * (self.facts.num_envs or 0)
 
     def labelled(self, start: str, end: str) -> list[tuple[str, str, float]]:
         """(label, key, value) of all keys that begin and end so, with one segment between."""
@@ -332,12 +331,10 @@ MIN_UPDATE_STEPS: Final = 64
 """Environment steps of an update from which on its statistics are worth judging; in smaller ones they are mostly chance."""
 
 
-def patience_factor(facts: Mapping[str, Any]) -> int:
+def patience_factor(facts: Facts) -> int:
     """Times that a run's updates must be repeated to have as many steps as rules are made for; 1 where their number is not known."""
-    steps, envs = facts.get("num_steps"), facts.get("num_envs")
-    if not isinstance(steps, int | float) or not isinstance(envs, int | float) or steps * envs <= 0:
-        return 1
-    return max(1, ceil(MIN_UPDATE_STEPS / (steps * envs)))
+    steps = (facts.num_steps or 0) * (facts.num_envs or 0)
+    return max(1, ceil(MIN_UPDATE_STEPS / steps)) if steps > 0 else 1
 
 
 segment_of = lru_cache(maxsize=4096)(segment)
@@ -347,7 +344,7 @@ Judge = Callable[[View], Iterable[Finding]]
 """Yields the findings of an update; none where the values do not say, which leaves the alarm as it was."""
 
 
-def always(facts: Mapping[str, Any]) -> bool:
+def always(facts: Facts) -> bool:
     """Return True: the rule applies to every run."""
     return True
 
@@ -403,7 +400,7 @@ class AlarmRule:
     required: tuple[str | tuple[str, ...], ...] | None = None
     facts: tuple[str, ...] = ()
     histories: tuple[str | History, ...] = ()
-    applies: Callable[[Mapping[str, Any]], bool] = always
+    applies: Callable[[Facts], bool] = always
     warmup: int = 0
     n_on: int = 1
     n_off: int = 3

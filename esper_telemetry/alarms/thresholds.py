@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.alarms.rule import Bound, Limits, Ramp
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import did_you_mean
 
 ON, OFF = "on", "off"
@@ -104,10 +105,7 @@ class Thresholds(Limits):
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
         """Bounds of a run with these facts: the defaults, but for its own that are valid here."""
-        own = facts.get("thresholds")
-        thresholds = cls()
-        if not isinstance(own, Mapping):
-            return thresholds
+        own, thresholds = Facts.of(facts).thresholds, cls()
         with suppress(ValueError):
             return thresholds.with_changes(own)
         for name, value in own.items():  # a journal of another version, or one that somebody has edited

@@ -91,11 +91,13 @@ def _diagnose_logs(options: Diagnose) -> int:
         view = open_view(options.source, thresholds=Thresholds.parse(options.threshold))
     verdict, steps = view.diagnosis, view.axes.env_step if view.axes else 0
     if options.json:
-        head = {"run": view.name, "updates": verdict.updates, "trainer": view.trainer, "x": view.x_label}
+        head = {"run": view.name, "updates": verdict.updates, "trainer": view.facts.trainer or "", "x": view.x_label}
         values = {**diagnosis_as_dict(head, verdict), "read": dict(view.used), "unread": list(view.unused)}
         print(json.dumps(values, indent=1))
     else:
-        head_line = f"{view.name}: {verdict.updates} updates of {view.trainer}, up to {steps:,} {view.x_label}"
+        head_line = (
+            f"{view.name}: {verdict.updates} updates of {view.facts.trainer or ''}, up to {steps:,} {view.x_label}"
+        )
         print_diagnosis(head_line, verdict, list_unanswered=options.all)
         print("\nRead as:")
         for key, tag in view.used.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from esper_telemetry.cli.arguments import WrongUse, agrees, wrong_use
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.redaction import HIDDEN, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
@@ -73,7 +74,7 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
     }
     settings: dict[str, Any] = {name: stored[name] for name in STORED_OPTIONS if name in stored}
-    settings |= {"preset_name": stored["preset"], "level": facts.get("level", "normal")}
+    settings |= {"preset_name": stored["preset"], "level": facts.level or "normal"}
     ppo = {field.name: stored[field.name] for field in fields(PPOConfig) if field.name in stored}
     for kind, values in ((form, settings), (PPOConfig, ppo)):
         hints = get_type_hints(kind)
@@ -196,11 +197,11 @@ def print_wait_for_helpers(run_dir: str) -> None:
         print("waiting until the backends have what was measured before the run stopped", flush=True)
 
 
-def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Facts]:
     with wrong_use():
         info = run_info(run_dir)
     needed = {*STORED_OPTIONS, "preset", "sinks", "policy", "num_steps", "learning_rate"}
     missing = sorted(needed - info.config.keys())
     if missing:
         raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings say nothing of {missing[0]}")
-    return info.config, info.facts
+    return info.config, Facts.of(info.facts)

@@ -1,58 +1,146 @@
-"""Facts of a run that rules, equations and views read, and the types that they have."""
+"""Facts of a run: what its trainer says of the algorithm, the networks and the task. Rules, equations and views read them.
+
+Trainers, adapters and users give facts as a mapping, and the journal keeps it. Each fact that this package reads is declared once, as a
+field of `Facts`; its type says what users may give and what readers of a journal accept. All other facts are free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from esper_telemetry.core.messages import shown
 from esper_telemetry.core.requirements import require_text, require_truth
 
-COUNTS: Final = frozenset({"total_steps", "num_envs", "num_steps", "num_epochs", "num_minibatches", "horizon", "ranks"})
-SETTINGS: Final = frozenset(
-    [
-        *("clip", "clip_value", "gamma", "gae_lambda", "learning_rate", "entropy_coef", "value_coef", "max_grad_norm"),
-        *("target_kl", "desired_kl", "reward_threshold", "advantage_std_floor", "advantage_correction", "lstm_size"),
-        *("temperature", "beta"),
-    ]
-)
-TEXTS: Final = frozenset(["precision", "policy", "env", "trainer", "optimizer", "activation", "model", "level"])
-FLAGS: Final = frozenset(
-    ["normalize_advantages", "normalize_minibatches", "normalize_observations", "normalize_rewards", "squashed"]
-)
-MAPPINGS: Final = frozenset(["groups", "heads", "thresholds", "unchecked_equations"])
-"""Facts by the type of their value, for users' arguments here and for lines of a journal in `journal.schema`."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts(Mapping[str, Any]):
+    """Facts of one run as attributes: None, or empty, if the run does not say a fact or says it in another form.
+
+    As a mapping it holds the facts as they were given, also those that are declared nowhere.
+    """
+
+    mapping: Mapping[str, Any] = field(default_factory=dict)  # as it was given
+
+    trainer: str | None = None  # library and class that train; None for the bundled trainer and for loops of users
+    level: str | None = None  # of the run: minimal, normal or debug
+    ranks: int = 1  # processes that train together
+    precision: str | None = None  # of the trainer's arithmetic: fp32, tf32, bf16 or fp16
+    escalation: int | None = None  # updates at DEBUG after a critical alarm, as the user has set them
+    thresholds: Mapping[str, Any] = field(default_factory=dict)  # bounds of alarms that the user has changed, by name
+    unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `core.equations.equation.UNCHECKED_FACT`
+
+    env: str | None = None  # name of the environment
+    num_envs: int | None = None  # environments of all ranks
+    horizon: int | None = None  # time limit of an episode, in steps
+    reward_threshold: float | None = None  # return of an episode that solves the task
+    heads: Mapping[str, str] | None = None  # kind of the distribution by head of the policy: categorical, gaussian, ...
+    squashed: bool | None = None  # actions are kept within their bounds by a tanh
+    inverts_squash: bool | None = None  # log-probabilities are computed from actions after the tanh
+    correlated_noise: bool | None = None  # the noise of actions lasts for several steps
+    normalize_observations: bool | None = None
+    normalize_rewards: bool | None = None
+
+    model: str | None = None  # language for a language model
+    policy: str | None = None  # mlp, lstm or gru
+    activation: str | None = None  # of hidden layers: tanh or relu
+    lstm_size: int | None = None  # width of the recurrent state
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameters' names by group: actor, critic, ...
+    value_head: Sequence[str] = ()  # beginnings of the names of the parameters of the critic's last layer
+
+    total_steps: int | None = None  # environment steps of the run
+    num_steps: int | None = None  # steps of each environment in a rollout
+    num_epochs: int | None = None
+    num_minibatches: int | None = None  # of an epoch
+    optimizer: str | None = None  # class of the optimizer
+    learning_rate: float | None = None  # of the first update
+    learning_rate_schedule: Mapping[str, Any] | None = None  # see `core.equations.schedule.SCHEDULE_FACT`
+    max_grad_norm: float | None = None
+    clip: float | None = None  # of the probability ratio: half width of the trust region
+    clip_value: float | None = None  # of the critic's move
+    value_coef: float | None = None  # weight of half the mean squared error
+    entropy_coef: float | None = None
+    target_kl: float | None = None  # KL at which an update stops
+    desired_kl: float | None = None  # KL by which the learning rate is adapted
+
+    gamma: float | None = None
+    gae_lambda: float | None = None
+    normalize_advantages: bool | None = None
+    normalize_minibatches: bool | None = None  # advantages are normalised over minibatches, not over the rollout
+    advantage_std_floor: float | None = None  # added to the standard deviation, or its lower bound
+    advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
+    recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked
+    columns_by_name: bool | None = None  # columns are those of variables in a script, whose names may mislead
+    truncated_sampling: bool | None = None  # tokens are sampled from a part of the distribution (top_p, top_k, min_p)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any] | None = None) -> Facts:
+        """Return the facts of a mapping of plain values, as a journal has it."""
+        if isinstance(facts, Facts):
+            return facts
+        facts, values = dict(facts or {}), {}
+        for name, kind in DECLARED.items():
+            types, read = READ[kind]
+            with suppress(ValueError, OverflowError):  # a text that is no number, a count that is not finite
+                if isinstance(facts.get(name), types):
+                    values[name] = read(facts[name])
+        return cls(facts, **values)
+
+    @property
+    def of_sb3(self) -> bool:
+        """True if Stable-Baselines3 trains, or sb3-contrib: settings have other names there."""
+        return (self.trainer or "").startswith("stable-baselines3")
+
+    def __getitem__(self, name: str) -> Any:
+        return self.mapping[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mapping)
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+
+DECLARED: Final = {item.name: str(item.type).removesuffix(" | None") for item in fields(Facts)[1:]}
+"""Types of the declared facts by name."""
+
+READ: Final[Mapping[str, tuple[tuple[type, ...], Callable[[Any], Any]]]] = {
+    "int": ((int, float), int),
+    "float": ((int, float, str), float),  # the journal spells numbers that are not finite
+    "str": ((str,), str),
+    "bool": ((int, float), bool),
+    "Sequence[str]": ((list, tuple), tuple),
+    **dict.fromkeys(("Mapping[str, str]", "Mapping[str, Sequence[str]]", "Mapping[str, Any]"), ((Mapping,), dict)),
+}
+"""By the type of a fact the types of its value in a journal, and the function that reads it."""
 
 
 def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that a user gives, numbers of NumPy and torch as Python's; other facts are free.
+    """Return the facts that a user gives, numbers of NumPy and torch as Python's; facts that are not declared are free.
 
-    Raises:
-        TypeError: for one of another type.
+    Raises TypeError for a fact of another type.
     """
-    checked: dict[str, Any] = {}
-    for key, value in facts.items():
-        name = require_text("the name of a fact", key)
-        if value is not None:
-            checked[name] = _checked_fact(name, value)
-        elif name not in MAPPINGS:  # nothing, as of a limit that there is not
-            checked[name] = None
-    return checked
+    kinds = {require_text("the name of a fact", name): DECLARED.get(name, "") for name in facts}
+    return {
+        name: None if facts[name] is None else _checked_fact(name, kind, facts[name])
+        for name, kind in kinds.items()
+        if facts[name] is not None or not kind.startswith("Mapping")  # None says that there is none, as of a limit
+    }
 
 
-def _checked_fact(name: str, value: Any) -> Any:
-    if name in COUNTS | SETTINGS:
-        from esper_telemetry.core.arrays import (
-            as_number,  # here, because it imports NumPy, which readers of journals do without
-        )
+def _checked_fact(name: str, kind: str, value: Any) -> Any:
+    if kind in ("int", "float"):
+        from esper_telemetry.core.arrays import as_number  # here: it imports NumPy, which readers do without
 
         number = as_number(value, f"fact {name}")
         return int(number) if number.is_integer() else number
-    if name in TEXTS:
+    if kind == "str":
         return require_text(f"fact {name}", value, may_be_empty=True)
-    if name in FLAGS:
+    if kind == "bool":
         return require_truth(f"fact {name}", value)
-    if name in MAPPINGS and not isinstance(value, Mapping):
+    if kind.startswith("Mapping") and not isinstance(value, Mapping):
         raise TypeError(f"fact {name} must be a mapping, got {shown(value)}")
     if name == "groups" and not all(isinstance(part, list | tuple) for part in value.values()):
         raise TypeError(f"fact groups must have lists of parameters' names, got {shown(value)}")

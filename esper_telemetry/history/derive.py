@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array, Derived, segment
 from esper_telemetry.core.record import Level, judgeable
 from esper_telemetry.history.averages import Ema, LogDrift, Smoothed
@@ -131,14 +132,13 @@ class KeyHistories:
         facts: of the run: `groups`, and where the environment has a time limit `horizon` and `num_steps`.
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        facts = facts or {}
-        self._rows = key_histories(facts.get("groups", ()))
+    def __init__(self, facts: Facts) -> None:
+        self._rows = key_histories(facts.groups)
         self._keys = tuple([row.key for row in self._rows])
         self._history_keys = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
         self._positive = np.array([row.positive for row in self._rows])
         self._scale_min = np.array([row.scale_min for row in self._rows])
-        self._cycle = _cycle(facts.get("horizon"), facts.get("num_steps"))
+        self._cycle = _cycle(facts.horizon, facts.num_steps)
         self._level, self._drift = Ema(len(self._rows)), LogDrift(len(self._rows))
         self._history = RobustHistory(len(self._rows))
         self._changes, self._slow = ChangeState(len(self._rows)), TwoSided(len(self._rows))
@@ -204,10 +204,9 @@ class KeyHistories:
         return lr_response(self._pairs.ordered(0), self._pairs.ordered(1)).values(level)
 
 
-def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
+def _cycle(horizon: int | None, num_steps: int | None) -> tuple[int, int] | None:
     """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
-    numbers = isinstance(horizon, int | float) and isinstance(num_steps, int | float) and num_steps > 0
-    if not numbers or not 2 <= horizon / num_steps <= TEST_VALUES / 2:
+    if not horizon or not num_steps or not 2 <= horizon / num_steps <= TEST_VALUES / 2:
         return None
     updates = horizon / num_steps
     cycles = max(2, math.ceil(N_MIN / updates))
@@ -230,13 +229,11 @@ class RunHistory:
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        facts = facts or {}
+        facts = Facts.of(facts)
         self._variance = VarianceAverage()
         self._entropies: deque[float] = deque(maxlen=ENTROPY_WINDOW)
         self.pairs = PairHistories()
-        self.gradients = GradientHistory(
-            [segment(name) for name in facts.get("groups", ())], facts.get("max_grad_norm")
-        )
+        self.gradients = GradientHistory([segment(name) for name in facts.groups], facts.max_grad_norm)
         self._temporal = KeyHistories(facts)
         self._return = RecentMean()
 

@@ -11,7 +11,7 @@ from math import hypot, isfinite
 from sys import float_info
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core import facts
+from esper_telemetry.core.facts import DECLARED
 from esper_telemetry.core.record import MAX_COUNT, Axes, MetricInfo
 
 MAX_TIME: Final = 253_402_300_799
@@ -80,7 +80,7 @@ FLAG: Final = Form("true or false", lambda value: isinstance(value, bool))
 OBJECT: Final = Form("an object", lambda value: isinstance(value, Mapping))
 TEXTS: Final = list_of(TEXT, "a list of texts")
 NAMED_TEXTS: Final = object_of(TEXT, "an object of texts")
-STEPS: Final = optional(Form("a number of a usual size", _lies_within(-MAX_SETTING, MAX_SETTING)))
+STEPS: Final = Form("a number of a usual size", _lies_within(-MAX_SETTING, MAX_SETTING))
 SETTING: Final = Form(
     STEPS.expected, lambda value: STEPS.accepts(value) or value in [*NOT_FINITE.values(), *NOT_FINITE]
 )
@@ -138,15 +138,19 @@ REQUIRED_DATA: Final[Mapping[str, tuple[str, ...]]] = {"remark": ("update", "tex
 TASK_EVENTS: Final = "task/"
 
 OTHER_FACT: Final = Form("a finite number", lambda value: not isinstance(value, int) or NUMBER.accepts(int(value)))
+FACT_FORMS: Final[Mapping[str, Form]] = {
+    "int": STEPS,
+    "float": SETTING,
+    "str": TEXT,
+    "bool": Form("true or false", lambda value: isinstance(value, int | float) and value in (0, 1)),
+    "Sequence[str]": TEXTS,
+    "Mapping[str, str]": NAMED_TEXTS,
+    "Mapping[str, Sequence[str]]": object_of(TEXTS, "an object of lists of texts"),
+    "Mapping[str, Any]": OBJECT,
+}
+"""By the type of the fact in `Facts`."""
 FACTS: Final[Mapping[str, Form]] = {
-    **dict.fromkeys(facts.COUNTS, STEPS),
-    **dict.fromkeys(facts.SETTINGS, SETTING),
-    **dict.fromkeys(facts.TEXTS, optional(TEXT)),
-    "groups": optional(object_of(TEXTS, "an object of lists of texts")),
-    "heads": optional(NAMED_TEXTS),
-    "value_head": optional(TEXTS),
-    "thresholds": optional(OBJECT),
-    "unchecked_equations": optional(NAMED_TEXTS),
+    **{name: optional(FACT_FORMS[kind]) for name, kind in DECLARED.items()},
     "learning_rate_schedule": optional(
         object_with(
             {
@@ -240,4 +244,4 @@ def wrong_facts(given: Mapping[str, Any]) -> dict[str, str]:
 
 def fact(name: str, value: Any) -> Any:
     """Return a fact as detectors read it: a setting that the journal spells `inf` is a number."""
-    return NOT_FINITE[value] if FACTS.get(name) is SETTING and isinstance(value, str) else value
+    return NOT_FINITE[value] if DECLARED.get(name) == "float" and isinstance(value, str) else value

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.containment import Containment
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.memory import DeviceUsage, MemorySampler
 from esper_telemetry.core.record import (
@@ -151,11 +152,11 @@ class SupportsBan(Protocol):
         """Never call again what has ended a process, nor any code of users."""
 
 
-DetectorFactory = Callable[[Mapping[str, Any]], Detector]
+DetectorFactory = Callable[[Facts], Detector]
 """Makes the detector of a run from its facts; it can be pickled, because the process that writes the journal calls it."""
 
 
-def made_detector(factory: DetectorFactory, facts: Mapping[str, Any]) -> Detector:
+def made_detector(factory: DetectorFactory, facts: Facts) -> Detector:
     """Return the detector of a run; raise TypeError if the factory makes something else."""
     detector = factory(facts)
     missing = [
@@ -390,7 +391,7 @@ class InProcessPipeline:
         self._journal.write(*lines, encode_end(status, seq=seq))
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
-        self._facts = facts
+        self._facts = facts = Facts.of(facts)
         self._series = RunHistory(facts)
         self._detector: Detector | None = None
         if self._settings.detector_factory is not None:
@@ -558,7 +559,7 @@ class InProcessPipeline:
 
     def _append_evidence(self, capture: Capture, update: FlushedUpdate) -> None:
         """Append evidence; of several ranks it shows rank 0's rows."""
-        rank = {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
+        rank = {"rank": 0} if self._facts.ranks > 1 else {}
         self._append_event(f"evidence/{capture.type}", {**capture.data, **rank}, update)
 
     def _append_capture(self, capture: Capture, update: FlushedUpdate) -> None:

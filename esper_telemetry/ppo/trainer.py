@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -16,6 +16,7 @@ from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.event_parts import Shard
+from esper_telemetry.core.facts import DECLARED
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for
@@ -43,14 +44,6 @@ from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compi
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
-
-FACTS: Final = (
-    *("max_grad_norm", "clip", "clip_value", "gamma", "gae_lambda"),
-    *("normalize_advantages", "normalize_minibatches", "advantage_std_floor"),
-    *("num_steps", "num_epochs", "num_minibatches", "learning_rate", "value_coef", "entropy_coef"),
-    *("policy", "lstm_size", "activation", "normalize_observations", "normalize_rewards", "target_kl", "desired_kl"),
-)
-"""Settings that detectors read."""
 
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
@@ -171,14 +164,13 @@ class PPO:
             "ranks": self.ranks.size,
             "horizon": horizon_of(self.env),
             "reward_threshold": reward_threshold_of(self.env),
-            "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
             "groups": self.policy.groups(),
             "value_head": ["value"],
             "heads": {name: spec.kind for name, spec in self.env.action_specs.items()},
             "squashed": config.squash,
-            **{name: getattr(config, name) for name in FACTS},
+            **{name: value for name, value in asdict(config).items() if name in DECLARED},
             **self._schedule_fact(total_steps),
             UNCHECKED_FACT: self._unchecked_equations(),
         }

@@ -111,7 +111,6 @@ class UpdateRecorder:
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
         self._env_step = 0
-        self._facts: Mapping[str, Any] = {}
         self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
@@ -264,7 +263,6 @@ class UpdateRecorder:
         if self._join is not None:  # of an update that was never ended
             self._rows.clear()
         self._telemetry.start(config=event.config, facts=event.facts)
-        self._facts = event.facts
         self._step_probe.precision = event.facts.get("precision")
         self._step_probe.forget()
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
@@ -285,7 +283,7 @@ class UpdateRecorder:
             self._replay_probe.begin()
             self._step_probe.begin()
             if isinstance(event, UpdateStart) and event.actions is not None:
-                self._telemetry.measure(collection_checks(event.actions, self._facts))
+                self._telemetry.measure(collection_checks(event.actions, self._telemetry.facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.core.event_parts import RolloutActions
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.requirements import Value
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
 from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
@@ -50,22 +51,22 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     informative,
 )
 from esper_telemetry.updates.data import Minibatches, UpdateData
-from esper_telemetry.updates.target_equations import BY_NAME, certain, target_checks
+from esper_telemetry.updates.target_equations import certain, target_checks
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 
 
-def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def equation_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
     """Yield the check of every equation whose columns the update has; `facts` are those of the run."""
     yield from target_checks(update, facts)
     if update.rollout is not None:
         yield from collection_checks(update.rollout, facts)
-    if update.rollout is not None and update.minibatches is not None and facts.get(BY_NAME):
+    if update.rollout is not None and update.minibatches is not None and facts.columns_by_name:
         yield partial(_first_minibatch, update.rollout, update.minibatches, facts)
     yield from loss_checks(update, facts)
 
 
-def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Measurement]:
     """Yield the checks of what was stored when the rollout was collected."""
     transitions, valid = rollout.transitions, rollout.valid
     distributions = rollout.logits or rollout.means
@@ -95,7 +96,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, 
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
-def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Facts) -> Iterator[MetricGroup]:
     """Compare what training computes in its first minibatch, before any step, with what was stored: a script's policy cannot be asked.
 
     A difference without an explanation counts where log-probabilities have it, by more than rounding: values may be stored in other units.
@@ -106,7 +107,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Mappi
     rows, size = minibatches.rows[first], rollout.log_probs.numel()
     if not len(rows) or int(rows.max()) >= size:
         return
-    precision = facts.get("precision")
+    precision = facts.precision
     valid = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill(0, rows, True).view_as(rollout.log_probs)
 
     def replayed(stored: Tensor, numbers: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Mappi
     known = dict.fromkeys(of_memory, rollout.log_probs.double)
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
-    if REPLAYED_LOG_PROBS.name not in (facts.get(UNCHECKED_FACT) or {}):
+    if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
         yield from log_probs if log_probs.matches or moved else unchecked(REPLAYED_LOG_PROBS, ROUNDING)
     old, new = minibatches.old_values, minibatches.values
     if old is None or new is None or not torch.equal(old[first], rollout.values.flatten()[rows]):
@@ -143,12 +144,12 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Mappi
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
 
 
-def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Mapping[str, Any]) -> tuple[str, ...]:
+def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) -> tuple[str, ...]:
     """Return the hypotheses about a memory that say in which rows log-probabilities differ: before or after the first end of an episode.
 
     A memory that is reset with an episode forgets what it began the rollout with, and one that is not differs from there on alone.
     """
-    if facts.get("policy") not in RECURRENT or rollout.ended.shape != now.shape:
+    if facts.policy not in RECURRENT or rollout.ended.shape != now.shape:
         return ()
     begun = torch.zeros_like(rollout.ended)
     begun[1:] = rollout.ended[:-1].long().cumsum(0) > 0
@@ -159,7 +160,7 @@ def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Mapping[s
     return ("memory_zero", "other_memory") if bool(before.any()) else ("memory_not_reset",)
 
 
-def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[MetricGroup]:
     """Check log-probabilities and actions. A trainer that names its heads shows what it acts on.
 
     Of any other program the distributions are those that it asked for a log-probability, which may be of other actions, or of a part of
@@ -172,12 +173,12 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> It
         means=rollout.means,
         log_std=rollout.log_std,
         relevant=rollout.relevance,
-        squashed=bool(facts.get("squashed")),
+        squashed=bool(facts.squashed),
         bounds=rollout.bounds,
         valid=rollout.valid,
-        precision=facts.get("precision"),
+        precision=facts.precision,
     )
-    shown = "heads" in facts
+    shown = facts.heads is not None
     named = any(one.hypothesis.name != "heads_left_out" for one in check.explanations)
     if shown or check.matches or named:
         yield from check
@@ -185,7 +186,7 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> It
         yield from _actions(rollout, facts)
 
 
-def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _actions(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[MetricGroup]:
     """Test that the actions were drawn from their distributions."""
     inputs = _inputs_of(rollout, facts)
     if inputs is None:
@@ -197,7 +198,7 @@ def _actions(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> 
 
 
 def _effects(
-    rollout: RolloutEnd | RolloutActions, change: Tensor, facts: Mapping[str, Any], *, late: bool
+    rollout: RolloutEnd | RolloutActions, change: Tensor, facts: Facts, *, late: bool
 ) -> Iterator[MetricGroup]:
     """Yield the effect of the actions, and test that none comes several steps late, where the actions were drawn from what is there.
 
@@ -215,11 +216,11 @@ def _effects(
         yield from check
 
 
-def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Mapping[str, Any]) -> ActionInputs | None:
+def _inputs_of(rollout: RolloutEnd | RolloutActions, facts: Facts) -> ActionInputs | None:
     """Return actions and distributions; None of noise that is correlated on purpose, or that a squash has lost."""
-    squashed = bool(facts.get("squashed"))
+    squashed = bool(facts.squashed)
     lost = squashed and any(bool((rollout.actions[head].abs() > MAX_SQUASHED).any()) for head in rollout.means)
-    if facts.get("correlated_noise") or lost:
+    if facts.correlated_noise or lost:
         return None
     return action_inputs(
         rollout.actions,
@@ -268,7 +269,7 @@ class LossClaims(NamedTuple):
     rollout: RolloutEnd | None
     raw_advantages: Tensor | None
     weights: Mapping[str, float]
-    facts: Mapping[str, Any]
+    facts: Facts
 
     def claim(self, name: str) -> Tensor | None:
         """Return the losses [M] of that name; None unless there is one for each minibatch."""
@@ -318,12 +319,12 @@ class LossClaims(NamedTuple):
         return torch.stack(parts).sum(0) if parts else None
 
 
-def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def loss_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
     """Yield the checks of the losses that the trainer computed, and of its minibatches; `facts` are those of the run."""
     batches = update.minibatches
     if batches is None:
         return
-    known = {name: facts.get(f"{name}_coef") for name in ("value", "entropy")}
+    known = {"value": facts.value_coef, "entropy": facts.entropy_coef}
     now = {} if update.progress is None else update.progress.end.coefficients
     claims = LossClaims(
         batches=batches,
@@ -332,7 +333,7 @@ def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measur
         weights={**{name: weight for name, weight in known.items() if weight is not None}, **now},
         facts=facts,
     )
-    unshown = facts.get(UNCHECKED_FACT) or {}
+    unshown = facts.unchecked_equations
     checks = {"policy": _policy_loss, "value": _value_loss, "entropy": _entropy_loss, "total": _total_loss}
     for name, check in checks.items():
         if claims.claim(name) is not None and f"{name}_loss" not in unshown and _has_inputs(name, claims):
@@ -340,9 +341,9 @@ def loss_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measur
     if update.rollout is not None and batches.rows is not None and LOG_RATIOS.name not in unshown:
         yield partial(_log_ratios, claims)
     if update.rollout is not None and batches.rows is not None and MINIBATCHES.name not in unshown:
-        shuffled = update.context.memory is None and facts.get("policy") not in RECURRENT
+        shuffled = update.context.memory is None and facts.policy not in RECURRENT
         # an exception, a limit on the KL divergence, or a rule of the program's own may end an update
-        ends_early = update.progress is None or facts.get("target_kl") is not None or facts.get("num_epochs") != 1
+        ends_early = update.progress is None or facts.target_kl is not None or facts.num_epochs != 1
         yield partial(_minibatches, batches, update.rollout, shuffled=shuffled, ends_early=ends_early)
 
 
@@ -351,7 +352,7 @@ def _has_inputs(name: str, claims: LossClaims) -> bool:
     terms_are_there = claims.claim("policy") is not None and claims.claim("value") is not None
     weighted = claims.weights.get("value") is not None and claims.weights.get("entropy") is not None
     available = {
-        "policy": claims.facts.get("clip") is not None,
+        "policy": claims.facts.clip is not None,
         "value": batches.values is not None and batches.returns is not None,
         "entropy": bool(batches.logits or batches.log_std),
         "total": terms_are_there and weighted and (claims.bonus is not None or not claims.weights.get("entropy")),
@@ -375,7 +376,7 @@ def _log_ratios(claims: LossClaims) -> EquationCheck:
         chosen,
         stored,
         valid=batches.valid,
-        precision=claims.facts.get("precision"),
+        precision=claims.facts.precision,
     )
     check = compared()
     if check.matches:
@@ -404,16 +405,16 @@ def _policy_loss(claims: LossClaims) -> EquationCheck:
         _required(claims.claim("policy")),
         batches.log_ratio,
         batches.advantages,
-        clip=facts["clip"],
+        clip=_required(facts.clip),
         valid=batches.valid,
         counts=batches.counts,
-        raw_advantages=claims.raw_advantages if facts.get("normalize_advantages") else None,
+        raw_advantages=claims.raw_advantages if facts.normalize_advantages else None,
         log_probs=claims.log_probs(),
         head_log_ratios=tuple(batches.head_log_ratios.values()) if len(batches.head_log_ratios) > 1 else (),
         bonus=claims.bonus,
-        precision=facts.get("precision"),
+        precision=facts.precision,
     )
-    single = len(batches.counts) == 1 and facts.get(BY_NAME) and not bool(batches.log_ratio.any())
+    single = len(batches.counts) == 1 and facts.columns_by_name and not bool(batches.log_ratio.any())
     if single and any(one.hypothesis.name == "log_prob" for one in check.explanations):
         return unchecked(POLICY_LOSS, "it has no ratio, as that of A2C, beside a setting of its clip")
     return check
@@ -426,14 +427,14 @@ def _value_loss(claims: LossClaims) -> EquationCheck:
         _required(batches.values),
         _required(batches.returns),
         old_values=batches.old_values,
-        clip_value=None if batches.old_values is None else facts.get("clip_value"),
+        clip_value=None if batches.old_values is None else facts.clip_value,
         valid=batches.valid,
         counts=batches.counts,
         advantages=batches.advantages,
         raw_advantages=claims.raw_advantages,
         weight=claims.weights.get("value"),
-        clip=facts.get("clip"),
-        precision=facts.get("precision"),
+        clip=facts.clip,
+        precision=facts.precision,
     )
 
 
@@ -454,7 +455,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
         chosen_log_probs=trained if chosen is None else chosen,  # where the actions are not known, it may be either
         log_probs=trained if differs else None,
         weight=claims.weights.get("entropy"),
-        precision=claims.facts.get("precision"),
+        precision=claims.facts.precision,
     )
     if differs and not (check.matches or check.explanations):
         return unchecked(ENTROPY_LOSS, "the recorded distributions do not give the log-probabilities of the ratio")
@@ -469,7 +470,7 @@ def _total_loss(claims: LossClaims) -> EquationCheck:
     def check(*terms: Tensor | None) -> EquationCheck:
         given = terms if weights["entropy_coef"] else terms[:2]
         total, first, second = _required(claims.claim("total")), _required(terms[0]), _required(terms[1])
-        return check_total_loss(total, first, second, *given[2:], **weights, precision=claims.facts.get("precision"))
+        return check_total_loss(total, first, second, *given[2:], **weights, precision=claims.facts.precision)
 
     result = check(policy, value, entropy)
     if result.matches and result.error is not None:
@@ -487,10 +488,10 @@ def _is_variant(check: EquationCheck, name: str) -> bool:
     return any(one.hypothesis.name == name for one in check.explanations)
 
 
-def _required(tensor: Tensor | None) -> Tensor:
-    """Return a tensor that is there: `_has_inputs` has seen it."""
-    assert tensor is not None
-    return tensor
+def _required(value: Value | None) -> Value:
+    """Return an input that is there: `_has_inputs` has seen it."""
+    assert value is not None
+    return value
 
 
 def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, Record, template_of
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import RolloutEnd
@@ -98,12 +99,12 @@ class Flight:
     worst: tuple[WorstRow, ...] = ()
 
 
-def flight_of(update: UpdateData, facts: Mapping[str, Any], *, rows: int = MAX_ROWS) -> Flight:
+def flight_of(update: UpdateData, facts: Facts, *, rows: int = MAX_ROWS) -> Flight:
     """Return every step of an update and its `rows` largest |log-ratio|; those that are not finite come first."""
     return Flight(tuple(_steps(update, facts)), tuple(_worst_rows(update, rows)))
 
 
-def _steps(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[StepEvidence]:
+def _steps(update: UpdateData, facts: Facts) -> Iterator[StepEvidence]:
     norms = [row for part in update.gradients for row in _step_norms(part, facts)]
     epochs: Sequence[int] = [epoch for part in update.gradients for epoch in part.epochs]
     divergences: list[float | None] = []
@@ -118,9 +119,9 @@ def _steps(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[StepEvidenc
         yield StepEvidence(step, epoch, kl, **(norms[step] if step < len(norms) else {}))
 
 
-def _step_norms(part: BackwardGradients, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _step_norms(part: BackwardGradients, facts: Facts) -> list[dict[str, Any]]:
     """Per step the arguments of `StepEvidence` that come from gradients."""
-    metrics = gradient_norms(part.norms, part.names, facts.get("groups"), max_norm=part.max_norm)
+    metrics = gradient_norms(part.norms, part.names, facts.groups, max_norm=part.max_norm)
     total, coefs = _table(metrics.total.norm_preclip), _table(metrics.clip.coef)
     groups, names = _table(metrics.groups.norm_preclip), metrics.groups.group
     return [
@@ -339,7 +340,7 @@ class AlarmedUpdate:
 
     record: Record
     updates: tuple[UpdateData, ...]
-    facts: Mapping[str, Any]
+    facts: Facts
     pairs: Mapping[str, Mapping[str, Any]]
     health_cause: str | None = None
 
@@ -387,7 +388,7 @@ def evidence_of(alarm: Alarm, alarmed: AlarmedUpdate, choice: EvidenceChoice | N
             evidence |= extension.alarm_evidence(alarm)
     if "pairs" in choice.pieces:
         evidence |= {"pairs": weak_pairs(alarmed.pairs), "health_cause": alarmed.health_cause}
-    whose = {"rank": 0} if alarmed.facts.get("ranks", 1) > 1 else {}
+    whose = {"rank": 0} if alarmed.facts.ranks > 1 else {}
     return {name: piece for name, piece in evidence.items() if piece} | whose
 
 
@@ -396,7 +397,7 @@ def weak_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str,
     return {name: why for name, why in pairs.items() if why["cause"] not in CAUSES_WITHOUT_EVIDENCE}
 
 
-def _flight(update: UpdateData, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _flight(update: UpdateData, facts: Facts) -> dict[str, Any]:
     """All steps, or as many as there may be, evenly spaced from the first to the last; and the worst transitions."""
     flight = flight_of(update, facts)
     steps = flight.steps
@@ -405,7 +406,7 @@ def _flight(update: UpdateData, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": [asdict(step) for step in steps], "worst": [asdict(row) for row in flight.worst]}
 
 
-def _stability(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
+def _stability(update: UpdateData, _: Facts) -> dict[str, Any]:
     """The first tensors that are not finite, and the largest of those that are."""
     report = stability_report(update)
     if not report.offenders:
@@ -415,7 +416,7 @@ def _stability(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"stability": asdict(StabilityReport(report.first, report.offenders[:MAX_OFFENDERS], largest))}
 
 
-def _layers(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(update: UpdateData, _: Facts) -> dict[str, Any]:
     """The whole table of a sampled update, else the norms; of many tensors those with the largest, or no finite, norm."""
     lines: tuple[LayerLine | NormLine, ...] = layer_table(update) or norm_table(update)
     by_size = sorted(lines, key=lambda line: -(float("inf") if line.norm_max is None else line.norm_max))
@@ -423,7 +424,7 @@ def _layers(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"layers": [asdict(line) for line in lines if line.name in names]}
 
 
-COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Mapping[str, Any]], dict[str, Any]]]] = {
+COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Facts], dict[str, Any]]]] = {
     "transitions": _flight,
     "layers": _layers,
     "stability": _stability,
@@ -432,7 +433,7 @@ COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Mapping[str, Any]], dict[st
 
 
 def captures(
-    update: UpdateData, facts: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]] | None = None
+    update: UpdateData, facts: Facts, pairs: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Iterator[Capture]:
     """Yield the evidence that the journal keeps of an update at DEBUG: all of it; `pairs` as in `AlarmedUpdate`."""
     yield Capture("stability", asdict(stability_report(update)))
@@ -445,7 +446,7 @@ def captures(
         yield from extension.evidence(facts)
 
 
-def update_events(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Capture]:
+def update_events(update: UpdateData, facts: Facts) -> Iterator[Capture]:
     """Yield the events of plugins that the journal keeps of every update."""
     for extension in update.extensions:
         if isinstance(extension, SupportsEvents):

@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from esper_telemetry.core.containment import Measurement
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, Level
 from esper_telemetry.core.redaction import error_line
 
@@ -51,10 +52,10 @@ class UpdateExtension(Protocol):
     def on_device(self) -> bool:
         """True where tensors are not on the CPU: then the update is measured in the trainer's process."""
 
-    def measure(self, facts: Mapping[str, Any], level: Level) -> Iterable[Measurement]:
+    def measure(self, facts: Facts, level: Level) -> Iterable[Measurement]:
         """Yield metric functions with their arguments; those that raise cost their group and a warning."""
 
-    def evidence(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+    def evidence(self, facts: Facts) -> Iterable[Capture]:
         """Yield what the journal keeps of an update at DEBUG."""
 
 
@@ -62,7 +63,7 @@ class UpdateExtension(Protocol):
 class SupportsEvents(Protocol):
     """An extension with events of its own in the journal, for views: tables that hold more than metrics can."""
 
-    def events(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+    def events(self, facts: Facts) -> Iterable[Capture]:
         """Yield the events that the journal keeps of every update, at NORMAL and DEBUG; a few kilobytes each."""
 
 
@@ -70,7 +71,7 @@ class SupportsEvents(Protocol):
 class SupportsProgress(Protocol):
     """An extension whose views move while an update is under way, because it takes seconds."""
 
-    def progress(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+    def progress(self, facts: Facts) -> Iterable[Capture]:
         """Yield the journal's events about the update so far, at NORMAL and DEBUG; the training thread asks at most twice a second."""
 
 
@@ -82,7 +83,7 @@ class SupportsAlarmEvidence(Protocol):
         """Return plain values that join the evidence of an alarm which this update has raised; empty where it is another's."""
 
 
-def progress_of(extension: UpdateExtension, facts: Mapping[str, Any]) -> Iterable[Capture]:
+def progress_of(extension: UpdateExtension, facts: Facts) -> Iterable[Capture]:
     """Return the events of an extension about the update so far; none if it does not support them."""
     return extension.progress(facts) if isinstance(extension, SupportsProgress) else ()
 

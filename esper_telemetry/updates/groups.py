@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import declared, label_field, segment
 from esper_telemetry.core.record import Level
@@ -137,7 +138,7 @@ class Measurements(NamedTuple):
     epochs: int | Sequence[int] = 0
 
 
-def measure(update: UpdateData, facts: Mapping[str, Any], level: Level) -> Iterator[Measurements]:
+def measure(update: UpdateData, facts: Facts, level: Level) -> Iterator[Measurements]:
     """Yield everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
@@ -161,14 +162,14 @@ def measure(update: UpdateData, facts: Mapping[str, Any], level: Level) -> Itera
     if update.sample is not None and not update.sample.measured:
         yield Measurements(gradient_sample(update.sample, level))
     for gradients in update.gradients:
-        counts = minibatches.counts if minibatches and facts.get("ranks", 1) > 1 else None
+        counts = minibatches.counts if minibatches and facts.ranks > 1 else None
         yield Measurements(_gradients(gradients, facts, counts), gradients.epochs)
     if update.sampled:
         yield Measurements(equation_checks(update, facts))
     if update.replay is not None:
-        yield Measurements(replay_measurements(update.replay, facts.get("precision"), level))
+        yield Measurements(replay_measurements(update.replay, facts.precision, level))
     if update.step is not None:
-        yield Measurements(step_checks(update.step, facts.get("precision")))
+        yield Measurements(step_checks(update.step, facts.precision))
     if rollout is not None or minibatches is not None:
         yield Measurements([partial(nonfinite_in, update)])
     if progress is not None:
@@ -233,7 +234,7 @@ def _shift(head: str, size: int, *choices: tuple[Tensor, Tensor | None]) -> Metr
     return action_shift(head, *(action_counts(actions, size, valid=counted) for actions, counted in choices))
 
 
-def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Facts) -> Iterator[Measurement]:
     if memory is None:
         return
     size, ages = memory.size, memory.ages
@@ -243,7 +244,7 @@ def _memory(memory: RecurrentState | None, valid: Tensor | None, facts: Mapping[
         carried = ages > 0 if valid is None else (ages > 0) & valid
         yield partial(cell_growth, size.absolute[1] / size.width, ages, width=bucket_width(len(ages)), valid=carried)
     if memory.layers:
-        yield partial(_gates, memory, valid, facts.get("num_steps"))
+        yield partial(_gates, memory, valid, facts.num_steps)
 
 
 def _gates(memory: RecurrentState, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
@@ -264,10 +265,8 @@ def _episodes(update: UpdateData) -> Iterator[Measurement]:
             yield partial(episode_ends, rollout.ended, rollout.terminated, episodes.lengths, valid=rollout.valid)
 
 
-def _minibatches(
-    minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
-) -> Iterator[Measurement]:
-    valid, clip, relevant = minibatches.valid, facts.get("clip"), minibatches.relevance
+def _minibatches(minibatches: Minibatches, facts: Facts, coefficients: Mapping[str, float]) -> Iterator[Measurement]:
+    valid, clip, relevant = minibatches.valid, facts.clip, minibatches.relevance
     yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
     if clip is not None:
         yield partial(excess_ratio, minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
@@ -281,17 +280,15 @@ def _minibatches(
         entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1))
         yield entropy
         yield partial(head_entropy, heads, valid=valid, dim=-1)
-    weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
+    weights = {"value": facts.value_coef, "entropy": facts.entropy_coef, **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
-    spreads = (
-        {} if facts.get("squashed") else minibatches.log_std
-    )  # the entropy of squashed actions has another gradient
+    spreads = {} if facts.squashed else minibatches.log_std  # the entropy of squashed actions has another gradient
     bonus = partial(bonus_gradient, minibatches.logits, log_std=spreads, entropy_coef=weights["entropy"] or 0.0)
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
-def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Mapping[str, Any]) -> MetricGroup:
+def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Facts) -> MetricGroup:
     """Measure normalised advantages beside the raw ones, which are paired by rank where the source does not say which rows they are.
 
     Normalisation over a rollout keeps the order, so the share of signs that it flips needs no columns of the rollout.
@@ -299,7 +296,7 @@ def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Mappin
     rollout, collected = update.rollout, update.collected
     raw = None if collected is None else columns_in_grid(collected, minibatches.counts).advantages
     group = normalized_advantage_stats(minibatches.advantages, raw, valid=minibatches.valid, dim=-1)
-    if raw is not None or rollout is None or facts.get("normalize_minibatches", True):
+    if raw is not None or rollout is None or facts.normalize_minibatches is not False:
         return group
     first = [index for index, epoch in enumerate(minibatches.epochs) if epoch == minibatches.epochs[0]]
     counted = None if minibatches.valid is None else minibatches.valid[first]
@@ -310,7 +307,7 @@ def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Mappin
 def _details(
     minibatches: Minibatches,
     collected: CollectedRows | None,
-    facts: Mapping[str, Any],
+    facts: Facts,
     coefficients: Mapping[str, float],
 ) -> Iterator[Measurement]:
     """Measure the moves of the critic and of the policy over all actions, and the weight of the entropy bonus in the policy's gradient."""
@@ -318,7 +315,7 @@ def _details(
     if minibatches.values is None or minibatches.old_values is None or minibatches.returns is None:
         return
     critic = (minibatches.values, minibatches.old_values, minibatches.returns)
-    yield partial(value_movement, *critic, clip=facts.get("clip_value"), valid=valid, dim=-1)
+    yield partial(value_movement, *critic, clip=facts.clip_value, valid=valid, dim=-1)
     if collected is None:
         return
     collected = columns_in_grid(collected, minibatches.counts)
@@ -326,7 +323,7 @@ def _details(
     if rows:
         yield partial(exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
         yield partial(head_exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
-    clip, coefficient = facts.get("clip"), coefficients.get("entropy", facts.get("entropy_coef"))
+    clip, coefficient = facts.clip, coefficients.get("entropy", facts.entropy_coef)
     if minibatches.logits and minibatches.logits.keys() <= collected.actions.keys() and None not in (clip, coefficient):
         steered = partial(entropy_gradients, minibatches.logits, collected.actions, minibatches.log_ratio)
         ends: dict[str, Any] = {"clip": clip, "entropy_coef": coefficient, "relevant": relevant, "valid": valid}
@@ -353,14 +350,12 @@ def _whole_update(minibatches: Minibatches) -> Iterator[Measurement]:
         yield partial(rows_repeated, rows[:first], valid=None if valid is None else valid[:first])
 
 
-def _features(
-    features: Tensor | None, valid: Tensor | None, facts: Mapping[str, Any], level: Level
-) -> Iterator[Measurement]:
+def _features(features: Tensor | None, valid: Tensor | None, facts: Facts, level: Level) -> Iterator[Measurement]:
     """Units and ranks of the features [n, F] before the first step."""
     if features is None:
         return
     rows = None if valid is None else valid[0, : len(features)]
-    activation = facts.get("activation")
+    activation: Any = facts.activation  # trainers say only those that it knows
     yield lambda: unit_activity({"features": features}, activation=activation, valid=rows).all
     if level >= Level.DEBUG or (features.is_cpu and features.shape[-1] <= MAX_RANKED_FEATURES):
         yield partial(feature_rank, features, valid=rows)
@@ -382,12 +377,9 @@ def _losses(
     return loss_terms(policy, value, bonus, total, count=counts)
 
 
-def _gradients(
-    gradients: BackwardGradients, facts: Mapping[str, Any], counts: Sequence[int] | None
-) -> Iterator[Measurement]:
+def _gradients(gradients: BackwardGradients, facts: Facts, counts: Sequence[int] | None) -> Iterator[Measurement]:
     """Norms and interference; `counts` are a rank's rows of each minibatch, where several ranks report together."""
-    groups, numels = facts.get("groups", {}), gradients.numels
-    per_tensor = partial(gradient_norms, gradients.norms, gradients.names, groups, numels)
+    per_tensor = partial(gradient_norms, gradients.norms, gradients.names, facts.groups, gradients.numels)
     norms = cache(partial(per_tensor, max_norm=gradients.max_norm, applied=gradients.applied))
     yield norms
     yield partial(layer_concentration, gradients.norms)
@@ -401,18 +393,17 @@ def _gradients(
         yield partial(interference, actor, critic, coefs=coefs, dots=dots, counts=whole)
 
 
-def _heads(gradients: BackwardGradients, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def _heads(gradients: BackwardGradients, facts: Facts) -> Iterator[Measurement]:
     """Gradients of the policy's heads and of the value head, one by one."""
     norms, names = gradients.norms, gradients.names
-    groups: Mapping[str, Sequence[str]] = facts.get("groups", {})
-    heads = {name.removeprefix(HEAD_GROUP): own for name, own in groups.items() if name.startswith(HEAD_GROUP)}
+    heads = {name.removeprefix(HEAD_GROUP): own for name, own in facts.groups.items() if name.startswith(HEAD_GROUP)}
     if heads:
         yield partial(head_gradients, norms, names, heads)
     if gradients.heads is not None:
-        sharing = tuple(facts.get("heads", ()))
+        sharing = tuple(facts.heads or ())
         yield partial(head_gradients, gradients.heads, sharing, {head: (head,) for head in sharing})
-    if facts.get("value_head"):
-        yield partial(value_gradient, norms, names, facts["value_head"])
+    if facts.value_head:
+        yield partial(value_gradient, norms, names, facts.value_head)
 
 
 def _progress(progress: TrainingProgress) -> Iterator[Measurement]:

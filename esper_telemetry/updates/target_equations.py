@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.containment import Measurement
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
@@ -30,9 +31,6 @@ from esper_telemetry.updates.data import (
     in_grid,
 )
 
-BY_NAME = "columns_by_name"
-"""Fact of a run whose columns were found by the names of variables, which may mean something else."""
-
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
 SHIFTED_ENDS = ("ends_late", "ends_early")
@@ -43,26 +41,20 @@ OF_NORMALIZED = next(one for one in RETURNS.hypotheses if one.name == "normalize
 MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
 """Rows from which on a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
 
-RECOMPUTED_FACT = "recomputes_advantages"
-"""Fact of a run whose advantages and targets are computed again before each pass (2006.05990, section 3.5): the first pass is checked."""
-
 OTHER_ROWS = "other_rows"
 """Hypothesis that a script shows as well which shuffles all of its columns."""
 
-OWN_NORMALIZATION = "stable-baselines3"
-"""Beginning of the fact `trainer` where the adapter normalises advantages itself, because the trainer keeps its own to itself."""
 
-
-def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+def target_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
     """Yield the checks of a rollout's targets; `facts` are those of the run."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():
         return
-    gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
+    gae_lambda, discount = facts.gae_lambda, facts.gamma
     inputs: GaeInputs | None = None
-    if (gae_lambda is not None or facts.get(BY_NAME)) and discount is not None and rollout.ends_known:
+    if (gae_lambda is not None or facts.columns_by_name) and discount is not None and rollout.ends_known:
         previous = update.context.previous_targets
-        inputs = _gae_inputs(rollout, float(gae_lambda or 0), previous)
+        inputs = _gae_inputs(rollout, gae_lambda or 0.0, previous)
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
@@ -72,20 +64,20 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     if rollout.returns_known:
         yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
     if minibatches is not None and collected is not None:
-        if facts.get(RECOMPUTED_FACT):
+        if facts.recomputes_advantages:
             minibatches, collected = _first_pass(minibatches, collected)
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
-        if not str(facts.get("trainer", "")).startswith(OWN_NORMALIZATION) and facts.get("ranks", 1) == 1:
+        if not facts.of_sb3 and facts.ranks == 1:  # the adapter of SB3 normalises: the trainer keeps its own to itself
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
 def certain(
-    facts: Mapping[str, Any], check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
+    facts: Facts, check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
 ) -> Iterable[MetricGroup]:
     """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one."""
     result = check()
     known = [one for one in result.explanations if one.hypothesis.name not in doubtful]
-    uncertain = facts.get(BY_NAME) and not result.matches and len(known) < max(1, len(result.explanations))
+    uncertain = facts.columns_by_name and not result.matches and len(known) < max(1, len(result.explanations))
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 
@@ -138,11 +130,11 @@ def _last_values(rollout: RolloutEnd) -> Tensor | None:
     return None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
 
 
-def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
+def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
     """Check the advantages; where a script hides what follows time limits, of the other steps."""
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
-    check = compare_advantages(inputs, precision=facts.get("precision"))
+    check = compare_advantages(inputs, precision=facts.precision)
     if rollout.time_limits is None or check.matches or check.explanations or not inputs.gamma:
         return check
     limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
@@ -152,11 +144,11 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[st
     implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
     bootstrapped = following_values(bootstrapped, _last_values(rollout))
-    other = compare_advantages(bootstrapped, precision=facts.get("precision"))
+    other = compare_advantages(bootstrapped, precision=facts.precision)
     return other if other.matches or other.explanations else check
 
 
-def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Mapping[str, Any]) -> EquationCheck:
+def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:
     """Check the advantages of a program that does not say its lambda: at 1, else at the one that gives its advantages."""
     check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), facts)
     own = [one.fitted for one in check.explanations if one.hypothesis.name == "other_lambda" and one.fitted is not None]
@@ -183,7 +175,7 @@ def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) ->
     )
 
 
-def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, Any]) -> EquationCheck:
+def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
     """Check the returns of the rollout; several rollouts that a record joins stand side by side.
 
     Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
@@ -195,7 +187,7 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Mapping[str, 
     def side_by_side(column: Tensor) -> Tensor:
         return column.unflatten(0, (count, -1)).transpose(0, 1).flatten(1) if several else column
 
-    precision = facts.get("precision")
+    precision = facts.precision
     settings: dict[str, Any] = {
         "rewards": side_by_side(rollout.rewards),
         "next_values": side_by_side(rollout.next_values),
@@ -251,7 +243,7 @@ def _in_each_rollout(
 
 
 def _returns_in_use(
-    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Mapping[str, Any]
+    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Facts
 ) -> EquationCheck:
     """Check the targets of the minibatches, where they are not those of the rollout, against its advantages and values in their rows."""
     old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
@@ -263,14 +255,14 @@ def _returns_in_use(
         return unchecked(RETURNS, "the targets are those of the rollout")
     valid = minibatches.valid
     compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
-    check = compared(valid=valid, precision=facts.get("precision"))
+    check = compared(valid=valid, precision=facts.precision)
     if check.matches or check.explanations:
         return check
     # values of before each pass are those of its first minibatch alone
     counts = torch.tensor(minibatches.counts, device=returns.device)
     passes = torch.tensor([-1, *minibatches.epochs], device=returns.device).diff() != 0
     first = torch.repeat_interleave(passes, counts)
-    return compared(valid=first if valid is None else first & valid, precision=facts.get("precision"))
+    return compared(valid=first if valid is None else first & valid, precision=facts.precision)
 
 
 def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Minibatches, CollectedRows]:
@@ -296,13 +288,11 @@ def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Min
     return first, CollectedRows(advantages=collected.advantages[rows])
 
 
-def _normalized(
-    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Mapping[str, Any]
-) -> EquationCheck:
+def _normalized(rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Facts) -> EquationCheck:
     """Check the advantages in use against those of the rollout in the same rows."""
-    normalizes, own = facts.get("normalize_advantages"), facts.get("normalize_minibatches")
+    normalizes, own = facts.normalize_advantages, facts.normalize_minibatches
     over: Scope | None = "nothing" if normalizes is False else None
-    if normalizes and own is not None and not facts.get(BY_NAME):  # scripts do not say over which rows
+    if normalizes and own is not None and not facts.columns_by_name:  # scripts do not say over which rows
         over = "minibatch" if own else "rollout"
     counts, rows = minibatches.counts, minibatches.rows
     grid = in_grid(minibatches)
@@ -321,8 +311,8 @@ def _normalized(
         rollout=whole,
         environments=environments,
         in_order=in_order,
-        correction=int(facts.get("advantage_correction", 1)),
-        floor=float(facts.get("advantage_std_floor") or 0.0),
+        correction=facts.advantage_correction,
+        floor=facts.advantage_std_floor or 0.0,
         valid=grid.valid,
-        precision=facts.get("precision"),
+        precision=facts.precision,
     )

@@ -20,9 +20,9 @@ from esper_telemetry.core.equations.equation import (
     equation_results,
     equations,
     phrase,
-    unchecked_reason,
 )
 from esper_telemetry.core.equations.schedule import SCHEDULES, RateHistory
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Record, RunInfo, judgeable
 from esper_telemetry.sinks.console import make_console
 
@@ -132,7 +132,7 @@ def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
         run: head of the journal, whose facts say what the trainer does not show.
         records: all of the run.
     """
-    history = EquationHistory(run.facts)
+    history = EquationHistory(Facts.of(run.facts))
     for record in records:
         history.add(record)
     return history.rows(run)
@@ -145,7 +145,7 @@ class EquationHistory:
         facts: of the run.
     """
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
+    def __init__(self, facts: Facts) -> None:
         self._facts, self._rates = facts, RateHistory(facts)
         self._results: dict[str, list[tuple[int, EquationResult]]] = {}
         self._calibration, self._sum_since = CalibrationJudge(), 0
@@ -219,9 +219,10 @@ def _common(explanations: Sequence[tuple[Hypothesis, ...]]) -> tuple[Hypothesis,
 def _reason(equation: Equation, run: RunInfo) -> str:
     if EQUATION_TEMPLATE not in run.metrics:
         return RECORDED_BEFORE
-    if str(run.facts.get("level")) == "minimal":
+    facts = Facts.of(run.facts)
+    if facts.level == "minimal":
         return "no update is sampled at level minimal"
-    return unchecked_reason(equation, run.facts)
+    return facts.unchecked_equations.get(equation.name) or f"the trainer does not show {equation.inputs}"
 
 
 def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def gradient_flow(view: RunView) -> GradientFlow | None:
         columns = np.searchsorted(column_ends, one.updates)
         np.fmin.at(low[row], columns, one.values)
         np.fmax.at(high[row], columns, one.values)
-    severity = signed_severity(low, high, float(view.info.facts.get("max_grad_norm") or DEFAULT_CLIP_LIMIT))
+    severity = signed_severity(low, high, view.facts.max_grad_norm or DEFAULT_CLIP_LIMIT)
     layers = [
         LayerFlow(key[len(begin) : -len(end)], own, one.values[-1], min(one.values), max(one.values))
         for key, own, one in zip(keys, severity, series, strict=True)

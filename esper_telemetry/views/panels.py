@@ -340,7 +340,7 @@ def _exploding(view: RunView) -> StripItem | None:
 
 def _dead_layers(view: RunView) -> StripItem | None:
     """Tensors whose whole gradient was zero when it was last measured; not those of heads: one that no action needed has none."""
-    heads = set(view.info.facts.get("heads") or ())
+    heads = set(view.facts.heads or ())
     names = [(match[1], key) for key in view.keys if (match := ZERO_GRADIENTS.fullmatch(key))]
     dead = [
         name for name, key in names if view.last[key] >= 1 and not (len(heads) > 1 and heads & set(name.split("_")))

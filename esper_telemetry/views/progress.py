@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal
 
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Axes, RunInfo
 
 RATE_UPDATES: Final = 30
@@ -75,8 +75,7 @@ def run_progress(
         ended: no record will follow.
         now: seconds since the epoch, by default the present.
     """
-    total = info.facts.get("total_steps")
-    total = int(total) if isinstance(total, int | float) and math.isfinite(total) and total >= 1 else None
+    total = max(0, Facts.of(info.facts).total_steps or 0) or None
     steps = axes.env_step if axes else 0
     seconds, speed = _speed(clock)
     since = axes.wall_time if axes else info.started

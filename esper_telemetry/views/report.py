@@ -180,7 +180,7 @@ def position(view: RunView) -> dict[str, str]:
         else "",
         "steps per second": f"{progress.steps_per_second:,.0f}" if progress.steps_per_second else "",
         "time of an update": ", ".join(f"{name} {share:.0%}" for name, share in progress.time_split.items()),
-        "trainer": view.trainer,
+        "trainer": view.facts.trainer or "",
     }
     return {name: value for name, value in rows.items() if value}
 

@@ -30,6 +30,7 @@ from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudg
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.backends import limit_mlflow_requests
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -117,6 +118,7 @@ class RunView:
     Attributes:
         source: directory or address.
         info: the run's description: name, config, facts, versions, descriptions of metrics.
+        facts: of `info`.
         status: how the run ended; None for one that goes on, or was killed together with everything around it.
         axes: of the last record; None before the first.
         updates: number of records.
@@ -140,7 +142,7 @@ class RunView:
         max_points: int = DEFAULT_POINTS,
         judged: bool = False,
     ) -> None:
-        self.info, self.source = info, source
+        self.info, self.facts, self.source = info, Facts.of(info.facts), source
         self.status: RunStatus | None = None
         self.axes: Axes | None = None
         self.updates = 0
@@ -165,7 +167,7 @@ class RunView:
         self._clock: deque[tuple[int, float]] = deque(maxlen=RATE_UPDATES + 1)
         self._outcome = OutcomeJudge(info.facts)
         self._judge = RunJudge(info.facts, as_recorded=True) if judged else None
-        self._equations = EquationHistory(info.facts) if judged else None
+        self._equations = EquationHistory(self.facts) if judged else None
         self._diagnosis: Diagnosis | None = None
         self._imported: ImportedRun | None = None
         self._problems: dict[ViewDeclaration, str] = {}
@@ -180,11 +182,6 @@ class RunView:
     def run_dir(self) -> Path | None:
         """Directory of the journal; None for logs of another trainer."""
         return self.info.run_dir
-
-    @property
-    def trainer(self) -> str:
-        """Trainer that the run was made with, as far as its facts say so."""
-        return str(self.info.facts.get("trainer", ""))
 
     @property
     def ended(self) -> bool:
@@ -235,7 +232,7 @@ class RunView:
         self._imported, self.x_label = imported, imported.x
         self.used, self.unused = imported.used, imported.unused
         self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
-        self._equations = EquationHistory(imported.facts)
+        self._equations = EquationHistory(self.facts)
         for record in imported.records:
             self._add_record(record)
         for incident in self.diagnosis.incidents:
@@ -258,7 +255,7 @@ class RunView:
                 case RunInfo():
                     # a resumed run has another line; descriptions of keys stay
                     entry.metrics.update({**self.info.metrics, **entry.metrics})
-                    self.info = entry
+                    self.info, self.facts = entry, Facts.of(entry.facts)
                 case End(status=status):
                     self.status = status
 
@@ -534,7 +531,7 @@ class RunView:
 
     def outside_settings(self) -> list[OutsideSetting]:
         """Return the settings that no published configuration has."""
-        return list(outside_settings(self.info.facts))
+        return list(outside_settings(self.facts))
 
 
 def is_rare_event(kind: str) -> bool:

@@ -30,6 +30,7 @@ from esper_telemetry import (
     read_run,
 )
 from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.journal import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries announce changes of their own
@@ -257,7 +258,9 @@ def check_records(run: Run, *, ratio_error: float) -> None:
     """A record per update, without a metric that failed; the identity of the first minibatch and all equations hold."""
     assert len(run.records) >= UPDATES
     results = [
-        (at, one) for at, record in enumerate(run.records) for one in equation_results(record.values, run.info.facts)
+        (at, one)
+        for at, record in enumerate(run.records)
+        for one in equation_results(record.values, Facts.of(run.info.facts))
     ]
     assert [(at, result.equation.name, result.error) for at, result in results if not result.holds] == []
     for record in run.records:

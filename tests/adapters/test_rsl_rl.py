@@ -23,6 +23,7 @@ from esper_telemetry.adapters.rsl_rl import attach_runner
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.equations.equation import EQUATION_KEY, equation_results
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = pytest.mark.sb3
@@ -132,7 +133,9 @@ def test_equations_match_and_the_time_limits_of_rsl_rl_are_named_a_variant(tmp_p
     run = rsl_rl_models.recorded_run(model, tmp_path / "run", iterations=4, level="debug")
 
     results = {
-        one.equation.name: one for record in run.records for one in equation_results(record.values, run.info.facts)
+        one.equation.name: one
+        for record in run.records
+        for one in equation_results(record.values, Facts.of(run.info.facts))
     }
     assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
     differing = {name: [e.name for e in one.explanations] for name, one in results.items() if not one.matches}

@@ -22,6 +22,7 @@ from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]
@@ -80,7 +81,9 @@ def test_every_equation_that_is_shown_matches(env: str, kind: str, tmp_path: Pat
 
     run = RECORDERS[kind](program, tmp_path / "run", level="debug")
 
-    results = {r.equation.name: r for record in run.records for r in equation_results(record.values, run.info.facts)}
+    results = {
+        r.equation.name: r for record in run.records for r in equation_results(record.values, Facts.of(run.info.facts))
+    }
     assert {
         "advantages",
         "returns",

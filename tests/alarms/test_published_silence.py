@@ -12,6 +12,7 @@ from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised,
 from esper_telemetry.alarms.diagnosis import described_keys
 from esper_telemetry.alarms.rule import patience_factor
 from esper_telemetry.alarms.verdict.bounds import critical_values
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import AlarmLevel, Record
 
 SINCE = 30
@@ -90,7 +91,7 @@ def test_rules_wait_longer_where_updates_are_small() -> None:
     """Eight updates of 8 steps are 64; an identity does not wait."""
     critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))
 
-    assert patience_factor(TINY) == 8 and patience_factor(FACTS) == patience_factor({}) == 1
+    assert patience_factor(Facts.of(TINY)) == 8 and patience_factor(Facts.of(FACTS)) == patience_factor(Facts()) == 1
     assert raised(judged(run(70, critic)))["value/fit_collapse"] == SINCE + 1
     assert raised(judged(small(run(70, critic), 8), TINY)).get("value/fit_collapse", 99) >= SINCE + 15
     broken = small(run(40, set_to({"integrity/gae_identity": 0.1})), 8)

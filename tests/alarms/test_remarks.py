@@ -10,6 +10,7 @@ from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, valu
 
 from esper_telemetry.alarms import diagnose
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED, outside_settings, range_sentence, settings_of
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.ppo.config import PRESETS, PPOConfig
 
 SB3 = {**FACTS, "trainer": "stable-baselines3 PPO"}
@@ -48,7 +49,9 @@ def test_published_settings_get_no_remark() -> None:
         for (_, kind, _), (_, own) in PRESETS.items()
     ]
 
-    assert [list(outside_settings(facts)) for facts in (atari, car, anymal, *presets)] == [[]] * (3 + len(presets))
+    assert [list(outside_settings(Facts.of(facts))) for facts in (atari, car, anymal, *presets)] == [[]] * (
+        3 + len(presets)
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,13 +72,16 @@ def test_a_setting_outside_of_all_published_ones_is_remarked_at_once(name: str, 
 
 def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
     """Their value loss has no factor of 1/2: vf_coef 10 is our 20."""
-    assert range_sentence("clip", 5.0, SB3).startswith("clip_range is 5")
-    assert range_sentence("value_coef", 20.0, SB3) == "vf_coef is 10; published settings lie between 0.19 and 2.5"
+    assert range_sentence("clip", 5.0, Facts.of(SB3)).startswith("clip_range is 5")
+    assert (
+        range_sentence("value_coef", 20.0, Facts.of(SB3))
+        == "vf_coef is 10; published settings lie between 0.19 and 2.5"
+    )
 
 
 def test_minibatches_are_counted_in_rows() -> None:
     """Eight environments of 128 steps in 512 minibatches: two rows each."""
-    facts = {"num_envs": 8, "num_steps": 128, "num_minibatches": 512}
+    facts = Facts(num_envs=8, num_steps=128, num_minibatches=512)
 
     assert settings_of(facts) == {"rollout_size": 1024.0, "minibatch_size": 2.0}
     assert [item.name for item in outside_settings(facts)] == ["minibatch_size"]

@@ -16,6 +16,7 @@ from esper_telemetry.alarms.verdict.unusual import (
     scale_free,
     suppliers,
 )
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Metric
 from esper_telemetry.core.record import Axes, MetricInfo, Record
 
@@ -106,7 +107,7 @@ def test_the_worst_comes_first_and_long_runs_are_thinned_out() -> None:
             Record(update, Axes(update, update, update, 0.0), {"obs/constant_frac": 1.0, "policy/kl": usual, "x": 1e9})
         )
 
-    unusual = values.unusual({"heads": {"action": "categorical"}})
+    unusual = values.unusual(Facts(heads={"action": "categorical"}))
 
     assert [entry.key for entry in unusual] == ["obs/constant_frac"]
     assert all(len(kept) <= 500 for kept in values.samples.values())
@@ -115,24 +116,24 @@ def test_the_worst_comes_first_and_long_runs_are_thinned_out() -> None:
 @pytest.mark.parametrize(
     ("facts", "kind"),
     [
-        ({}, "any"),
-        ({"heads": {"a": "categorical"}}, "discrete"),
-        ({"heads": {"a": "gaussian"}}, "continuous"),
-        ({"heads": {"a": "categorical"}, "policy": "lstm"}, "memory"),
+        (Facts(), "any"),
+        (Facts(heads={"a": "categorical"}), "discrete"),
+        (Facts(heads={"a": "gaussian"}), "continuous"),
+        (Facts(heads={"a": "categorical"}, policy="lstm"), "memory"),
     ],
 )
-def test_the_kind_of_task_comes_from_the_facts(facts: dict[str, object], kind: str) -> None:
+def test_the_kind_of_task_comes_from_the_facts(facts: Facts, kind: str) -> None:
     assert kind_of_task(facts) == kind
 
 
 def test_each_missing_value_names_what_supplies_it() -> None:
-    own, trainer = {"level": "normal"}, {"level": "normal", "optimizer": "Adam"}
+    own, trainer = Facts(level="normal"), Facts(level="normal", optimizer="Adam")
 
     assert key_remedy("reward/std", own) == "telemetry.observe(reward_stats(...))"
     assert key_remedy("grad/global/norm_preclip", own) == "telemetry.watch(agent, optimizer)"
     assert key_remedy("value/r2", own) == "telemetry.observe(value_fit(...))"
     assert key_remedy("my/number", own) == 'telemetry.log({"my/number": ...})'
-    assert key_remedy("reward/std", {"level": "minimal"}) == 'level="normal"'
+    assert key_remedy("reward/std", Facts(level="minimal")) == 'level="normal"'
     assert key_remedy("repr/effective_rank", trainer).startswith("a larger budget=")
     assert fact_remedy(("num_envs",)) == 'Telemetry(facts={"num_envs": ...})'
 

@@ -88,7 +88,7 @@ def test_no_label_takes_a_key_of_another_declaration() -> None:
 
 def test_every_key_that_is_derived_from_earlier_updates_has_its_own_declaration() -> None:
     """Twenty updates whose rate and step size fall: a layer named `lr_response` would be judged as a step size."""
-    history, values = RunHistory({"groups": ("actor",)}), {row.key: 0.5 for row in key_histories(["actor"])}
+    history, values = RunHistory({"groups": {"actor": ()}}), {row.key: 0.5 for row in key_histories(["actor"])}
     declared_keys = {metric.key: metric for metric in catalogue()}
     for update in range(1, 21):
         derived = history.derive({**values, "opt/lr": 1 / update, "opt/update_to_weight": 1 / update}, Level.DEBUG)

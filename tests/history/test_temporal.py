@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Array
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import LogDrift
@@ -19,7 +20,7 @@ FACTS: dict[str, Any] = {"groups": {"actor": [], "head:op": []}, "horizon": 200,
 
 
 def records(values: list[float], key: str = "policy/kl", **facts: Any) -> list[dict[str, float]]:
-    temporal = KeyHistories(FACTS | facts)
+    temporal = KeyHistories(Facts.of(FACTS | facts))
     return [temporal.derive({} if math.isnan(x) else {key: x}, Level.NORMAL) for x in values]
 
 
@@ -105,7 +106,7 @@ def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
 
 
 def test_updates_that_follow_the_learning_rate() -> None:
-    temporal = KeyHistories(FACTS)
+    temporal = KeyHistories(Facts.of(FACTS))
     for t in range(20):
         result = temporal.derive({"opt/lr": 0.9**t, "opt/update_to_weight": 3 * 0.9**t}, Level.NORMAL)
 
@@ -113,11 +114,11 @@ def test_updates_that_follow_the_learning_rate() -> None:
 
 
 def test_minimal_follows_nothing() -> None:
-    assert KeyHistories(FACTS).derive({"policy/kl": 0.01}, Level.MINIMAL) == {}
+    assert KeyHistories(Facts.of(FACTS)).derive({"policy/kl": 0.01}, Level.MINIMAL) == {}
 
 
 def test_no_value_makes_a_history_raise() -> None:
-    temporal = KeyHistories(FACTS)
+    temporal = KeyHistories(Facts.of(FACTS))
     for x in (0.0, -1.0, 1e308, 1e-308, 5e-324, *[0.01] * 60, 1e308, -1e308):
         result = temporal.derive({row.key: x for row in HEADLINES}, Level.NORMAL)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import RolloutEnd, UpdateEnd
@@ -40,18 +41,18 @@ from esper_telemetry.updates.evidence import captures, flight_of, layer_table, s
 from esper_telemetry.updates.groups import measure
 
 KINDS = ("normal", "constant", "zero", "huge", "tiny", "nan", "infinite", "mixed")
-FACTS = {
-    "clip": 0.2,
-    "clip_value": 0.2,
-    "max_grad_norm": 0.5,
-    "value_coef": 0.5,
-    "entropy_coef": 0.01,
-    "num_steps": 4,
-    "groups": {"actor": ["a"], "critic": ["b"], "shared": ["c"], "head:choice": ["a"], "gone": ["d"]},
-    "value_head": ["b"],
-    "activation": "relu",
-    "normalize_minibatches": False,
-}
+FACTS = Facts(
+    clip=0.2,
+    clip_value=0.2,
+    max_grad_norm=0.5,
+    value_coef=0.5,
+    entropy_coef=0.01,
+    num_steps=4,
+    groups={"actor": ["a"], "critic": ["b"], "shared": ["c"], "head:choice": ["a"], "gone": ["d"]},
+    value_head=["b"],
+    activation="relu",
+    normalize_minibatches=False,
+)
 
 
 class Numbers:

@@ -9,6 +9,7 @@ from forked import run_python
 
 from esper_telemetry import read_run
 from esper_telemetry.core.equations.equation import equation_results
+from esper_telemetry.core.facts import Facts
 
 SCRIPT = Path(__file__).parent / "scripts" / "wrong_losses.py"
 CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}
@@ -19,7 +20,9 @@ def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
     words = ["-m", "esper_telemetry", "run", "--run-dir", "run", str(SCRIPT), "--bug", bug]
     run_python(*words, cwd=directory).check_returncode()
     run = read_run(directory / "run")
-    results = [one for one in equation_results(run.records[0].values, run.info.facts) if one.equation.name in CHECKED]
+    results = [
+        one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in CHECKED
+    ]
     assert all(one.matches or one.explanations for one in results)
     return {one.equation.name: {hypothesis.name for hypothesis in one.explanations} for one in results}
 

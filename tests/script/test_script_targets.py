@@ -12,6 +12,7 @@ from test_script_runs import SCRIPTS, with_telemetry
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.target_equations import target_checks
@@ -93,7 +94,7 @@ def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
     assert log.ends() is None
 
 
-FACTS = {"gamma": 0.9, "gae_lambda": 0.8, "columns_by_name": True, "precision": "fp32"}
+FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
 def values_of(rollout: RolloutEnd, minibatches: Minibatches | None = None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 from esper_telemetry.journal import plain
@@ -51,7 +52,7 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
     valid = torch.tensor([True, True, False, True, True])
     update = UpdateData(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
 
-    worst = flight_of(update, {}, rows=3).worst
+    worst = flight_of(update, Facts(), rows=3).worst
 
     assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [
         (-3.0, 0, 1.0),
@@ -62,7 +63,7 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
 
 
 def test_a_ratio_that_is_no_number_is_worse_than_any() -> None:
-    worst = flight_of(UpdateData(minibatches=minibatches([0.1, 5.0, math.nan])), {}).worst
+    worst = flight_of(UpdateData(minibatches=minibatches([0.1, 5.0, math.nan])), Facts()).worst
 
     assert math.isnan(worst[0].log_ratio) and worst[1].log_ratio == 5.0
 
@@ -82,7 +83,7 @@ def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
         ),
     )
 
-    row = flight_of(update, {}, rows=1).worst[0]
+    row = flight_of(update, Facts(), rows=1).worst[0]
 
     assert (row.time, row.env, row.old_log_prob, row.new_log_prob) == (1, 2, -1.5, 0.5)
     assert {name: (h.action, h.old_log_prob, h.new_log_prob) for name, h in row.heads.items()} == {
@@ -155,7 +156,7 @@ def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl"
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
     updates = () if update is None else (update,)
-    alarmed = AlarmedUpdate(record, updates, {}, named.pop("pairs", {}), **named)
+    alarmed = AlarmedUpdate(record, updates, Facts(), named.pop("pairs", {}), **named)
     choice = next((rule for rule in alarm_rules() if rule.type == kind), None)
     pieces = evidence_of(alarm(kind, key), alarmed, choice)
     loaded: dict[str, Any] = json.loads(json.dumps(plain(pieces)))

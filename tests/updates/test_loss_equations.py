@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.equations.equation import EQUATION_KEY, EquationResult, equation_results
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE
 from esper_telemetry.ppo.rollout import Batch
 from esper_telemetry.updates.equations import short_passes
@@ -39,7 +40,7 @@ def train(
         attach(telemetry, trainer)
         trainer.learn(2 * STEPS * ENVS)
     run = read_run(path)
-    results = [result for record in run.records for result in equation_results(record.values, run.info.facts)]
+    results = [result for record in run.records for result in equation_results(record.values, Facts.of(run.info.facts))]
     return {name: [result for result in results if result.equation.name == name] for name in CHECKED}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.containment import Containment
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
@@ -182,7 +183,7 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     history = RolloutHistory()
     rollout, context = history.take(event, categorical=["arg"], layers=())
     groups: list[MetricGroup | Postponed] = []
-    for part in measure(UpdateData(rollout=rollout, context=context), {}, Level.NORMAL):
+    for part in measure(UpdateData(rollout=rollout, context=context), Facts(), Level.NORMAL):
         Containment().measure(part.functions, groups.append)
     (values,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
 

@@ -64,7 +64,7 @@ MEASURED = [key for key in ENTRIES if key not in DERIVED and not key.endswith("_
 
 def derived_values(keys: Collection[str], **added: float) -> dict[str, list[float | None]]:
     """Return the derived values of 30 records that have these keys, by key; without histories, which are named by what they follow."""
-    history, rows = RunHistory({"groups": ["actor"], "max_grad_norm": 0.5}), []
+    history, rows = RunHistory({"groups": {"actor": []}, "max_grad_norm": 0.5}), []
     for update in range(30):
         values = dict(added)
         for key in keys:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from esper_telemetry.adapters.torchrl.rollouts import HEAD, acting_distribution, is_squashed
 from esper_telemetry.core.equations.equation import UNCHECKED_FACT
 from esper_telemetry.updates.failure import Candidate
-from esper_telemetry.updates.target_equations import RECOMPUTED_FACT
 
 NORMALIZERS = ("ObservationNorm", "VecNorm", "VecNormV2")
 """Transforms of environments that normalise observations."""
@@ -93,7 +92,7 @@ def facts_of(
         "policy": "mlp",
         "squashed": is_squashed(distribution),
         "inverts_squash": is_squashed(distribution),  # the loss module gets actions after the squash
-        RECOMPUTED_FACT: True,  # loops ask the estimator again before each pass
+        "recomputes_advantages": True,  # loops ask the estimator again before each pass
         UNCHECKED_FACT: _unchecked(loss, estimator),
     }
     if distribution is not None:

@@ -68,7 +68,7 @@ class ConstantObservationJudge:
         share, repeated = view.get(CONSTANT_OBS), view.get(STILL_OBS)
         if share is None:
             return
-        taken = view.rollout_steps / float(view.facts.get("num_envs") or 1)
+        taken = view.rollout_steps / (view.facts.num_envs or 1)
         self.length = view.get("episode/length_mean") or self.length
         if share == 0:
             self.changing, self.still, self.steps = self.changing + 1, 0, 0
@@ -167,7 +167,7 @@ class ConstantRewardJudge:
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
         equal = not self.varied and self._equal_lengths() and len(self.paid) == 1 and value > 0
         useless = equal and transitions >= limits[CONSTANT_STEPS]
-        threshold = float(view.facts.get("reward_threshold") or 0.0)
+        threshold = view.facts.reward_threshold or 0.0
         penalty = not self.varied and len(self.paid) == 1 and value < 0 < threshold
         penalty = penalty and self.terminated >= MIN_EQUAL_EPISODES and transitions >= limits[CONSTANT_STEPS]
         episodes, ended = number(self.episodes), number(self.terminated)
@@ -324,7 +324,7 @@ RULES = (
         "that are cut off count at once: healthy runs have none.",
         rank=160,
         required=("norm/obs/drift",),
-        applies=lambda facts: bool(facts.get("normalize_observations")),
+        applies=lambda facts: bool(facts.normalize_observations),
         warmup=20,
         n_off=5,
         debug_updates=2,

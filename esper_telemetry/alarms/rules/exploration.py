@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp, log
-from typing import Any
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, hard, number, percent
 from esper_telemetry.alarms.rules.gradients import CLIP_FALL, STARVED_SHARE
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE, KL_STALL
 from esper_telemetry.alarms.verdict.published_settings import PUBLISHED
+from esper_telemetry.core.facts import Facts
 
 EARLY = 0.25
 """Share of the run in which entropy should not crash, and after which it should have fallen."""
@@ -27,10 +27,9 @@ SAME_SIGN_DISTANCE = 0.2
 ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
 
-def categorical(facts: Mapping[str, Any]) -> bool:
+def categorical(facts: Facts) -> bool:
     """True where any head chooses among actions."""
-    heads = facts.get("heads")
-    return not isinstance(heads, Mapping) or any(kind == "categorical" for kind in heads.values())
+    return facts.heads is None or "categorical" in facts.heads.values()
 
 
 ENTROPY_COLLAPSE = below("entropy_collapse", 0.1, "normalised entropy of the policy")
@@ -117,13 +116,9 @@ WARNING = 0.5
 
 def explore_advice(view: View) -> str:
     """What to try against too little exploration, by the settings of the run."""
-    weight = view.facts.get("entropy_coef")
-    name = "ent_coef" if str(view.facts.get("trainer", "")).startswith("stable-baselines3") else "entropy_coef"
-    raised = (
-        f"Raise {name} from {number(float(weight))}"
-        if isinstance(weight, int | float) and weight
-        else f"Set {name} to 0.01"
-    )
+    weight = view.facts.entropy_coef
+    name = "ent_coef" if view.facts.of_sb3 else "entropy_coef"
+    raised = f"Raise {name} from {number(weight)}" if weight else f"Set {name} to 0.01"
     return f"{raised}, lower the learning rate, check whether one action is rewarded by mistake."
 
 
@@ -172,7 +167,7 @@ def punished_entropy(view: View) -> Iterator[Finding]:
     if loss is None or entropy is None or weight == 0:
         return
     flipped = abs(entropy) > MIN_SIGNED_ENTROPY and abs(loss - entropy) < SAME_SIGN_DISTANCE * abs(entropy)
-    negative = weight is not None and weight < 0 <= float(view.facts.get("entropy_coef") or 0.0)
+    negative = weight is not None and weight < 0 <= (view.facts.entropy_coef or 0.0)
     finding = Finding(hard(flipped or negative), "loss/entropy", loss, -entropy, instance="sign", claim=True)
     yield finding.with_advice(
         lambda: "Subtract the weighted entropy from the loss, with a weight of 0 or more."
@@ -251,20 +246,20 @@ BONUS_FACTOR = 10.0
 
 def bonus_outweighs(view: View) -> bool:
     """True where the policy goes where the bonus for entropy leads it, not where advantages do."""
-    weight = view.values.get("loss/entropy_coef", view.facts.get("entropy_coef"))
-    large = isinstance(weight, int | float) and weight > BONUS_FACTOR * PUBLISHED["entropy_coef"].highest
-    return large and view.facts.get("normalize_advantages") is not False
+    weight = view.values.get("loss/entropy_coef", view.facts.entropy_coef)
+    large = weight is not None and weight > BONUS_FACTOR * PUBLISHED["entropy_coef"].highest
+    return large and view.facts.normalize_advantages is not False
 
 
 def calm_advice(view: View, *, starved: bool) -> str:
     """What to try against a policy that stays random, by the settings of the run."""
-    weight = view.values.get("loss/entropy_coef", view.facts.get("entropy_coef"))
+    weight = view.values.get("loss/entropy_coef", view.facts.entropy_coef)
     checks = "check that rewards arrive and that advantages are not all the same."
     if starved:
         return f"Normalise returns, or clip the critic's gradient apart from the actor's; {checks}"
-    if not isinstance(weight, int | float) or weight == 0:  # no bonus that could be lowered
+    if not weight:  # no bonus that could be lowered
         return f"Lower the learning rate; {checks}"
-    return f"Lower the weight of the entropy, which is {number(float(weight))}; {checks}"
+    return f"Lower the weight of the entropy, which is {number(weight)}; {checks}"
 
 
 ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
@@ -364,14 +359,14 @@ class WrongDirectionJudge:
 
     def size(self, view: View) -> float:
         """Standard deviation of the advantages in use: 1 where they are normalised."""
-        if view.facts.get("normalize_advantages") is not False:
+        if view.facts.normalize_advantages is not False:
             return 1.0
         return view.values.get("adv/norm/std", view.values.get("adv/raw/std", 1.0))
 
     def offset(self, view: View) -> float:
         """Part of the gain that the mean advantage makes up, which moves all ratios alike and is no direction."""
         mean, ratio = view.get("adv/norm/mean"), view.get("policy/ratio/mean")
-        if view.facts.get("normalize_advantages") is not False or mean is None or ratio is None:
+        if view.facts.normalize_advantages is not False or mean is None or ratio is None:
             return 0.0
         return mean * (ratio - 1)
 
@@ -380,7 +375,7 @@ def follows_critic(view: View) -> bool:
     """True where the policy goes wherever the critic leads a shared network, or anywhere, since the critic has filled the clip limit."""
     if (view.get("grad/interference/critic_share") or 0.0) <= CRITIC_LEADS:
         return False
-    shared = bool(dict(view.facts.get("groups") or {}).get("shared"))
+    shared = bool(view.facts.groups.get("shared"))
     return shared or view.baselines.shift.get("grad/clip/coef", 0.0) < -view.limits[CLIP_FALL]
 
 

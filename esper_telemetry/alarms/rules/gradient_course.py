@@ -81,15 +81,15 @@ class OscillationJudge:
 
     def within_episode(self, view: View, updates: float) -> bool:
         """True where so many updates take fewer steps of an environment than an episode; False where either is not known."""
-        environments, steps = view.facts.get("num_envs"), view.rollout_steps
-        if not isinstance(environments, int | float) or environments <= 0 or steps <= 0:
+        environments, steps = view.facts.num_envs, view.rollout_steps
+        if not environments or environments < 0 or steps <= 0:
             return False
-        return bool(updates * steps / environments < (self.episode_steps or view.facts.get("horizon") or 0))
+        return updates * steps / environments < (self.episode_steps or view.facts.horizon or 0)
 
     def swinging_rate(self, view: View) -> Iterator[Finding]:
         """A learning rate that goes up and down; where it follows the KL it does so in healthy runs."""
         rate, rates = view.get("opt/lr"), self.rates
-        if not rate or view.facts.get("desired_kl"):
+        if not rate or view.facts.desired_kl:
             return
         rates.append(rate)
         del rates[:-SWING_UPDATES]
@@ -177,8 +177,8 @@ class DriftJudge:
     def creeping_rate(self, view: View) -> Iterator[Finding]:
         """A learning rate that has risen for long, and above what was set; where it follows the KL it may."""
         rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
-        asked = view.facts.get("learning_rate")
-        if rate is None or was is None or not asked or view.facts.get("desired_kl"):
+        asked = view.facts.learning_rate
+        if rate is None or was is None or not asked or view.facts.desired_kl:
             return
         self.rises = self.rises + 1 if rate > was else 0
         limit = view.limits[RATE_GROWN] * asked

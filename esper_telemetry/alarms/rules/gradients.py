@@ -57,7 +57,7 @@ class ExplodeJudge:
         if severity is None or value is None:
             return
         median = view.baselines.median(PEAK) or value
-        clip = view.facts.get("max_grad_norm")
+        clip = view.facts.max_grad_norm
         lasting = self.before if value > STILL_LARGE * self.norm else 0.0
         self.before, self.norm = max(severity, lasting), value
         severity = lasting if clip else severity
@@ -81,8 +81,8 @@ def vanish(view: View) -> Iterator[Finding]:
     if view.get("lm/tokens") == 0:
         return
     limits = view.limits
-    clip = view.facts.get("max_grad_norm") or 1.0
-    groups = dict(view.facts.get("groups") or {})
+    clip = view.facts.max_grad_norm or 1.0
+    groups = view.facts.groups
     critics = {segment_of(name) for name in groups.get("critic", ())}
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
     # Heads that are rows of one layer count as layers; those with parameters of their own are layers already.
@@ -121,7 +121,7 @@ class MissingGroupJudge:
     segments: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def __call__(self, view: View) -> Iterator[Finding]:
-        groups = view.facts.get("groups")
+        groups = view.facts.groups
         if not groups or not (GLOBAL in view.values or f"{GLOBAL}_nonfinite" in view.values):
             return
         layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
@@ -173,8 +173,8 @@ def actor_starved(view: View) -> Iterator[Finding]:
     wrong = (dominated and share > limits[STARVED_SHARE]) or starved
     own = effective / coef if effective is not None and coef else None
     nothing = own is not None and own < limits[STARVED_FLOOR]
-    limit = view.facts.get("max_grad_norm")
-    tight = isinstance(limit, int | float) and 0 < limit < PUBLISHED["max_grad_norm"].lowest
+    limit = view.facts.max_grad_norm
+    tight = limit is not None and 0 < limit < PUBLISHED["max_grad_norm"].lowest
     advice = NO_ACTOR_GRADIENT if nothing else TIGHT_CLIP if tight else None
     yield (
         Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z)
@@ -321,7 +321,7 @@ RULES = (
         judge=InterferenceJudge(),
         bounds=(INTERFERENCE,),
         source="single cosines swing by ±0.5 in healthy runs; PCGrad",
-        applies=lambda facts: bool(dict(facts.get("groups") or {}).get("shared")),
+        applies=lambda facts: bool(facts.groups.get("shared")),
         warmup=20,
         n_on=3,
         debug_updates=3,
@@ -339,7 +339,7 @@ RULES = (
         source="Healthy runs with unscaled returns clip to 2 % for good: it must have become worse, tenfold.",
         required=("grad/clip/coef",),
         histories=("grad/clip/coef",),
-        applies=lambda facts: facts.get("max_grad_norm") is not None,
+        applies=lambda facts: facts.max_grad_norm is not None,
         n_on=2,
         debug_updates=3,
         evidence=("grad/*/norm_preclip", "grad/interference/*", "grad/clip/*"),

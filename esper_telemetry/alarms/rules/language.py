@@ -6,15 +6,15 @@ No alarm promises to see reward hacking early: in published runs no logged numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from statistics import fmean, variance
-from typing import Any
 
 from esper_telemetry.alarms.judges import AboveBound
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, count, hard, number, percent
+from esper_telemetry.core.facts import Facts
 
 MASK_ERRORS = above("lm_mask_errors", 0.0, "share of completions with a wrong mask")
 ROUNDED = above("lm_rounded", 0.9, "share of log-probabilities that bfloat16 can hold")
@@ -267,17 +267,12 @@ class CollapseJudge:
         )
 
 
-def is_language_model(facts: Mapping[str, Any]) -> bool:
+def is_language_model(facts: Facts) -> bool:
     """Return whether the run says that it trains a language model, or does not say what it trains."""
-    return bool(facts.get("model", "language") == "language")
+    return facts.model in (None, "language")
 
 
 language_rule = partial(AlarmRule, optional=True, applies=is_language_model)
-
-
-def samples_whole(facts: Mapping[str, Any]) -> bool:
-    """Return whether tokens are sampled from the whole distribution."""
-    return is_language_model(facts) and not facts.get("truncated_sampling")
 
 
 RULES = (
@@ -379,7 +374,7 @@ RULES = (
         source="identity: the mean surprise of sampled tokens is the entropy; 6 standard errors are chance once in 5e8 updates",
         rank=66,
         n_on=2,
-        applies=samples_whole,
+        applies=lambda facts: is_language_model(facts) and not facts.truncated_sampling,
     ),
     language_rule(
         type="lm/dead_groups",

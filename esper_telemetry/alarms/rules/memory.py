@@ -6,11 +6,10 @@ What is inferred about gates between two measurements must be new for the run: s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import log10
-from typing import Any
 
 from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import Z
@@ -28,6 +27,7 @@ from esper_telemetry.alarms.rule import (
     percent,
 )
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE
+from esper_telemetry.core.facts import Facts
 
 CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
 CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
@@ -54,14 +54,9 @@ ADDS_UP_JUMP = above(
 MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
 
 
-def remembers(facts: Mapping[str, Any]) -> bool:
+def remembers(facts: Facts) -> bool:
     """True where the policy has an LSTM."""
-    return bool(facts.get("policy", "lstm") == "lstm")
-
-
-def recurrent(facts: Mapping[str, Any]) -> bool:
-    """True where the policy has a memory of any kind."""
-    return bool(facts.get("policy", "lstm") != "mlp")
+    return facts.policy in (None, "lstm")
 
 
 @dataclass(slots=True)
@@ -311,8 +306,8 @@ class ResetMissingJudge:
         rate, ended = view.get("lstm/reset_rate"), view.get("episode/count")
         if rate is None or ended is None:
             return
-        environments = float(view.facts.get("num_envs") or ended)
-        late = 2 if view.facts.get("num_steps") == 1 else 1
+        environments = view.facts.num_envs or ended
+        late = 2 if view.facts.num_steps == 1 else 1
         before = self.ended_before
         waiting = before[-late] if len(before) >= late else 0.0
         self.ended_before = [*before, ended][-late:] if rate == 0 else []
@@ -413,7 +408,7 @@ RULES = (
         source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
         rank=300,
         required=(("lstm/staleness", "lstm/staleness_first"),),
-        applies=recurrent,
+        applies=lambda facts: facts.policy != "mlp",
         evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
         sampled=True,
     ),
@@ -429,7 +424,7 @@ RULES = (
         claim=True,
         required=("lstm/reset_rate", "episode/count"),
         facts=("num_envs",),
-        applies=recurrent,
+        applies=lambda facts: facts.policy != "mlp",
         n_off=1,
         debug_updates=10,
         evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", CELL),

@@ -46,7 +46,7 @@ class UpdateSizeJudge:
         value, rate = view.get(SIZE), view.get(RATE)
         if value is not None and rate:
             self.size_per_rate = value / rate
-        if rate is None or self.size_per_rate is None or (value is None and view.facts.get("desired_kl")):
+        if rate is None or self.size_per_rate is None or (value is None and view.facts.desired_kl):
             return
         size = self.size_per_rate * rate
         yield Finding(
@@ -60,8 +60,8 @@ class UpdateSizeJudge:
 
     def jumping_rate(self, view: View) -> Iterator[Finding]:
         """A learning rate that has jumped from one update to the next, above what was set; where it follows the KL it may."""
-        rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.get("learning_rate")
-        if rate is None or not before or not asked or view.facts.get("desired_kl"):
+        rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.learning_rate
+        if rate is None or not before or not asked or view.facts.desired_kl:
             return
         limit = view.limits[RATE_GROWN] * asked
         if rate > limit and rate >= view.limits[RATE_JUMP] * before:
@@ -96,7 +96,7 @@ class StalledWeightsJudge(AnnealedRate):
     def __call__(self, view: View) -> Iterator[Finding]:
         annealed = self.stopped(view)
         rate = view.get(RATE)
-        declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
+        declared = {segment_of(name) for names in view.facts.groups.values() for name in names}
         measured = [row for row in view.labelled(f"{SIZE}/", "") if row[0] in declared]
         self.learns = self.learns or "grad/global/norm_preclip" in view.values
         if rate is None or (not measured and rate > 0) or not self.learns:

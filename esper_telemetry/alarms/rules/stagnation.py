@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import hypot, log10
 from statistics import median
-from typing import Any
 
 from esper_telemetry.alarms.rule import (
     SMALLEST_DIVISOR,
@@ -356,11 +355,6 @@ class EmptyStateJudge:
         )
 
 
-def remembers(facts: Mapping[str, Any]) -> bool:
-    """True where the policy has a memory of any kind."""
-    return bool(facts.get("policy", "lstm") != "mlp")
-
-
 RULES = (
     AlarmRule(
         type="grad/slow_growth",
@@ -448,7 +442,7 @@ RULES = (
         source="fresh LSTMs have states of 0.02 and more",
         rank=205,
         required=("lstm/h/rms",),
-        applies=remembers,
+        applies=lambda facts: facts.policy != "mlp",
         n_on=5,
         debug_updates=3,
         evidence=("lstm/*/rms", "lstm/*/absmax", "lstm/reset_rate", "episode/length_mean"),

@@ -21,11 +21,6 @@ RANDOM_ENOUGH = 0.5
 """Normalised entropy from which on environments with the same observations cannot have taken the same actions."""
 
 
-def steps_per_environment(view: View) -> float:
-    """Steps that each environment took in this update; 0 where it is not known."""
-    return view.rollout_steps / float(view.facts.get("num_envs") or 1)
-
-
 @dataclass(slots=True)
 class CopiesJudge:
     """Environments that all repeat another one, though their actions differ.
@@ -40,8 +35,8 @@ class CopiesJudge:
         share, entropy, still = view.get(COPIES), view.get("policy/entropy_norm"), view.get(STILL)
         if share is None or still == 1 or (entropy is not None and entropy < RANDOM_ENOUGH):
             return
-        self.steps = self.steps + steps_per_environment(view) if share == 1 else 0.0
-        envs, steps = number(float(view.facts.get("num_envs") or 0)), self.steps
+        self.steps = self.steps + view.rollout_steps / (view.facts.num_envs or 1) if share == 1 else 0.0
+        envs, steps = number(view.facts.num_envs or 0), self.steps
         yield Finding(hard(steps >= view.limits[EVIDENCE_STEPS]), COPIES, share, 1.0).with_text(
             lambda: (
                 f"all {envs} environments have given the same observations as another one, step by step, for {number(steps)} steps: "
@@ -66,7 +61,7 @@ def unscaled_observations(view: View) -> Iterator[Finding]:
     """Features of which one is large, far from 0, or a thousand times another one."""
     limits = view.limits
     size, ratio, offset = view.get(RMS), view.get(RMS_RATIO), view.get(OFFSET)
-    if size is None or view.facts.get("normalize_observations"):
+    if size is None or view.facts.normalize_observations:
         return
     key, value, bound = RMS, size, limits[FEATURE_SIZE]
     words = f"the largest entry of the observations has a size of {number(size)} (usually about 1)"
@@ -97,7 +92,7 @@ def wrong_normalizer(view: View) -> Iterator[Finding]:
             )
         )
     size = view.get(MEDIAN_RMS)
-    if size is not None and view.facts.get("normalize_observations"):
+    if size is not None and view.facts.normalize_observations:
         low, high = limits[NORMALIZED_LOW], limits[NORMALIZED_HIGH]
         yield Finding(
             hard(not low <= size <= high), MEDIAN_RMS, size, low if size < low else high, instance="size"
@@ -115,7 +110,7 @@ REWARD_SIZE = above("reward_size", 1000.0, "root mean square of the rewards per 
 def unscaled_rewards(view: View) -> Iterator[Finding]:
     """Rewards of thousands per step, where nothing scales them."""
     mean, std, largest = (view.get(f"reward/{name}") for name in ("mean", "std", "absmax"))
-    if mean is None or std is None or largest is None or view.facts.get("normalize_rewards"):
+    if mean is None or std is None or largest is None or view.facts.normalize_rewards:
         return
     size, bound = (mean * mean + std * std) ** 0.5, view.limits[REWARD_SIZE]
     yield (
@@ -188,15 +183,15 @@ class ShortSightJudge:
     length: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
-        gamma = view.facts.get("gamma")
-        if not isinstance(gamma, int | float):
+        gamma = view.facts.gamma
+        if gamma is None:
             return
         self.length = view.get("episode/length_mean") or self.length
         length, bound = self.length, view.limits[LEAST_DISCOUNT]
         wrong = gamma < bound and length > view.limits[MIN_LENGTH]
         yield Finding(hard(wrong), "episode/length_mean", length, view.limits[MIN_LENGTH]).with_text(
             lambda: (
-                f"gamma is {number(float(gamma))} (published settings: 0.8 to 0.9999): "
+                f"gamma is {number(gamma)} (published settings: 0.8 to 0.9999): "
                 + ("only the reward of the next step counts" if gamma <= 0 else "rewards two steps ahead hardly count")
                 + f", in episodes of {number(length)} steps"
             )
@@ -235,7 +230,7 @@ SIGN_ROWS = below("sign_rows", 4.0, "rows of a minibatch, below which normalised
 def advantages_as_signs(view: View) -> Iterator[Finding]:
     """Minibatches so small that their normalised advantages are signs."""
     rows, bound = view.get("adv/minibatch_rows"), view.limits[SIGN_ROWS]
-    if rows is None or not view.facts.get("normalize_advantages") or view.facts.get("normalize_minibatches") is False:
+    if rows is None or not view.facts.normalize_advantages or view.facts.normalize_minibatches is False:
         return
     yield Finding(hard(1 < rows < bound), "adv/minibatch_rows", rows, bound).with_text(
         lambda: (

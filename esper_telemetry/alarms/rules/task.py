@@ -42,8 +42,8 @@ class NoEpisodesJudge:
             self.ended, self.gap = True, 0
         else:
             self.gap += 1
-        horizon, steps = view.facts.get("horizon"), view.facts.get("num_steps")
-        by_limit = horizon / steps if isinstance(horizon, int | float) and steps else None  # updates per episode
+        horizon, steps = view.facts.horizon, view.facts.num_steps
+        by_limit = horizon / steps if horizon is not None and steps else None  # updates per episode
         expected = by_limit or self.longest
         bound = max(limits[EPISODES_UPDATES], limits[EPISODES_FACTOR] * expected)
         gap = self.gap

@@ -67,8 +67,8 @@ def typical_kl(view: View, outside: float) -> float:
 
     Log-ratios of a small step are normal with a variance of twice the KL.
     """
-    clip = view.facts.get("clip")
-    width = clip if isinstance(clip, int | float) and clip > 0 else USUAL_CLIP
+    clip = view.facts.clip
+    width = clip if clip is not None and clip > 0 else USUAL_CLIP
     tail = outside / 2
     if not 0 < tail < 0.5:
         return inf if tail >= 0.5 else 0.0
@@ -300,7 +300,7 @@ class KlStallJudge(AnnealedRate):
             held=SLOW_UPDATES if slow else 1,
         )
         yield finding.with_advice(
-            None if elsewhere else lambda: stall_advice(rate, view.facts.get("optimizer"), slow=slow)
+            None if elsewhere else lambda: stall_advice(rate, view.facts.optimizer, slow=slow)
         ).with_text(
             lambda: (
                 f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
@@ -318,7 +318,7 @@ WARNING_SEVERITY = 0.5
 """Severity of a policy that moves too little to learn."""
 
 
-def stall_advice(rate: float | None, optimizer: object, *, slow: bool) -> str:
+def stall_advice(rate: float | None, optimizer: str | None, *, slow: bool) -> str:
     """What to try where the policy does not move, or hardly, by the learning rate and the name of the optimizer."""
     if rate == 0:
         return "Set a learning rate that is not 0, or correct the schedule that leads there."

@@ -335,8 +335,8 @@ class TimeLimitEnds:
 
     def confusion(self, view: View) -> Iterator[Finding]:
         """Episodes that end in a way that this task has not had so far, and that contradicts its time limit."""
-        horizon, cut = view.facts.get("horizon"), view.get(TRUNCATED)
-        if not isinstance(horizon, int | float) or cut is None:
+        horizon, cut = view.facts.horizon, view.get(TRUNCATED)
+        if horizon is None or cut is None:
             return
         limit = float(horizon)
         ends = ends_of(view, limit)

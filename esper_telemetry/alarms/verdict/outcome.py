@@ -39,6 +39,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from esper_telemetry.alarms.verdict.return_course import STD
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number
 from esper_telemetry.core.record import Record, RunStatus, judgeable
 from esper_telemetry.history.course import Array, Blocks, Noise, noise_of, rise, smoothed
@@ -185,7 +186,7 @@ class OutcomeJudge:
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        self._facts = dict(facts or {})
+        self._facts = Facts.of(facts)
         self._series: dict[str, Blocks] = {}
         self._recent: dict[str, RecentMean] = {}
         self._updates = self._next = 0
@@ -247,16 +248,16 @@ class OutcomeJudge:
         self._add_episodes(record)
         if EVALUATION in values:
             self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
-        if self._facts.get("normalize_rewards") is False and REWARD in values:
+        if self._facts.normalize_rewards is False and REWARD in values:
             self._put(REWARD, values[REWARD], BLOCK_EPISODES, update)
         self._note_threshold(update)
 
     def _add_episodes(self, record: Record) -> None:
         """Add the episodes of a record to the series that are made of them."""
-        values, update, environments = record.values, record.axes.update, self._facts.get("num_envs")
+        values, update, environments = record.values, record.axes.update, self._facts.num_envs
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
         length = values.get(LENGTH, 0.0)
-        passed = record.axes.env_step / environments if isinstance(environments, int) and environments > 0 else math.inf
+        passed = record.axes.env_step / environments if environments is not None and environments > 0 else math.inf
         estimate = max(1.0, steps / length) if length > 0 and steps > 0 else float(BLOCK_EPISODES)
         episodes = values.get(COUNT, estimate if RETURN in values or RECENT_RETURN in values else 0.0)
         self._episodes += episodes
@@ -281,7 +282,7 @@ class OutcomeJudge:
 
     def _note_threshold(self, update: int) -> None:
         """Note since when the return has been above the environment's threshold, or not far below it."""
-        threshold = self._threshold
+        threshold = self._facts.reward_threshold
         recent = self._recent.get(RETURN) or self._recent.get(RECENT_RETURN)
         if threshold is None or recent is None or self._episodes < SOLVED_EPISODES:
             return
@@ -290,11 +291,6 @@ class OutcomeJudge:
         elif (level := self._series[RETURN if RETURN in self._series else RECENT_RETURN].first_level) is not None:
             lost = recent.mean < threshold - SOLVED_BAND * max(threshold - level.mean, 0.0)
             self._passed_since = None if lost else self._passed_since
-
-    @property
-    def _threshold(self) -> float | None:
-        known = self._facts.get("reward_threshold")
-        return known if isinstance(known, int | float) else None
 
     def _put(
         self,
@@ -395,7 +391,7 @@ class OutcomeJudge:
             key=key,
             updates=self._updates,
             episodes=round(blocks.episodes),
-            threshold=self._threshold,
+            threshold=self._facts.reward_threshold,
             first=first.mean if first else None,
         )
         values = sign * blocks.values
@@ -494,7 +490,7 @@ def _began_above(outcome: Outcome) -> bool:
     return outcome.threshold is not None and outcome.first is not None and outcome.first >= outcome.threshold
 
 
-def _clause(outcome: Outcome, facts: Mapping[str, Any]) -> str:
+def _clause(outcome: Outcome, facts: Facts) -> str:
     """Return the end of the sentence: what makes the kind."""
     threshold = "" if outcome.threshold is None else number(outcome.threshold)
     passed = (
@@ -506,7 +502,7 @@ def _clause(outcome: Outcome, facts: Mapping[str, Any]) -> str:
         case OutcomeKind.SOLVED:
             above = outcome.last is not None and outcome.threshold is not None and outcome.last >= outcome.threshold
             verb = "above" if above else "not far below"
-            name = facts.get("env") or "the environment"
+            name = facts.env or "the environment"
             return f", {verb} {threshold}, the threshold of {name}, since update {outcome.since:,}"
         case OutcomeKind.CONVERGED:
             return f", stable since update {outcome.since:,}{passed}"

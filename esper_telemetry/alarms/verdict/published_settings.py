@@ -9,10 +9,10 @@ Settings that a configuration leaves out are the defaults of its trainer. A valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
-from esper_telemetry.core.arrays import as_number
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import number, span
 
 
@@ -119,23 +119,17 @@ class OutsideSetting(NamedTuple):
     text: str
 
 
-def settings_of(facts: Mapping[str, Any]) -> dict[str, float]:
+def settings_of(facts: Facts) -> dict[str, float]:
     """Return the run's values of the settings that have a published range, by name: none for a language model, which needs others."""
-    if facts.get("model") == "language":
+    if facts.model == "language":
         return {}
-    used = ("num_steps", "num_envs", "num_minibatches", *PUBLISHED)
-    numbers = {
-        name: as_number(facts[name], name)
-        for name in used
-        if isinstance(facts.get(name), int | float) and not isinstance(facts[name], bool)
-    }
-    steps, envs, minibatches = (numbers.get(name, 0.0) for name in ("num_steps", "num_envs", "num_minibatches"))
-    sizes = {}
+    settings = {name: float(value) for name in PUBLISHED if (value := getattr(facts, name, None)) is not None}
+    steps, envs, minibatches = facts.num_steps or 0, facts.num_envs or 0, facts.num_minibatches or 0
     if steps > 0 and envs > 0:
-        sizes["rollout_size"] = steps * envs
+        settings["rollout_size"] = float(steps * envs)
         if minibatches > 0:
-            sizes["minibatch_size"] = max(1.0, steps * envs / minibatches)
-    return {**{name: numbers[name] for name in PUBLISHED if name in numbers}, **sizes}
+            settings["minibatch_size"] = max(1.0, steps * envs / minibatches)
+    return settings
 
 
 def is_outside(published: PublishedRange, value: float) -> bool:
@@ -145,25 +139,25 @@ def is_outside(published: PublishedRange, value: float) -> bool:
     ) and not (published.name == "gamma" and published.highest < value < 1)
 
 
-def range_sentence(name: str, value: float, facts: Mapping[str, Any]) -> str:
+def range_sentence(name: str, value: float, facts: Facts) -> str:
     """`learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003`, under the name that the run's trainer has for it."""
     published = PUBLISHED[name]
-    theirs = str(facts.get("trainer", "")).startswith("stable-baselines3") and published.sb3
+    theirs = published.sb3 if facts.of_sb3 else ""
     factor = published.sb3_factor if theirs else 1.0
     mine, low, high = (
         f"{x:.4g}" if 0.9 < x < 1 else number(x)  # 0.9999 is not 1
         for x in (value * factor, published.lowest * factor, published.highest * factor)
     )
-    return f"{published.sb3 if theirs else name} is {mine}; published settings lie between {low} and {high}"
+    return f"{theirs or name} is {mine}; published settings lie between {low} and {high}"
 
 
-def with_logged_rate(facts: Mapping[str, Any], rate: float | None) -> Mapping[str, Any]:
+def with_logged_rate(facts: Facts, rate: float | None) -> Facts:
     """Return facts with the learning rate that was logged, where they have none and it is no warm-up: logs of others have no settings."""
-    known = facts.get("learning_rate") is not None or rate is None or rate <= PUBLISHED["learning_rate"].highest
-    return facts if known else {**facts, "learning_rate": rate}
+    known = facts.learning_rate is not None or rate is None or rate <= PUBLISHED["learning_rate"].highest
+    return facts if known else replace(facts, learning_rate=rate)
 
 
-def outside_settings(facts: Mapping[str, Any]) -> Iterator[OutsideSetting]:
+def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
     """Yield the settings of a run that no published configuration has."""
     for name, value in settings_of(facts).items():
         published = PUBLISHED[name]

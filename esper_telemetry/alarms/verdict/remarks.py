@@ -160,8 +160,8 @@ class Remarks:
 
     def _horizon(self, view: View) -> Iterator[Remark]:
         """A discount that looks a few steps ahead in long episodes."""
-        gamma, length = view.facts.get("gamma"), self._episode_length
-        if not isinstance(gamma, int | float) or not 0 <= gamma < 1 or not length or self._ends.episodes < MIN_EPISODES:
+        gamma, length = view.facts.gamma, self._episode_length
+        if gamma is None or not 0 <= gamma < 1 or not length or self._ends.episodes < MIN_EPISODES:
             return
         seen = 1 / (1 - gamma)
         if seen < MIN_SEEN_SHARE * length:
@@ -257,6 +257,6 @@ def initial_spread(view: View) -> Iterator[Remark]:
 def unequal_features(view: View) -> Iterator[Remark]:
     """Features of which some are next to nothing beside the others."""
     ratio = view.get("obs/rms_ratio")
-    if ratio is not None and ratio > UNEQUAL_FEATURES and not view.facts.get("normalize_observations"):
+    if ratio is not None and ratio > UNEQUAL_FEATURES and not view.facts.normalize_observations:
         text = f"one entry of the observations is {number(ratio)} times as large as another one: normalise observations"
         yield "unequal features", _data(text, "obs/rms_ratio", ratio, UNEQUAL_FEATURES, quiet=True)

@@ -16,11 +16,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.rule import number
 from esper_telemetry.alarms.verdict.bounds import RANGE, Other, distance_beyond
 from esper_telemetry.core.catalogue import catalogue, family_name, groups
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.metric import Metric, declared
 from esper_telemetry.core.record import Level, Record, template_of
 
@@ -86,7 +87,7 @@ class RunValues:
                 self._every *= 2
         self._place += 1
 
-    def unusual(self, facts: Mapping[str, Any], limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
+    def unusual(self, facts: Facts, limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
         """Return the most unusual values, the worst first."""
         table = healthy_values().get(kind_of_task(facts), {})
         found, medians = [], {key: statistics.median(values) for key, values in self._values.items()}
@@ -123,14 +124,13 @@ def healthy_values() -> Mapping[str, Mapping[str, list[float]]]:
     return kinds
 
 
-def kind_of_task(facts: Mapping[str, Any]) -> str:
+def kind_of_task(facts: Facts) -> str:
     """Return the kind of task that a run's facts tell: `discrete` or `continuous`, `memory` with an LSTM; `any` where they do not say."""
-    if facts.get("policy") == "lstm":
+    if facts.policy == "lstm":
         return "memory"
-    heads = facts.get("heads")
-    if not isinstance(heads, Mapping) or not heads:
+    if not facts.heads:
         return "any"
-    return "discrete" if all(kind == "categorical" for kind in heads.values()) else "continuous"
+    return "discrete" if set(facts.heads.values()) == {"categorical"} else "continuous"
 
 
 def judge_value(
@@ -221,13 +221,13 @@ def suppliers() -> Mapping[str, Supplier]:
     return found
 
 
-def key_remedy(key: str, facts: Mapping[str, Any]) -> str:
+def key_remedy(key: str, facts: Facts) -> str:
     """Return what has a key measured in a run of these facts."""
     supplier = suppliers().get(template_of(key, suppliers()))
-    level = str(facts.get("level", "normal"))
+    level = facts.level or "normal"
     if supplier is not None and level.upper() in Level.__members__ and supplier.metric.level > Level.parse(level):
         return f'level="{supplier.metric.level.name.lower()}"'
-    if facts.get("trainer") or facts.get("optimizer"):  # of an adapter, or of the bundled trainer
+    if facts.trainer or facts.optimizer:  # of an adapter, or of the bundled trainer
         if supplier is not None and supplier.metric.cost in ("sampled", "debug"):
             return 'a larger budget=, or level="debug": it is measured in sampled updates'
         return "nothing yet: this trainer's adapter does not report it"

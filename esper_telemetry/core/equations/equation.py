@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.catalogue import declaring_modules
+from esper_telemetry.core.facts import Facts
 
 EQUATION_KEY: Final = "integrity/equation/"
 """Beginning of the keys of equations and of the hypotheses that explain a difference."""
@@ -189,9 +190,7 @@ def _keys_of(equation: Equation) -> EquationKeys:
     )
 
 
-def equation_results(
-    values: Mapping[str, float], facts: Mapping[str, Any], factor: float = 1.0
-) -> list[EquationResult]:
+def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 1.0) -> list[EquationResult]:
     """Return the equations that a record has, causes before effects.
 
     Args:
@@ -205,7 +204,7 @@ def equation_results(
         error = values.get(keys.error)
         if error is None:
             continue
-        usual = equation.tolerance_at(facts.get("precision"))
+        usual = equation.tolerance_at(facts.precision)
         results.append(
             EquationResult(
                 equation,
@@ -216,10 +215,3 @@ def equation_results(
             )
         )
     return sorted(results, key=lambda result: result.equation.rank)
-
-
-def unchecked_reason(equation: Equation, facts: Mapping[str, Any]) -> str:
-    """Return why no record of a run has an equation, as a clause."""
-    reasons = facts.get(UNCHECKED_FACT)
-    given = reasons.get(equation.name) if isinstance(reasons, Mapping) else None
-    return str(given) if given else f"the trainer does not show {equation.inputs}"

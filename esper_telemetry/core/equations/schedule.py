@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper_telemetry.core.equations.equation import Equation, EquationResult, Hypothesis, equations
+from esper_telemetry.core.facts import Facts
 
 Array = NDArray[np.float64]
 
@@ -82,14 +83,6 @@ class RateSchedule:
     def fact(self) -> dict[str, Any]:
         """Return the value of the fact."""
         return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> RateSchedule | None:
-        """Return the schedule that the facts of a run say; None where they say none."""
-        given = facts.get(SCHEDULE_FACT)
-        if not isinstance(given, Mapping) or not given.keys() <= set(cls.__slots__):
-            return None
-        return cls(**given)
 
 
 class ScheduleInputs(NamedTuple):
@@ -256,8 +249,9 @@ class RateHistory:
         facts: of the run.
     """
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self._schedule = RateSchedule.of(facts)
+    def __init__(self, facts: Facts) -> None:
+        given = facts.learning_rate_schedule or {}  # a later version may say more than this one can read
+        self._schedule = RateSchedule(**given) if given and given.keys() <= set(RateSchedule.__slots__) else None
         self._progress: list[float] = []
         self._rates: list[float] = []
         self._over = False

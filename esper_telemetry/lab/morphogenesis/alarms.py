@@ -55,7 +55,7 @@ def roll_back(view: View) -> Iterator[Finding]:
     """Hosts that have lost their weights; the severity is 1 if there are as many roll-backs as environments."""
     count = view.get(ROLLBACKS)
     if count is not None:
-        hosts, envs = view.labelled("host/each/", "/rollbacks"), view.facts.get("num_envs")
+        hosts, envs = view.labelled("host/each/", "/rollbacks"), view.facts.num_envs
         frac = count / envs if isinstance(envs, int | float) and envs > 0 else 1.0
         yield Finding(
             min(1.0, 0.5 + 0.5 * frac) if count > 0 else 0.0,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.alarms.verdict.outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -249,7 +250,7 @@ def first_difference(first: ComparedRun, second: ComparedRun) -> FirstDifference
     keep_absent = all(
         left == right
         for left, right in (
-            (infos[0].facts.get("level"), infos[1].facts.get("level")),
+            (Facts.of(infos[0].facts).level, Facts.of(infos[1].facts).level),
             (infos[0].versions.get("esper-telemetry"), infos[1].versions.get("esper-telemetry")),
         )
     )

@@ -101,7 +101,7 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
 
 def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Line]:
     progress = view.progress(now)
-    facts = [str(view.info.facts.get("env") or ""), view.trainer]
+    facts = [view.facts.env, view.facts.trainer]
     left = Text.assemble((view.name, "bold"), ("  " + " · ".join(filter(None, facts)), "dim"))
     state, split = _state(view, now), progress.time_split.items()
     shares = [

@@ -10,7 +10,8 @@ import pytest
 
 from esper_telemetry import check_schedule
 from esper_telemetry.core.equations.equation import EquationResult
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, Array, RateHistory, RateSchedule
+from esper_telemetry.core.equations.schedule import Array, RateHistory, RateSchedule
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.schedules import SCHEDULES
 
@@ -97,7 +98,7 @@ def test_a_schedule_that_ends_too_soon_may_have_a_floor(name: str, speed: float)
 def test_without_a_schedule_only_rates_that_train_nothing_or_climb_the_loss_differ(
     rates: list[float], name: str | None
 ) -> None:
-    history = RateHistory({})
+    history = RateHistory(Facts())
     for update, rate in enumerate(rates):
         history.add(update + 1, rate)
     result = history.result()
@@ -131,7 +132,7 @@ def test_before_the_end_of_a_line_that_is_too_fast_it_may_restart(updates: int, 
 
 def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> None:
     history = RateHistory(
-        {SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact()}
+        Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact())
     )
     for update in range(40):
         history.add(update + 1, 1 - 0.6 * update / 40)
@@ -167,8 +168,10 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
     def cosine(share: float) -> float:
         return 0.5 + 0.5 * float(np.cos(np.pi * share))
 
-    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(cosine, total_steps=50).fact()})
-    line = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact()})
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(cosine, total_steps=50).fact()))
+    line = RateHistory(
+        Facts(learning_rate_schedule=RateSchedule.tabulated(lambda share: 1 - share, total_steps=50).fact())
+    )
     for update in range(50):
         history.add(update + 1, cosine(update / 50))
         line.add(update + 1, cosine(update / 50))
@@ -190,7 +193,7 @@ DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
 
 def followed(rate: Callable[[float], float], updates: int) -> EquationResult:
     """The result of a run that follows its schedule exactly."""
-    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(rate, total_steps=updates).fact()})
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule.tabulated(rate, total_steps=updates).fact()))
     for update in range(1, updates + 1):
         history.add(update, rate(update / updates))
     result = history.result()
@@ -258,7 +261,9 @@ def test_published_schedules_that_are_configured_have_no_defect(rate: Callable[[
 
 
 def test_a_last_rollout_beyond_the_planned_end_is_left_out() -> None:
-    history = RateHistory({SCHEDULE_FACT: RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact()})
+    history = RateHistory(
+        Facts(learning_rate_schedule=RateSchedule.tabulated(lambda over: 1 - over, total_steps=100).fact())
+    )
     for step in (30, 60, 90, 120):
         history.add(step, 1 - step / 100)
     result = history.result()
@@ -277,7 +282,7 @@ def test_random_rates_are_explained_by_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize(("updates", "restarts"), [(80, False), (100, True), (200, True)])
 def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(updates: int, restarts: bool) -> None:
-    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()})
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()))
     for update in range(updates):
         history.add(update + 1, 1 - update % 40 / 40)
     result = history.result()
@@ -289,7 +294,9 @@ def test_a_model_may_learn_again_but_not_in_parts_that_restart_its_schedule(upda
 
 def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
     """It was to take 40 steps, went on after 20, and takes 100 then: 1 - 20 / 100 at once."""
-    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact()})
+    history = RateHistory(
+        Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact())
+    )
     for step in range(100):
         history.add(step + 1, 1 - step / (40 if step < 20 else 100))
     result = history.result()
@@ -300,7 +307,7 @@ def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
 
 
 def test_long_runs_are_compared_at_some_of_their_updates() -> None:
-    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=10_000).fact()})
+    history = RateHistory(Facts(learning_rate_schedule=RateSchedule(initial=1.0, final=0.0, total_steps=10_000).fact()))
     for step in range(10_000):
         history.add(step + 1, 1 - step / 10_000)
     result = history.result()
@@ -311,7 +318,7 @@ def test_long_runs_are_compared_at_some_of_their_updates() -> None:
 
 
 def test_rates_without_a_schedule_are_not_compared() -> None:
-    history = RateHistory({})
+    history = RateHistory(Facts())
     history.add(1, 1.0)
 
     assert history.result() is None

@@ -131,7 +131,7 @@ class RatioInitJudge:
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key = "integrity/ratio_init"
-        value, precision = view.get(key), view.facts.get("precision")
+        value, precision = view.get(key), view.facts.precision
         if value is None or precision not in RATIO_INIT_BOUNDS:
             return
         spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
@@ -139,7 +139,7 @@ class RatioInitJudge:
         rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
         remembers = bool(view.matching("lstm/", ""))
         rounding *= MEMORY_ROUNDING if remembers else 1.0
-        rounding *= INVERSE_ROUNDING if view.facts.get("inverts_squash") else 1.0
+        rounding *= INVERSE_ROUNDING if view.facts.inverts_squash else 1.0
         warn, critical = bounds.warn * rounding, bounds.critical * rounding
         severity = 1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0
         before, self.before = self.before, severity
@@ -177,17 +177,17 @@ class AdvantageNormJudge:
     def __call__(self, view: View) -> Iterator[Finding]:
         key, bound = "integrity/adv_norm", view.limits[ADV_NORM]
         value = view.get(key)
-        if value is None or not view.facts.get("normalize_advantages"):
+        if value is None or not view.facts.normalize_advantages:
             return
-        whole = view.facts.get("normalize_minibatches") is False
+        whole = view.facts.normalize_minibatches is False
         if whole and view.get(STRIDE):  # of a part of the rows that are normalised together
             return
         spread = view.get("adv/raw/std")
-        floor = float(view.facts.get("advantage_std_floor") or 0.0)
+        floor = view.facts.advantage_std_floor or 0.0
         if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
             value = abs(view.get("adv/norm/mean") or 0.0)
         rows: float | None = view.transitions
-        if view.facts.get("normalize_minibatches") is not False:
+        if view.facts.normalize_minibatches is not False:
             rows = view.values.get("adv/minibatch_rows", rows)
         value -= FEW_ROWS / rows if rows else 0.0
         distances = self.distances
@@ -306,7 +306,7 @@ RULES = (
         rank=80,
         claim=True,
         facts=("normalize_advantages",),
-        applies=lambda facts: bool(facts.get("normalize_advantages", True)),
+        applies=lambda facts: facts.normalize_advantages is not False,
         debug_updates=5,
         evidence=("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std"),
     ),
