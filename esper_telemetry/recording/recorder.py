@@ -126,11 +126,8 @@ class UpdateRecorder:
             if issubclass(kind, SupportsProgress) and telemetry.level >= Level.NORMAL:
                 listener.untimed(kind.event_type, partial(self._follow, kind, events))
         self._join = join
-        self._rows: list[Any] = []
-        self._backwards: list[BackwardEnd] = []
-        if join is None:
-            self._rows = listener.keep(MinibatchEnd, late=True)
-            self._backwards = listener.keep(BackwardEnd, late=True)
+        self._rows: list[Any] = listener.keep(MinibatchEnd, late=True) if join is None else []
+        self._backwards = listener.keep(BackwardEnd, late=True)
         self._trunk: list[TrunkGradients] = []
         listener.on(RunStart, self._start)
         listener.on(RolloutEnd, self._begin)
@@ -149,11 +146,6 @@ class UpdateRecorder:
     def minibatch(self, row: Any) -> None:
         """Keep a minibatch until the update ends."""
         self._rows.append(row)
-
-    def backward(self, event: BackwardEnd) -> None:
-        """Keep the norms of a backward pass; listeners get the event."""
-        self._backwards.append(event)
-        self.hooks.emit(event)
 
     def end(
         self,

@@ -130,14 +130,14 @@ class StorageMinibatchListener:
         self._values: Tensor | None = None
         self._emitted = False
         self._sampled = self._hooks.wants(BeforeUpdate)
-        self._wants_gradients = self._hooks.wants(BackwardEnd)
+        self._wants_gradients = self._hooks.wants_now(BackwardEnd)
         self._wants_steps = self._hooks.wants(OptimizerStep)
 
     def after_batch(self, batch: StorageMinibatch) -> None:
         """The storage has given out a minibatch."""
         self._batch, self._evaluated, self._values, self._emitted = batch, None, None, False
         self._part_norms = []
-        self._wants_gradients = self._hooks.wants(BackwardEnd)  # a sample's first epoch alone has them
+        self._wants_gradients = self._hooks.wants_now(BackwardEnd)  # a sample's first epoch alone has them
 
     def after_log_probs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         """The actor gave the log-probabilities of a minibatch's actions; its advantages are normalised by now."""
@@ -225,9 +225,7 @@ class StorageMinibatchListener:
         self._emitted = True
         epoch = 0 if self._batch is None else self._batch.epoch
         parts = () if max_norm is None else self._clipped_apart
-        self._recorder.backward(
-            BackwardEnd(epoch, self.step, self._parameters, names, norms, max_norm, clipped_apart=parts)
-        )
+        self._hooks.emit(BackwardEnd(epoch, self.step, self._parameters, names, norms, max_norm, clipped_apart=parts))
 
     def _norms_of_part(self, names: tuple[str, ...], norms: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
         """Norms of the actor's or the critic's gradients, from those that its clip has taken where these are good for all."""

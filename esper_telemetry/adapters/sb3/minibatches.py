@@ -384,8 +384,7 @@ class MinibatchListener:
                 return
             names, norms = tuple(gradients), _norms(list(gradients.values()), raw)
         heads = self._head_norms.norms()
-        event = BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads)
-        self._recorder.backward(event)
+        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
 
 
 def _cat(columns: Sequence[Tensor]) -> Tensor:

@@ -328,8 +328,7 @@ class LossListener:
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         if gradients:
             norms = ops.gradient_norms(list(gradients.values()))
-            event = BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm)
-            self._record.backward(event)
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm))
 
     @torch.no_grad()
     def _joined(self, rows: Sequence[Row]) -> Minibatches:
