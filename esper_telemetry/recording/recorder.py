@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.core.clock import PhaseTimes
+from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
@@ -255,15 +256,14 @@ class UpdateRecorder:
         if self._join is not None:  # of an update that was never ended
             self._rows.clear()
         self._telemetry.start(config=event.config, facts=event.facts)
-        self._step_probe.precision = event.facts.get("precision")
+        facts = Facts.of(event.facts)
+        self._step_probe.precision = facts.precision
         self._step_probe.forget()
-        if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
+        if facts.groups.get("shared") and not self._listens_to_trunk:
             self._listener.on(TrunkBackward, self._keep_trunk_gradients)
             self._listens_to_trunk = True
-        level = self._telemetry.level
-        clips_values = (
-            event.facts.get("clip_value") is not None
-        )  # then NORMAL measures the critic's move in every update
+        # where values are clipped, NORMAL measures the critic's move in every update
+        level, clips_values = self._telemetry.level, facts.clip_value is not None
         self._keeps_critic = level >= Level.DEBUG or (level is Level.NORMAL and clips_values)
 
     def _begin(self, event: RolloutEnd | UpdateStart) -> None:
