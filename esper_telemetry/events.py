@@ -47,7 +47,7 @@ class RunStart:
         config: settings of the trainer.
         facts: that detectors need: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
             `num_envs`, `num_steps`, `groups` and others as they apply.
-        update, env_step, gradient_step: counts so far, 0 in a run that begins; None where the trainer does not know.
+        update, env_step, gradient_step: counts so far, 0 in a run that begins; None if the trainer does not know.
     """
 
     config: Mapping[str, Any]
@@ -68,12 +68,12 @@ class RolloutEnd:
             where the trainer normalises them.
         ended: [T, B], bool: the step taken at t ended its episode.
         terminated: [T, B], bool: it ended by termination, not by a time limit.
-        valid: [T, B], bool; None where every row is.
+        valid: [T, B], bool; None if every row is.
         next_values: [T, B]: the critic's estimate of the state that follows t, 0 after termination.
         actions: per head [T, B] (categorical) or [T, B, D] (continuous).
         gamma: discount factor.
-        raw_rewards: [T, B] as the environment gave them; None where they are the `rewards`.
-        head_log_probs: per head [T, B], 0 where it is irrelevant: the parts of `log_probs`; empty where there is one head.
+        raw_rewards: [T, B] as the environment gave them; None if they are the `rewards`.
+        head_log_probs: per head [T, B], 0 if it is irrelevant: the parts of `log_probs`; empty if there is one head.
         action_masks: per restricted head [T, B, A], bool: allowed choices; other heads are left out.
         relevance: per head that is not always relevant [T, B], bool.
         logits: per categorical head [T, B, A] that were acted on; masked actions hold a large negative finite number.
@@ -81,19 +81,19 @@ class RolloutEnd:
         log_std: per Gaussian head [T, B, D] or [D] that was acted on.
         bounds: per bounded Gaussian head [2, D]: an action beyond these counts as at its lower or upper bound; in the units of
             `actions`, which are those before a squash.
-        states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
+        states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero if an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
-        observations: [T, B, ...] that were acted on; None where the source does not give them.
+        observations: [T, B, ...] that were acted on; None if the source does not give them.
         transitions: what the environments returned; likewise.
         last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
-            state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
+            state. K rollouts of equal length, with a bootstrap after each, are joined; None if there is one, or it is not known.
         time_limits: [T, B], bool: steps that a time limit ended, from a source that does not see the critic's estimates of the states
             after them: their `next_values` are 0, or what the trainer takes instead; else None.
-        ends_known: False where the source does not see which episodes ended and why, so that advantages cannot be checked.
-        returns_known: False where the source does not see the returns: they are the advantages plus the values.
+        ends_known: False if the source does not see which episodes ended and why, so that advantages cannot be checked.
+        returns_known: False if the source does not see the returns: they are the advantages plus the values.
         seen_difference: name of the hypothesis why training computes other log-probabilities than acting, where the source has seen it
-            itself; None where it has not.
+            itself; None if it has not.
     """
 
     update: int
@@ -144,7 +144,7 @@ class RecurrentForward:
     Attributes:
         cells: its layers, the first one first; their weights are valid during the call only.
         inputs: per layer [T, b, I], in the first b environments.
-        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began; of a GRU [T, 1, b, H], its h.
+        states: per layer [T, 2, b, H]: its h and c before each step, zero if an episode began; of a GRU [T, 1, b, H], its h.
     """
 
     cells: Sequence[LSTM | GRU]
@@ -212,7 +212,7 @@ class TrunkBackward:
         actor: gradient of the actor's loss (entropy bonus included) with respect to the actor's trunk output.
         critic: gradient of the critic's loss, times its coefficient, with respect to the critic's trunk output.
         shared: parameters that both losses train; empty for separate networks.
-        valid: rows of the outputs that are no padding, [N], bool; None where the minibatch's own flags say so.
+        valid: rows of the outputs that are no padding, [N], bool; None if the minibatch's own flags say so.
     """
 
     epoch: int
@@ -248,12 +248,12 @@ class BackwardEnd(NamedTuple):
         parameters: trainable parameters by name; their `.grad` is valid during the call only.
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
-        max_norm: limit of the norm; None where nothing is clipped.
-        heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None where
+        max_norm: limit of the norm; None if nothing is clipped.
+        heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None if
             each head has parameters of its own, in a group `head:<name>`.
         applied: [K] L2 norms after clipping, from a source that does not clip by the norm alone; else None.
         clipped_apart: names of the parameters in each part of the network that is clipped by a norm of its own, in the order of the clips;
-            empty where all gradients are clipped together.
+            empty if all gradients are clipped together.
     """
 
     epoch: int
@@ -287,18 +287,18 @@ class MinibatchEnd(NamedTuple):
         step: optimizer step within the update, from 0.
         log_ratio: [N] log-probability now minus at collection, summed over the heads that are relevant.
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
-        values: [N] critic's estimates now; None where the source does not give them.
+        values: [N] critic's estimates now; None if the source does not give them.
         old_values, returns: [N] at collection; likewise.
         losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
             computes them anyway.
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         action_masks: per categorical head [N, A], bool; heads without masks are left out.
         log_std: per Gaussian head [N, D] or [D].
-        valid: [N], bool; None where every row is. The bundled trainer emits no other rows, recurrent or not.
-        head_log_ratios: per head [N], 0 where it is irrelevant: the parts of `log_ratio`.
+        valid: [N], bool; None if every row is. The bundled trainer emits no other rows, recurrent or not.
+        head_log_ratios: per head [N], 0 if it is irrelevant: the parts of `log_ratio`.
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
-        rows: [N], which transitions of the rollout they are, counted time by time: t B + b; None where the trainer does not say.
+        rows: [N], which transitions of the rollout they are, counted time by time: t B + b; None if the trainer does not say.
     """
 
     epoch: int
@@ -328,7 +328,7 @@ class UpdateEnd:
         gradient_step: optimizer steps taken so far.
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
-        epochs: passes over the rollout; None where the source does not count them.
+        epochs: passes over the rollout; None if the source does not count them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
         beta2: of Adam in this update; None for other optimizers, and where the source does not give it.

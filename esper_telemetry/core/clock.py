@@ -82,7 +82,7 @@ class PhaseTimes:
 
         Args:
             phase: `rollout` or `update`.
-            environment: seconds of a rollout in the environment, the others are `inference`; None where all of them are of the environment.
+            environment: seconds of a rollout in the environment, the others are `inference`; None if all of them are of the environment.
         """
         since, busy_since = self._since, self._busy_since
         self.begin()

@@ -21,8 +21,8 @@ class Outputs(NamedTuple):
         means, log_std: per Gaussian head [N, D], [N, D] or [D].
         relevance: per head that is not always relevant [N], bool.
         memory: [N, H], h of the actor's last recurrent layer after each step; None for a feed-forward policy.
-        features: [N, F], inputs of the heads; None where they were not kept.
-        values: [N], the critic's estimates; None where they were not asked for.
+        features: [N, F], inputs of the heads; None if they were not kept.
+        values: [N], the critic's estimates; None if they were not asked for.
     """
 
     logits: Mapping[str, Tensor]
@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
 class Activations(NamedTuple):
     """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout: by name [n, D] after the nonlinearity, in
-    order; `last` [n, F] is that of the last layer before its nonlinearity, None where there is no such layer.
+    order; `last` [n, F] is the last layer's response before its nonlinearity, None if there is no such layer.
     """
 
     layers: Mapping[str, Tensor]
@@ -108,10 +108,10 @@ class Transitions(NamedTuple):
     Attributes:
         inputs: of the observations that were stored for each step.
         outcomes: of those that each step returned, after an end of the first one of the next episode.
-        finals: of the last observations of episodes, NaN where none ended.
+        finals: of the last observations of episodes, NaN if none ended.
         rewards: that each step returned.
         informative: the observations are vectors of real numbers, which change in every step of a usual environment.
-        sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None where the
+        sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None if the
             source does not see both.
         resets: how often something else has reset an environment since the rollout before whose transitions were recorded, and the trainer
             acted on the observation of before.
@@ -147,7 +147,7 @@ class RolloutActions:
 
 class Shard(NamedTuple):
     """A part of a minibatch: its independent samples (rows, or whole sequences where the policy has memory), and the gradient [d] of its
-    mean loss, all parameters one after the other, zero where one has none.
+    mean loss, all parameters one after the other, zero if one has none.
     """
 
     samples: int
@@ -161,7 +161,7 @@ class CollectionReplay(NamedTuple):
         values, actions: [T, B], and by head [T, B] or [T, B, D], of the rollout.
         rows: [N], numbers of its transitions, counted time by time, in the order of the outputs.
         outputs: (name of a hypothesis of `metrics.integrity.collection`, or nothing for the stored inputs) -> outputs now, with `values`;
-            None where the hypothesis does not apply.
+            None if the hypothesis does not apply.
         has_modes: the policy has layers that work differently in training.
     """
 
@@ -178,7 +178,7 @@ class FirstMinibatch(NamedTuple):
     Attributes:
         stored, trained: [N], log-probabilities at collection, and those of the trainer now.
         passes: (name of a hypothesis of `metrics.integrity.rollouts.collection`) -> [N], log-probabilities that this mistake in training
-            would give; None where it does not apply. Valid during the event only.
+            would give; None if it does not apply. Valid during the event only.
     """
 
     stored: Tensor
@@ -192,9 +192,9 @@ class UsedAdvantages(NamedTuple):
     Attributes:
         raw, used: [N], those of the rollout, and -N times the gradient of the mean loss at each log-probability.
         normalized: they are to be normalised over the minibatch.
-        valid: [N], bool: rows that are no padding; None where every row counts.
+        valid: [N], bool: rows that are no padding; None if every row counts.
         rollout: of all rows of the rollout, any shape.
-        environments: [N], int: environment of each row; None where it is not known.
+        environments: [N], int: environment of each row; None if it is not known.
     """
 
     raw: Tensor

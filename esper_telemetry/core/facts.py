@@ -19,7 +19,7 @@ from esper_telemetry.core.requirements import require_text, require_truth
 class Facts(Mapping[str, Any]):
     """Facts of one run as attributes: None, or empty, if the run does not say a fact or says it in another form.
 
-    As a mapping it holds the facts as they were given, also those that are declared nowhere.
+    As a mapping it holds the facts as they were given, including undeclared ones.
     """
 
     mapping: Mapping[str, Any] = field(default_factory=dict)  # as it was given

@@ -38,8 +38,8 @@ class Hooks:
 
         Args:
             last: call it after the hooks registered without `last`, whenever these were registered.
-            late: it may be called when the update is over. Where all hooks may, a source that emits hundreds of events in an update keeps
-                references and builds the events then, in a loop, which takes a third of the time.
+            late: it may be called when the update is over. If no hook needs the events at once, a source may keep references
+                and build all events after the update, in a loop, which takes a third of the time.
         """
         entry = _Entry(last, late, hook)
         entries = self._entries.setdefault(event_type, [])

@@ -99,7 +99,7 @@ class TrainerEvents:
 
     @property
     def numbers_rows(self) -> bool:
-        """True where minibatches have to say which transitions their rows are."""
+        """True if minibatches have to say which transitions their rows are."""
         return self._hooks.wants(MinibatchEnd)
 
     def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
@@ -195,7 +195,7 @@ class TrainerEvents:
 
         Args:
             gradients: of all ranks, before clipping, by the names of their parameters.
-            norms: [K], L2 norm of each; None where nothing is clipped.
+            norms: [K], L2 norm of each; None if nothing is clipped.
         """
         hooks = self._hooks
         if hooks.wants(BackwardEnd):

@@ -44,13 +44,13 @@ sample; two are enough, because estimates are averaged over updates anyway. Mini
 drift, which inflates the noise."""
 
 MAX_SAMPLE_ENTRIES = 1 << 26
-"""Entries of a sample's gradients; of larger networks two minibatches are copied, besides the optimizer's states."""
+"""Entries of a sample's gradients; of larger networks two minibatches are copied, in addition to the optimizer's states."""
 
 MAX_TRAVELLING_ENTRIES = 1 << 20
 """Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""
 
 VECTORS_BESIDES_STATES = 8
-"""Vectors as long as the gradient for which there is room besides the optimizer's states, of which each has four."""
+"""Vectors as long as the gradient for which there is room in addition to the optimizer's states, of which each has four."""
 
 CAPACITY_PERIOD = 10
 """Samples from one in which a copy of the network is trained to the next."""
@@ -142,7 +142,7 @@ class GradientProbe:
             self._listener.once(OptimizerStep, self._keep_state)
 
     def take(self) -> GradientSample | None:
-        """Return the sample of the update; None where it was not sampled."""
+        """Return the sample of the update; None if it was not sampled."""
         self._stop_listening()
         sample = self._sample._replace(
             minibatches=tuple(self._minibatches),
@@ -278,7 +278,7 @@ class ReplayProbe:
         self._listener.on(AfterUpdate, self._after_update)
 
     def take(self) -> UpdateReplay | None:
-        """Return what the worker is to measure; None where everything is measured already."""
+        """Return what the worker is to measure; None if everything is measured already."""
         replay, self._replay = self._replay, None
         return replay
 

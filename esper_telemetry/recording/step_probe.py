@@ -51,7 +51,7 @@ class StepProbe:
     Where an update stops early, the step that is checked in the next one is the last that this one has taken.
 
     Attributes:
-        precision: of the trainer's arithmetic; None where it is not known.
+        precision: of the trainer's arithmetic; None if it is not known.
     """
 
     def __init__(self, telemetry: TelemetrySession, listener: TimedListener) -> None:
@@ -82,7 +82,7 @@ class StepProbe:
             self._end()
 
     def take(self) -> CheckedStep | None:
-        """Return the step that the worker is to check; None where there is none, or it is checked already."""
+        """Return the step that the worker is to check; None if it is checked already, or no step was taken."""
         step, self._finished = self._finished, None
         return step
 
@@ -119,7 +119,7 @@ class StepProbe:
         self._listener.once(OptimizerStep, self._optimizer_step)
 
     def _prepare_loss(self, event: MinibatchObjective, parameters: Sequence[Tensor]) -> None:
-        """Keep what the gradient is recomputed from, or recompute it; nothing where the source cannot do it, or it is not due."""
+        """Keep what the gradient is recomputed from, or recompute it; nothing if the source cannot do it, or it is not due."""
         assert self._step is not None
         if event.forward is None:
             terms = None if event.terms is None else event.terms()
@@ -149,7 +149,7 @@ class StepProbe:
     def _policy_pass(
         self, forward: MinibatchForward, parameters: Sequence[Tensor], optimizer: Optimizer
     ) -> PolicyPass | None:
-        """Return the pass for the worker; None where there is none, and where the policy is too large or cannot be copied."""
+        """Return the pass for the worker; None if there is none, or if the policy is too large or cannot be copied."""
         few = sum(parameter.numel() for parameter in parameters) <= MAX_TRAVELLING_ENTRIES
         if not (self._telemetry.has_worker and few and self._travels):
             return None
@@ -262,5 +262,5 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the gradients [d] of all parameters, a copy; 0 where there is none."""
+    """Return the gradients [d] of all parameters, a copy; 0 if there is none."""
     return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])

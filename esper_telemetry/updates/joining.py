@@ -40,16 +40,16 @@ MAX_OBSERVATION_ENTRIES = 1 << 15
 
 
 def rows_that_count(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
-    """Return the rows that are valid and in which a head matters; None where that is every row."""
+    """Return the rows that are valid and in which a head matters; None if that is every row."""
     if valid is None or relevant is None:
         return relevant if valid is None else valid
     return valid & relevant
 
 
 class RolloutHistory:
-    """Puts each rollout beside the ones before it.
+    """Puts each rollout next to the previous rollouts.
 
-    Resets of memory are read off the states, which are exactly zero where a step begins without memory, and not off the flags that should
+    Resets of memory are read off the states, which are exactly zero if a step begins without memory, and not off the flags that should
     have reset them: otherwise a trainer that forgets to reset would look like one that does not.
     """
 
@@ -208,7 +208,7 @@ def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
 
 
 def joined_column(columns: Sequence[Tensor | None]) -> Tensor | None:
-    """Return a column of all minibatches, [R]; None where one lacks it."""
+    """Return a column of all minibatches, [R]; None if one lacks it."""
     present = [column for column in columns if column is not None]
     return torch.cat(present) if len(present) == len(columns) else None
 
@@ -251,7 +251,7 @@ def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
     last = passes[-1]
 
     def of_passes(columns: Sequence[Tensor | None]) -> Tensor | None:
-        """One row of each pass; None where a pass has none."""
+        """One row of each pass; None if a pass has none."""
         present = [row for row in columns if row is not None]
         return torch.stack(present) if len(present) == len(passes) else None
 
@@ -268,7 +268,7 @@ def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
 
 
 def clipped_norms(event: BackwardEnd, norms: Tensor) -> Tensor | None:
-    """Return norms [M, K] of gradients after their parts are clipped, one after the other; None where nothing is clipped."""
+    """Return norms [M, K] of gradients after their parts are clipped, one after the other; None if nothing is clipped."""
     if event.max_norm is None:
         return None
     for part in event.clipped_apart:
