@@ -70,3 +70,17 @@ def test_hooks_that_ask_to_be_last_are_called_after_those_that_come_later() -> N
     hooks.emit(Ping(2))
 
     assert heard == ["first", "last", "first"]
+
+
+def test_a_source_learns_whether_a_hook_wants_its_events_at_once() -> None:
+    hooks = Hooks()
+    late = hooks.on(Ping, lambda event: None, late=True)
+    assert hooks.wants(Ping) and not hooks.wants_now(Ping)
+
+    now = hooks.on(Ping, lambda event: None)
+    assert hooks.wants_now(Ping)
+
+    now()
+    assert not hooks.wants_now(Ping)
+    late()
+    assert not hooks.wants(Ping)
