@@ -222,7 +222,7 @@ class TrainerEvents:
         """Emit `MinibatchEnd`."""
         hooks = self._hooks
         if hooks.wants(MinibatchEnd):
-            self._minibatches.append((epoch, step, columns_of(batch), result, self._log_std))
+            self._minibatches.append((epoch, step, columns_of(batch), without_graph(result, batch), self._log_std))
             if hooks.wants_now(MinibatchEnd):
                 self._emit_minibatches()
 
@@ -337,17 +337,17 @@ def minibatch_event(
     """
     advantages, old_values, returns, masks, old_log_probs, relevance, rows = columns
     descriptions = describe(policy, result.scores, masks)
-    log_ratio = result.log_ratio.detach()
-    parts = {name: result.head_log_probs[name].detach() - old for name, old in old_log_probs.items()}
+    log_ratio = result.log_ratio
+    parts = {name: result.head_log_probs[name] - old for name, old in old_log_probs.items()}
     return MinibatchEnd(
         epoch,
         step,
         log_ratio=log_ratio,
         advantages=advantages,
-        values=result.values.detach(),
+        values=result.values,
         old_values=old_values,
         returns=returns,
-        losses=detached(result.losses),
+        losses=result.losses,
         logits=descriptions.logits,
         action_masks=masks,
         log_std={**descriptions.log_std, **log_std},
@@ -358,9 +358,19 @@ def minibatch_event(
     )
 
 
-def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without their graphs."""
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+def without_graph(result: ObjectiveResult, batch: Batch) -> ObjectiveResult:
+    """Return the same tensors without their graphs, which hold the outputs of the trunk and their gradients.
+
+    Log-probabilities of heads are left out if there is one head.
+    """
+    log_ratio, values, scores, head_log_probs, losses = result
+    return ObjectiveResult(
+        log_ratio.detach(),
+        values.detach(),
+        {name: score.detach() for name, score in scores.items()},
+        {name: head_log_probs[name].detach() for name in batch.head_log_probs},
+        {name: loss.detach() for name, loss in losses.items()},
+    )
 
 
 class Descriptions(NamedTuple):
