@@ -35,8 +35,8 @@ def test_rows_are_found_by_the_column_whose_numbers_lie_apart_and_not_by_one_of_
     rows = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:16]
     own = {name: column.flatten()[rows] for name, column in rollout.items()}
 
-    assert torch.equal(RowFinder(rollout).rows_of(None, own | {"returns": own["returns"] + 100.5}), rows)  # type: ignore[arg-type]
-    assert RowFinder(rollout).rows_of(None, {"advantages": own["advantages"] + 5}) is None
+    assert torch.equal(RowFinder(rollout).rows_of(own | {"returns": own["returns"] + 100.5}), rows)  # type: ignore[arg-type]
+    assert RowFinder(rollout).rows_of({"advantages": own["advantages"] + 5}) is None
 
 
 def test_equal_transitions_are_visited_in_turns() -> None:
@@ -44,7 +44,7 @@ def test_equal_transitions_are_visited_in_turns() -> None:
     for column in rollout.values():
         column[1::2] = column[::2]
     finder = RowFinder(rollout)
-    visits = [finder.rows_of(None, {name: column.flatten() for name, column in rollout.items()}) for _ in range(2)]
+    visits = [finder.rows_of({name: column.flatten() for name, column in rollout.items()}) for _ in range(2)]
 
     assert all(rows is not None and rows.sort().values.tolist() == list(range(64)) for rows in visits)
 
@@ -250,9 +250,9 @@ def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
 
     for name in own:
         mixed: dict[str, Tensor | None] = {**own, name: own[name].roll(1)}
-        found = RowFinder(rollout).rows_of(None, mixed)
+        found = RowFinder(rollout).rows_of(mixed)
         assert found is not None and torch.equal(found, rows)
-    assert RowFinder(rollout).rows_of(None, {"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
+    assert RowFinder(rollout).rows_of({"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
 
 
 def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_permuted() -> None:
@@ -263,7 +263,7 @@ def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_per
         rollout[name][1] = rollout[name][0] + distance
     own: dict[str, Tensor | None] = {name: column.flatten() for name, column in rollout.items()}
     order = torch.cat([torch.tensor([1, 0]), 2 + torch.randperm(62, generator=draw)])
-    found = RowFinder(rollout).rows_of(None, {**own, "advantages": rollout["advantages"].flatten()[order]})
+    found = RowFinder(rollout).rows_of({**own, "advantages": rollout["advantages"].flatten()[order]})
 
     assert found is not None and found.tolist() == list(range(64))
 
@@ -303,7 +303,7 @@ def test_two_equal_transitions_among_others_are_both_visited() -> None:
     rollout = columns(log_probs=torch.randn(64, 1, generator=torch.Generator().manual_seed(8)))
     for column in rollout.values():
         column[1] = column[0]
-    rows = RowFinder(rollout).rows_of(None, {name: column.flatten() for name, column in rollout.items()})
+    rows = RowFinder(rollout).rows_of({name: column.flatten() for name, column in rollout.items()})
 
     assert rows is not None and rows.sort().values.tolist() == list(range(64))
 

@@ -496,7 +496,8 @@ class ScriptListener:
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
         observations = finder.observations(None if first is None else first.inputs)
-        actions = self._actions_of(finder, observations)
+        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
+        actions = self._actions_of(finder, chosen, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -536,7 +537,7 @@ class ScriptListener:
             return None
         own = {name: getattr(rollout, name) for name in ("log_probs", "returns")}
         columns = {"log_probs": policy.old_log_probs, "returns": None if first.value is None else first.value.returns}
-        rows = RowFinder(own).rows_of(names.find_rows(variables, len(policy.advantages)), columns)
+        rows = RowFinder(own).rows_of(columns, variables.indices(len(policy.advantages)))
         if rows is None or int(rows.max()) >= rollout.values.numel():
             return None
         trained = {
@@ -550,10 +551,12 @@ class ScriptListener:
         acted, order = self.distributions.take_acted(), self.environments.order()
         return acted if order is not None and order.places == sorted(order.places) else NOTHING_ACTED
 
-    def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
+    def _actions_of(
+        self, finder: RolloutFinder, chosen: Tensor | None, observations: Tensor | None
+    ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
         heads = self.distributions.take_rollout(finder.steps, finder.envs)
-        actions, log_probs, ended = finder.actions(self.distributions.chosen), finder.log_probs, finder.ended
+        actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
@@ -643,7 +646,7 @@ class ScriptListener:
                 total=reading.total if reading.complete and (reading.value or reading.left_out) is not None else None,
                 left_out=reading.left_out,
                 heads=heads,
-                rows=names.find_rows(variables, count),
+                indices=variables.indices(count),
                 inputs=_input_checksums(reading.inputs, count),
             )
         )
@@ -658,7 +661,7 @@ class ScriptListener:
             value, rollout = minibatch.value, self._rollout
             if value is None and not self._minibatches.critic_apart:
                 value = minibatch.left_out
-            rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
+            rows = None if self._rows is None else self._rows.rows_of(minibatch.columns(), minibatch.indices)
             rows = None if rows is None else rows.to(minibatch.policy.advantages.device)
             counted = self._pass_key is not None or not self._size % len(minibatch.policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)

@@ -8,7 +8,7 @@ Shapes: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class ScriptMinibatch(NamedTuple):
         total: 0-d, the whole loss; None where the terms are losses of their own.
         left_out: estimates of the critic that no loss of the minibatch depends on, so far.
         heads: distributions of its rows.
-        rows: [N], transitions of the rollout by the script's own variable; None where it has none.
+        indices: [N] each, whole numbers of the script that may be the transitions of its rows.
         inputs: [N], checksums of the policy's inputs.
     """
 
@@ -55,7 +55,7 @@ class ScriptMinibatch(NamedTuple):
     total: Tensor | None
     left_out: ValueTerm | None
     heads: HeadColumns
-    rows: Tensor | None
+    indices: Sequence[Tensor]
     inputs: Tensor | None = None
 
     @property

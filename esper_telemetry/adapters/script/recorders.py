@@ -149,8 +149,8 @@ class DistributionLog:
 
     @property
     def chosen(self) -> Tensor | None:
-        """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
-        return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
+        """Actions of the last log-probabilities with a graph, [N, ...]."""
+        return self._chosen
 
     def take_graphs(self) -> DistributionGraphs:
         """Return what was recorded with a graph since the last call."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.rollouts import SAME_SHAPE, ScriptRollout, correlation
+from esper_telemetry.adapters.script.rollouts import ScriptRollout, correlation
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.metrics.integrity.targets.advantages import compare_advantages
@@ -64,6 +64,9 @@ FACTS: Mapping[str, Aliases] = {
     "env": ("env_id", "env_name", "ENV_ID", "env"),
 }
 """Settings that alarms read."""
+
+SAME_SHAPE = 1 - 1e-6
+"""Correlation from which on two columns are the same up to a factor and an offset."""
 
 MIN_TRACE_DECAY = 0.5
 """Smallest `tau` that is the lambda of advantages."""

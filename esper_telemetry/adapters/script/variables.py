@@ -27,7 +27,6 @@ T = TypeVar("T")
 Aliases = tuple[str, ...]
 """Names that scripts have for the same thing, the commonest first."""
 
-ROWS: Aliases = ("mb_inds", "mb_indices", "mb_idx", "minibatch_ind", "inds", "indices", "idx", "rows", "index")
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
@@ -67,25 +66,12 @@ MAX_CONTAINER_DEPTH = 3
 MAX_MEMBERS = 256
 """Members of a container that is searched; one with more holds data, not names."""
 
+MAX_INDICES = 8
+"""Vectors of whole numbers that are compared with the rows of a minibatch."""
+
 HOLDER_WORDS = {
-    *(
-        "buf",
-        "buffer",
-        "batch",
-        "mb",
-        "minibatch",
-        "t",
-        "th",
-        "tensor",
-        "arr",
-        "array",
-        "lst",
-        "list",
-        "all",
-        "flat",
-        "b",
-    ),
-    *("np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
+    *("buf", "buffer", "batch", "mb", "minibatch", "t", "th", "tensor", "arr", "array", "lst", "list", "all", "flat"),
+    *("b", "np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
 }
 """Parts of names that say how something is held, not what it is."""
 
@@ -159,6 +145,12 @@ class Variables:
             for name, value in list(scope.items())
             if type(value) is int
         }
+
+    def indices(self, count: int) -> list[Tensor]:
+        """Copies of the vectors of so many whole numbers, among which those with the rows of a minibatch may be."""
+        arrays = (value for _, value in self.named_values() if isinstance(value, np.ndarray | Tensor))
+        whole = (one for one in arrays if one.ndim == 1 and len(one) == count and one.dtype in (torch.long, np.int64))
+        return [torch.as_tensor(one).clone() for one in islice(whole, MAX_INDICES)]
 
     def tensors(self) -> Iterator[Tensor]:
         """All variables that are tensors."""
@@ -381,19 +373,6 @@ def stacked(value: object) -> Tensor | None:
             else None
         )
     return as_tensor(value)
-
-
-def find_rows(variables: Variables, count: int) -> Tensor | None:
-    """Return the rows of a minibatch with so many, by the variable that the script holds them in."""
-
-    def accept(value: object) -> Tensor | None:
-        if isinstance(value, np.ndarray) and value.dtype.kind == "i":
-            value = torch.as_tensor(value)
-        if isinstance(value, Tensor) and value.dtype is torch.long and value.dim() == 1 and len(value) == count:
-            return value.clone()
-        return None
-
-    return variables.find(ROWS, accept)
 
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
