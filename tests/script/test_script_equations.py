@@ -409,17 +409,19 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
         log.after_step(env, result, sent[step].clamp(-1, 1).numpy())
 
     stored = torch.cat([torch.zeros(1, 2, 2), torch.tensor(returned[:1])]).float()
-    steps = log.transitions(stored, sent)
+    collected = log.collected()
+    assert collected is not None
+    steps = collected.transitions(stored, sent)
     assert steps is not None and steps.sent is not None and steps.received is not None
     assert torch.equal(steps.inputs[1], steps.outcomes[0])
     assert steps.finals.isnan().tolist() == [[True, False], [True, True]]
     assert (steps.sent == steps.received).tolist() == [[True, False], [False, True]]
-    bounds = log.bounds(sent)
+    bounds = collected.bounds(sent)
     assert bounds is not None and bounds.tolist() == [[-1], [1]]
-    assert log.bounds(sent / 2) is None
-    assert log.transitions(stored[..., :1], sent) is None
+    assert collected.bounds(sent / 2) is None
+    assert collected.transitions(stored[..., :1], sent) is None
     log.take()
-    assert log.transitions(stored, sent) is None
+    assert log.collected() is None
 
 
 def first_minibatch(

@@ -92,7 +92,7 @@ def test_what_an_environment_returns_as_an_iterator_is_left_to_the_script() -> N
 
     assert taps.error is None
     assert rewards == (1.0, 2.0) and terminated == (True, False)
-    ends = listener.environments.ends()
+    ends = listener.environments.collected()
     assert ends is not None and ends.ended.tolist() == [[True, False]]
 
 
@@ -236,9 +236,9 @@ def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
     finally:
         taps.remove()
 
-    ends, rewards = listener.environments.ends(), listener.environments.rewards()
-    assert taps.error is None and ends is not None and rewards is not None
-    assert rewards.flatten().tolist() == [2, 2]
+    ends = listener.environments.collected()
+    assert taps.error is None and ends is not None
+    assert ends.rewards.flatten().tolist() == [2, 2]
     assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]
 
 
@@ -470,10 +470,10 @@ def test_environments_of_other_classes_are_found_when_the_script_acts(flags: int
     finally:
         taps.remove()
 
-    ends, log = listener.environments.ends(), listener.environments
+    ends, log = listener.environments.collected(), listener.environments
     assert taps.error is None and log.steps == 8 and not log.hidden
     assert ends is not None and ends.ended.nonzero().tolist() == ends.time_limits.nonzero().tolist() == [[2, 1]]
-    assert log.rewards().tolist() == [[1.0, 2.0]] * 4  # type: ignore[union-attr]
+    assert ends.rewards.tolist() == [[1.0, 2.0]] * 4
     assert [tuple(one) for one in log.take()[0]] == [(6.0, 3, 2)]
     assert not hasattr(Walkers.step, "tapped") and not hasattr(Member.step, "tapped")
 
@@ -492,8 +492,9 @@ def test_an_object_around_a_known_environment_is_not_recorded_as_well() -> None:
     finally:
         taps.remove()
 
+    collected = listener.environments.collected()
     assert taps.error is None and listener.environments.steps == 3
-    assert listener.environments.rewards().tolist() == [[1.0]] * 3  # type: ignore[union-attr]
+    assert collected is not None and collected.rewards.tolist() == [[1.0]] * 3
 
 
 @pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])

@@ -36,8 +36,8 @@ from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     NOTHING_ACTED,
-    ActedSteps,
     ClipLog,
+    CollectedSteps,
     DistributionLog,
     EpisodeLog,
     EstimateLog,
@@ -475,35 +475,34 @@ class ScriptListener:
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        ends, first = self.environments.ends(), _joined(readings)
+        collected, first = self.environments.collected(), _joined(readings)
+        acted = self.distributions.take_acted()
         finder = RolloutFinder(
             variables,
-            None if ends is None else ends.ended,
-            paid=self.environments.rewards(),
-            limits=None if ends is None else ends.time_limits,
+            None if collected is None else collected.ended,
+            paid=None if collected is None else collected.rewards,
+            limits=None if collected is None else collected.time_limits,
             reading=first,
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
-            acted=self._acted(),
+            acted=acted if collected is not None and collected.in_turns else NOTHING_ACTED,
         )
         rollout = finder.rollout(self._facts.get("gamma"))
-        limits = (
-            None if ends is None or rollout is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
-        )
+        limits = None if collected is None else collected.time_limits
         if UNCHECKED_FACT not in self._facts:
             self._announce_run(variables, rollout, limits)
-        collected = 0 if rollout is None else rollout.rewards.numel()
+        size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
-        self._env_step = counted if counted > self._env_step else self._env_step + collected
+        self._env_step = counted if counted > self._env_step else self._env_step + size
         observations = finder.observations(None if first is None else first.inputs)
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
-        actions = self._actions_of(finder, chosen, observations)
+        actions = self._actions_of(finder, collected, chosen, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._rollout, self._size = rollout, collected
+        self._rollout, self._size = rollout, size
         self._rows = None
         if rollout is not None:
             own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
@@ -546,13 +545,12 @@ class ScriptListener:
         modules = [value for value in variables.values() if isinstance(value, nn.Module)]
         return acting.difference(first.inputs, rows, observations, trained, modules)
 
-    def _acted(self) -> ActedSteps:
-        """Return what was asked for in acting; nothing unless the environments took their steps together, or in turns."""
-        acted, order = self.distributions.take_acted(), self.environments.order()
-        return acted if order is not None and order.places == sorted(order.places) else NOTHING_ACTED
-
     def _actions_of(
-        self, finder: RolloutFinder, chosen: Tensor | None, observations: Tensor | None
+        self,
+        finder: RolloutFinder,
+        collected: CollectedSteps | None,
+        chosen: Tensor | None,
+        observations: Tensor | None,
     ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
         heads = self.distributions.take_rollout(finder.steps, finder.envs)
@@ -565,7 +563,10 @@ class ScriptListener:
             names = head_names(max(1, count))
             whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
             by_head = head_actions(actions, names, heads.means if count or whole else names)
-        bounds = self.environments.bounds(actions) if count == 1 else None
+        bounds = transitions = None
+        if collected is not None:
+            bounds = collected.bounds(actions) if count == 1 and actions is not None else None
+            transitions = None if observations is None else collected.transitions(observations, actions)
         return RolloutActions(
             log_probs=log_probs.clone(),
             actions=by_head,
@@ -574,7 +575,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            transitions=self.environments.transitions(observations, actions),
+            transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTRO
 
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""
+
+Operands = Callable[[int], Tensor]
+"""Returns the numbers of an operand of a node; raises LookupError if they are not known."""
 
 MAX_NODES = 20_000
 """Nodes of a graph that are read: a policy with memory has thousands."""
@@ -36,19 +39,12 @@ ROUNDING = 1e-6
 MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each is that of a sum, and no weight of a mean."""
 
-VIEWS = {
+RESHAPES = {
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *(
-        "SqueezeBackward2",
-        "UnsqueezeBackward0",
-        "CloneBackward0",
-        "AliasBackward0",
-        "ToCopyBackward0",
-        "ExpandBackward0",
-    ),
-    *("TransposeBackward0", "PermuteBackward0"),
+    *("SqueezeBackward2", "UnsqueezeBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"),
 }
-"""Operations that change the shape of their input, and no entry."""
+VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
+"""Operations that change the shape of their input, and no entry; after `RESHAPES` the entries are in the same order."""
 
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
 JOINTS = {"StackBackward0", "CatBackward0"}
@@ -61,6 +57,7 @@ EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "Logs
 
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+PRODUCTS = {"MulBackward0", "DivBackward0"}
 INDEXING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
 """Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
 
@@ -746,89 +743,26 @@ class _LossReader:
         held = self.held.get(node)
         if held is not None or not depth:
             return held
-        own = self._own_value(node, depth - 1)
-        return self._kept_by_consumers(node) if own is None else own.detach()
 
-    def _own_value(self, node: Node, depth: int) -> Any:
-        kind = _kind(node)
-        if hasattr(node, "_saved_result"):
-            result = node._saved_result
-            return result if isinstance(result, Tensor) else None
-        if kind in EXTREMES:
-            return getattr(torch, "minimum" if kind == "MinimumBackward0" else "maximum")(
-                node._saved_self, node._saved_other
-            )
-        if kind == "PowBackward0":
-            return node._saved_self.pow(node._saved_exponent)
-        if kind == "LogBackward0":
-            return node._saved_self.log()
-        if kind in ERRORS:
-            rows = _elementwise(node)
-            return (rows, rows.mean(), rows.sum())[node._saved_reduction]
-        children = _children(node)
-        if kind in ("AddmmBackward0", "MmBackward0"):
-            return self._linear(node, children)
-        if kind == "GatherBackward0":
-            return node._saved_self.gather(_axis(node._saved_dim), node._saved_index)
-        if kind == "ClampBackward1":
-            return node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max))
-        inputs = [None if child is None else self.value(child, depth) for child in children]
-        if kind in JOINTS:
-            known = [number for number in inputs if number is not None]
-            join = torch.stack if kind == "StackBackward0" else torch.cat
-            return join(known, _axis(node._saved_dim)) if len(known) == len(inputs) else None
-        if len(inputs) == 1 and inputs[0] is not None:
-            number = inputs[0]
-            if kind in VIEWS:
-                return self._reshaped(node, number)
-            if kind == "NegBackward0":
-                return -number
-            if kind == "SumBackward1":
-                return number.sum([_axis(dim) for dim in node._saved_dim], node._saved_keepdim)
-            if kind == "IndexBackward0":
-                return number[tuple([slice(None) if index is None else index for index in node._saved_indices])]
-            if kind == "AbsBackward0":
-                return number.abs()
-            if kind == "SelectBackward0":
-                return number.select(_axis(node._saved_dim), _axis(node._saved_index))
-        return self._of_two(node, kind, inputs)
+        def operand(place: int) -> Tensor:
+            child = _children(node)[place]
+            number = None if child is None else self.value(child, depth - 1)
+            if number is None and _kind(node) in PRODUCTS:
+                number = (node._saved_self, node._saved_other)[place]
+            if number is None:
+                raise LookupError
+            return number
 
-    @staticmethod
-    def _of_two(node: Node, kind: str, inputs: list[Any]) -> Any:
-        """Products, quotients and choices of two tensors; sums with a constant are not kept anywhere."""
-        if kind == "WhereBackward0" and None not in inputs:
-            return torch.where(node._saved_condition, *inputs)
-        if kind not in ("MulBackward0", "DivBackward0") or len(inputs) != 2:
-            return None
-        left = inputs[0] if inputs[0] is not None else node._saved_self
-        right = inputs[1] if inputs[1] is not None else node._saved_other
-        if left is None or right is None:
-            return None
-        return left * right if kind == "MulBackward0" else left / right
-
-    @staticmethod
-    def _reshaped(node: Node, number: Tensor) -> Tensor | None:
-        """What a view makes of a number."""
-        kind = _kind(node)
-        if kind in ("TransposeBackward0", "PermuteBackward0", "ExpandBackward0"):
-            return None
-        return number.reshape(_shape(node))
-
-    def _linear(self, node: Node, children: list[Node]) -> Tensor | None:
-        """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
-        *bias, _inputs, weights = children
-        rows = getattr(node, "_saved_mat1", None) if _kind(node) == "AddmmBackward0" else node._saved_self
-        parameter = _parameter(weights)
-        if rows is None or parameter is None:
-            return None
-        product: Tensor = rows @ (parameter.t() if _kind(weights) == "TBackward0" else parameter)
-        offset = _parameter(bias[0]) if bias else None
-        return product if offset is None else product + offset
+        try:
+            return FORWARD[_kind(node)](node, operand).detach()
+        except LookupError:  # another operation, or a number that is not kept
+            result = getattr(node, "_saved_result", None)
+            return result.detach() if isinstance(result, Tensor) else self._kept_by_consumers(node)
 
     def _kept_by_consumers(self, node: Node) -> Tensor | None:
         for consumer, place in self.consumers[node]:
             names = ("_saved_self", "_saved_other")
-            if _kind(consumer) in {"MulBackward0", "DivBackward0", "PowBackward0", "ClampBackward1", *EXTREMES}:
+            if _kind(consumer) in {"PowBackward0", "ClampBackward1", *PRODUCTS, *EXTREMES}:
                 number = getattr(consumer, names[place], None) if place < 2 else None
                 if isinstance(number, Tensor):
                     return number.detach()
@@ -851,6 +785,54 @@ class _LossReader:
                 continue
             return None if rows is None else rows.detach()
         return None
+
+
+def _linear(node: Node, _: Operands) -> Tensor:
+    """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
+    *bias, _inputs, weights = _children(node)
+    rows = node._saved_mat1 if _kind(node) == "AddmmBackward0" else node._saved_self
+    parameter = _parameter(weights)
+    if rows is None or parameter is None:
+        raise LookupError
+    product: Tensor = rows @ (parameter.t() if _kind(weights) == "TBackward0" else parameter)
+    offset = _parameter(bias[0]) if bias else None
+    return product if offset is None else product + offset
+
+
+def _error_of_rows(node: Node, _: Operands) -> Tensor:
+    rows = _elementwise(node)
+    return (rows, rows.mean(), rows.sum())[node._saved_reduction]
+
+
+def _all(node: Node, operand: Operands) -> list[Tensor]:
+    return [operand(place) for place in range(len(_children(node)))]
+
+
+FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
+    "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
+    "MaximumBackward0": lambda node, _: torch.maximum(node._saved_self, node._saved_other),
+    "PowBackward0": lambda node, _: node._saved_self.pow(node._saved_exponent),
+    "LogBackward0": lambda node, _: node._saved_self.log(),
+    "GatherBackward0": lambda node, _: node._saved_self.gather(_axis(node._saved_dim), node._saved_index),
+    "ClampBackward1": lambda node, _: node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max)),
+    "StackBackward0": lambda node, operand: torch.stack(_all(node, operand), _axis(node._saved_dim)),
+    "CatBackward0": lambda node, operand: torch.cat(_all(node, operand), _axis(node._saved_dim)),
+    "NegBackward0": lambda _, operand: -operand(0),
+    "AbsBackward0": lambda _, operand: operand(0).abs(),
+    "SumBackward1": lambda node, operand: operand(0).sum([*map(_axis, node._saved_dim)], node._saved_keepdim),
+    "SelectBackward0": lambda node, operand: operand(0).select(_axis(node._saved_dim), _axis(node._saved_index)),
+    "IndexBackward0": lambda node, operand: operand(0)[
+        tuple(slice(None) if index is None else index for index in node._saved_indices)
+    ],
+    "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
+    "MulBackward0": lambda _, operand: operand(0) * operand(1),
+    "DivBackward0": lambda _, operand: operand(0) / operand(1),
+    "AddmmBackward0": _linear,
+    "MmBackward0": _linear,
+    **dict.fromkeys(ERRORS, _error_of_rows),
+    **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
+}
+"""What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
 
 
 def _edge(output: Any) -> GradientEdge:

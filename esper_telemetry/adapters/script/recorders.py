@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -412,33 +413,27 @@ class _Running:
 
     Attributes:
         index: number of the environment, in the order in which they were stepped first.
-        last_call: number of its last step since the rollout began; None where there is none.
+        last_call: its last step since the rollout began; None without one.
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
         self.index = index
-        self.last_call: int | None = None
+        self.last_call: EnvCall | None = None
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
-        self._over: Any = None  # [size], bool: of the last step, where any was
+        self._over: Any = None  # [size], bool: of the last step, if any was
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         self._resets_next = "NEXT_STEP" in mode or "NEXTSTEP" in mode
 
     def step(self, rewards: Any, ended: Any) -> list[tuple[float, int]]:
         """Add a step, [size] each, and return the episodes that ended; the step after an end may be a reset, which does not count."""
-        over, self._over = self._over, None
-        if over is None:
-            self.returns += rewards
-            self.lengths += 1
-        else:
-            self.returns += np.where(over, 0.0, rewards)
-            self.lengths += ~over
-            ended = ended & ~over
-        if not ended.any():
-            return []
+        over, self._over = np.zeros(len(ended), dtype=bool) if self._over is None else self._over, None
+        self.returns += np.where(over, 0.0, rewards)
+        self.lengths += ~over
+        ended = ended & ~over
         finished = [(float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(ended)]
         self.returns[ended], self.lengths[ended] = 0.0, 0
-        self._over = ended if self._resets_next else None
+        self._over = ended if self._resets_next and ended.any() else None
         return finished
 
     def reset(self) -> None:
@@ -446,122 +441,115 @@ class _Running:
         self.returns[:], self.lengths[:], self._over = 0.0, 0, None
 
 
-class RecordedEnds(NamedTuple):
-    """Steps of a rollout that ended an episode, [T, B] bool, as the environments returned them; `time_limits` are those by truncation."""
+@dataclass
+class EnvCall:
+    """A step of b environments together.
 
-    ended: Tensor
-    time_limits: Tensor
+    Attributes:
+        env: index of the environment that was called.
+        flags: [2, b], bool: terminated, truncated.
+        rewards: [b].
+        returned, received: observations and actions [b, n], in the entries of which checksums are taken; None for anything but numbers.
+        finals: last observations [n] of episodes by place, if the environment shows them.
+        reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
+    """
+
+    env: int
+    flags: Any
+    rewards: Any
+    returned: Any
+    received: Any
+    finals: dict[int, Any]
+    reset_to: Any = None
 
 
-class CallOrder(NamedTuple):
-    """Places of calls of environments in a rollout of T steps of B environments: the step and the first environment of each call."""
+class CollectedSteps:
+    """What the environments returned in a rollout of T steps of B environments.
 
-    steps: int
-    envs: int
-    places: list[tuple[int, int]]
+    Args:
+        calls: the same number of each environment, several ones of one row each.
+        space: of the actions.
 
-    def grid(self, rows: Sequence[Any]) -> Any:
-        """Return the rows of each call, [b, ...], as [T, B, ...]; None where they differ in shape."""
+    Attributes:
+        steps, envs: T, B.
+        in_turns: the environments took their steps together, or in turns.
+        ended: [T, B], bool: steps that ended an episode.
+        time_limits: [T, B], bool: those by truncation.
+        rewards: [T, B], float64.
+    """
+
+    def __init__(self, calls: Sequence[EnvCall], space: Any) -> None:
+        column = {env: place for place, env in enumerate(sorted({call.env for call in calls}))}
+        counts = Counter[int]()
+        self._calls, self._space = calls, space
+        self._places: list[tuple[int, int]] = []  # step and first environment of each call
+        for call in calls:
+            self._places.append((counts[call.env], column[call.env]))
+            counts[call.env] += 1
+        self.steps, self.envs = max(counts.values()), len(calls[0].rewards) if len(column) == 1 else len(column)
+        self.in_turns = self._places == sorted(self._places)
+        terminated, truncated = (self._grid([call.flags[place] for call in calls]) for place in (0, 1))
+        self.ended, self.time_limits = (
+            torch.from_numpy(terminated | truncated),
+            torch.from_numpy(truncated & ~terminated),
+        )
+        self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
+
+    @classmethod
+    def of(cls, calls: Sequence[EnvCall], space: Any) -> CollectedSteps | None:
+        """Return the steps of these calls; None unless all environments took the same number of steps."""
+        sizes = {(call.env, len(call.rewards)) for call in calls}
+        whole = len({env for env, _ in sizes}) == len(sizes) and (len(sizes) == 1 or {size for _, size in sizes} == {1})
+        counts = Counter(call.env for call in calls)
+        return cls(calls, space) if 0 < len(calls) < MAX_END_STEPS and whole and len({*counts.values()}) == 1 else None
+
+    def _grid(self, rows: Sequence[Any]) -> Any:
+        """Return the rows of each call, [b, ...], as [T, B, ...]; None if they differ in shape."""
         if any(one is None or one.shape[1:] != rows[0].shape[1:] for one in rows):
             return None
         table = np.zeros((self.steps, self.envs, *rows[0].shape[1:]), dtype=rows[0].dtype)
-        for (step, env), one in zip(self.places, rows, strict=True):
+        for (step, env), one in zip(self._places, rows, strict=True):
             table[step, env : env + len(one)] = one
         return table
 
-
-class TransitionLog:
-    """Copies what the steps of a script's environments returned and received, in the entries of which checksums are taken."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all steps."""
-        self._entries = 0
-        self._complete = True
-        self._returned: list[Any] = []
-        self._received: list[Any] = []
-        self._finals: list[tuple[int, int, Any]] = []
-        self._resets: dict[int, Any] = {}
-
-    def add(self, action: Any, result: Any, ended: Any) -> None:
-        """Record a step of B environments, whose flags `ended` are [B]; one whose observations are no arrays of numbers is left out."""
-        returned, *_, infos = result
-        envs = len(ended)
-        rows = _rows_of(returned, envs)
-        self._complete = self._complete and rows is not None and self._entries + rows.size <= MAX_STEP_ENTRIES
-        if not self._complete or rows is None:
-            return
-        self._entries += rows.size
-        finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
-        for place in np.flatnonzero(ended) if len(finals) == envs else ():
-            final = _rows_of(finals[place], 1)
-            if final is not None and final.shape[1] == rows.shape[1]:
-                self._finals.append((len(self._returned), int(place), final[0]))
-        self._returned.append(rows)
-        self._received.append(_rows_of(action, envs))
-
-    def reset(self, call: int, observations: Any) -> None:
-        """Record what a single environment returned when it was reset after that call: the observation to be acted on next."""
-        rows = _rows_of(observations, 1)
-        if rows is not None and call < len(self._returned) and rows.shape == self._returned[call].shape:
-            self._resets[call] = rows
-
-    def bounds(self, actions: Tensor, space: Any, order: CallOrder) -> Tensor | None:
-        """Return the bounds [2, D] of a space of vectors, where the environments received the stored actions [T, B, D], one of both perhaps
-        cut there; None where something else happens to actions on their way.
-        """
-        if getattr(space, "low", None) is None or not np.isfinite([space.low, space.high]).all():
+    def bounds(self, actions: Tensor) -> Tensor | None:
+        """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
+        if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
             return None
-        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
-        sent, arrived = actions.detach().cpu().double().numpy(), self._arrived(order)
+        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (self._space.low, self._space.high))
+        sent, arrived = actions.detach().cpu().double().numpy(), self._grid([call.received for call in self._calls])
         if arrived is None or arrived.shape != sent.shape or len(low) != sent.shape[-1]:
             return None
-        if not any(
-            np.allclose(*pair, atol=1e-6)
-            for pair in ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
-        ):
-            return None
-        return torch.from_numpy(np.stack([low, high]))
+        pairs = ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
+        same = any(np.allclose(*pair, atol=1e-6) for pair in pairs)
+        return torch.from_numpy(np.stack([low, high])) if same else None
 
-    def beside(self, stored: Tensor, actions: Tensor | None, order: CallOrder, rewards: Tensor) -> Transitions | None:
-        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None where these are of another shape."""
-        observations = stored.detach().cpu()
+    def transitions(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
+        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""
+        calls, observations = self._calls, stored.detach().cpu()
         size = observations[0, 0].numel()
-        if not self._complete or len(self._returned) != len(order.places):
+        table = self._grid([call.returned if call.reset_to is None else call.reset_to for call in calls])
+        width = len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES)))
+        if table is None or table.shape != (*stored.shape[:2], width):
             return None
-        next_rows = [self._resets.get(call, rows) for call, rows in enumerate(self._returned)]
-        next_table = order.grid(next_rows)
-        if next_table is None or next_table.shape != (
-            *stored.shape[:2],
-            len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES))),
-        ):
-            return None
-        outcomes = torch.from_numpy(next_table).to(observations.dtype)
+        outcomes = torch.from_numpy(table).to(observations.dtype)
         ends = torch.full(outcomes.shape[:2], torch.nan, dtype=torch.float64)
-        finals = [*self._finals, *((call, 0, self._returned[call][0]) for call in self._resets)]
-        for call, place, final in finals:
-            step, env = order.places[call]
-            row = torch.from_numpy(final).to(observations.dtype).reshape(1, 1, -1)
-            ends[step, env + place] = checksums(row)[0, 0]
+        for (step, env), call in zip(self._places, calls, strict=True):
+            for place, final in (call.finals if call.reset_to is None else {0: call.returned[0]}).items():
+                ends[step, env + place] = checksums(torch.from_numpy(final).to(outcomes).reshape(1, 1, -1))[0, 0]
         sent = None if actions is None else actions.detach().cpu().double().reshape(*ends.shape, -1)
-        arrived = self._arrived(order)
-        if sent is None or arrived is None or arrived.shape != tuple(sent.shape):
-            sent = arrived = None
+        received = self._grid([call.received for call in calls])
+        if sent is None or received is None or received.shape != tuple(sent.shape):
+            sent = received = None
         return Transitions(
             inputs=checksums(observations),
             outcomes=checksums(outcomes),
             finals=ends,
-            rewards=rewards,
+            rewards=self.rewards,
             informative=informative(observations),
             sent=None if sent is None else checksums(sent),
-            received=None if arrived is None else checksums(torch.from_numpy(arrived).double()),
+            received=None if received is None else checksums(torch.from_numpy(received).double()),
         )
-
-    def _arrived(self, order: CallOrder) -> Any:
-        received = self._received
-        return order.grid(received) if len(received) == len(order.places) else None
 
 
 def _rows_of(value: Any, envs: int) -> Any:
@@ -574,7 +562,7 @@ def _rows_of(value: Any, envs: int) -> Any:
 
 
 class EpisodeLog:
-    """Counts episodes at the environments themselves: scripts written for Gymnasium 0.29 see none under 1.x.
+    """Records the steps of environments, and counts episodes there: scripts written for Gymnasium 0.29 see none under 1.x.
 
     Its environments are those that the script has stepped before it takes its first optimizer step.
 
@@ -593,11 +581,8 @@ class EpisodeLog:
         self._seconds = self._began = 0.0
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
-        self._ends: list[Any] = []
-        self._rewards: list[Any] = []
-        self._stepped: list[int] = []
-        self._transitions = TransitionLog()
-        self._calls = 0
+        self._calls: list[EnvCall] = []
+        self._count = self._entries = 0  # calls in the rollout, and entries of their observations
         self._reported = False
 
     def enter(self) -> None:
@@ -626,28 +611,34 @@ class EpisodeLog:
         """
         if len(result) == 4:
             result = _with_two_flags(result)
-        _, rewards, terminated, truncated, infos = result
+        observations, rewards, *both, infos = result
         running = self._running[env]
-        flags = np.empty((2, np.asarray(terminated).size), dtype=bool)
-        flags[0], flags[1] = np.asarray(terminated).reshape(-1), np.asarray(truncated).reshape(-1)
+        flags = np.stack([np.asarray(one, dtype=bool).reshape(-1) for one in both])
         size, ended = flags.shape[1], flags[0] | flags[1]
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[env] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
-        if len(self._ends) < MAX_END_STEPS:
-            running.last_call = len(self._ends)
-            self._ends.append(flags)
-            self._rewards.append(paid)
-            self._stepped.append(running.index)
-            self._transitions.add(action, result, ended)
+        if len(self._calls) < MAX_END_STEPS:
+            rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
+            self._entries += 0 if rows is None else rows.size
+            finals: Any = (
+                infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
+            )
+            places = () if rows is None or len(finals) != size else np.flatnonzero(ended)
+            last = {int(place): final for place in places if (final := _rows_of(finals[place], 1)) is not None}
+            width = 0 if rows is None else rows.shape[1]
+            last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
+            received = None if rows is None else _rows_of(action, size)
+            running.last_call = EnvCall(running.index, flags, paid, rows, received, last)
+            self._calls.append(running.last_call)
         self.steps += size
-        self._calls += 1
+        self._count += 1
         counted = running.step(paid, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
         self.hidden = self.hidden or (bool(counted) and not foreign and "final_info" not in infos)
         episodes = (reported or []) if self._reported else counted
-        self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
+        self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
 
     def reset(self, env: Any, result: Any = None) -> None:
         """Restart all episodes of an environment, which returned that."""
@@ -655,63 +646,27 @@ class EpisodeLog:
         if running is None:
             return
         running.reset()
-        if len(running.returns) == 1 and not hasattr(env, "num_envs") and running.last_call is not None:
-            self._transitions.reset(running.last_call, result[0] if isinstance(result, tuple) else result)
+        call = running.last_call
+        if (
+            call is not None
+            and call.returned is not None
+            and len(running.returns) == 1
+            and not hasattr(env, "num_envs")
+        ):
+            rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
+            call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
 
-    def order(self) -> CallOrder | None:
-        """Return the places of the calls since the last `take` in a rollout; None unless all environments took the same number of steps."""
-        if not 0 < len(self._ends) < MAX_END_STEPS:
-            return None
-        widths = {index: self._ends[call].shape[1] for call, index in enumerate(self._stepped)}
-        if any(self._ends[call].shape[1] != widths[index] for call, index in enumerate(self._stepped)):
-            return None
-        if len(widths) > 1 and set(widths.values()) != {1}:
-            return None
-        column = {index: place for place, index in enumerate(sorted(widths))}
-        counts, places = dict.fromkeys(widths, 0), []
-        for index in self._stepped:
-            places.append((counts[index], column[index]))
-            counts[index] += 1
-        if len(set(counts.values())) > 1:
-            return None
-        return CallOrder(next(iter(counts.values())), sum(widths.values()), places)
-
-    def ends(self) -> RecordedEnds | None:
-        """Return the ends since the last `take`; None unless these are steps of B environments that step together."""
-        order = self.order()
-        if order is None:
-            return None
-        terminated, truncated = (
-            torch.from_numpy(order.grid([flags[place] for flags in self._ends])) for place in (0, 1)
-        )
-        return RecordedEnds(terminated | truncated, truncated & ~terminated)
-
-    def rewards(self) -> Tensor | None:
-        """Return the rewards since the last `take`, [T, B] float64, likewise."""
-        order = self.order()
-        return None if order is None else torch.from_numpy(order.grid(self._rewards))
-
-    def transitions(self, observations: Tensor | None, actions: Tensor | None) -> Transitions | None:
-        """Return the steps since the last `take` beside what the script has stored; None where they do not fit it."""
-        order, rewards = self.order(), self.rewards()
-        if order is None or rewards is None or observations is None or rewards.shape != observations.shape[:2]:
-            return None
-        return self._transitions.beside(observations, actions, order, rewards)
-
-    def bounds(self, actions: Tensor | None) -> Tensor | None:
-        """Return the bounds [2, D] of the actions since the last `take`; None where stored ones [T, B, D] need not be those in use."""
-        order = self.order()
+    def collected(self) -> CollectedSteps | None:
+        """Return the steps since the last `take`; None unless all environments took the same number of steps."""
         spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
-        return self._transitions.bounds(actions, spaces[0], order) if spaces and actions is not None and order else None
+        return CollectedSteps.of(self._calls, spaces[0] if spaces else None)
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self._seconds
-        self._finished, self._seconds, self._calls = [], 0.0, 0
-        self._ends, self._rewards, self._stepped = [], [], []
+        self._finished, self._seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None
-        self._transitions.clear()
         return episodes, seconds
 
 
