@@ -36,6 +36,7 @@ from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     NOTHING_ACTED,
+    ClipCall,
     ClipLog,
     CollectedSteps,
     DistributionLog,
@@ -87,13 +88,6 @@ class OptimizerCall(NamedTuple):
     optimizer: Optimizer
     variables: Variables
     readings: list[LossReading]
-
-
-class ClipCall(NamedTuple):
-    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
-
-    parameters: frozenset[int]
-    max_norm: float | None
 
 
 class ScriptListener:
@@ -159,7 +153,6 @@ class ScriptListener:
         self._shown = self._several = False
         self._stepping = False  # an optimizer takes a step: of the passes of its closure only it knows which ones count
         self._scales: object = None
-        self._clips: list[ClipCall] = []
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -297,7 +290,6 @@ class ScriptListener:
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together."""
         self.clips.before_clip(parameters, max_norm)
-        self._clips.append(ClipCall(frozenset(map(id, parameters)), max_norm))
         if self._announced is not None and not self._shown:
             self._emit_gradients(self._announced)
 
@@ -365,8 +357,7 @@ class ScriptListener:
         parameters = _parameters_of(optimizer)
         self._steps_of[id(parameters[0])] += 1
         own = set(map(id, parameters))
-        self._last_clips[optimizer] = [call for call in self._clips if not own.isdisjoint(call.parameters)]
-        self._clips = [call for call in self._clips if own.isdisjoint(call.parameters)]
+        self._last_clips[optimizer] = self.clips.take_calls(parameters)
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
@@ -516,7 +507,7 @@ class ScriptListener:
             seen = (
                 None
                 if first is None or acting is None
-                else self._seen_difference(rollout, first, acting, variables, observations)
+                else self._seen_difference(finder, first, acting, variables, observations)
             )
             if seen is None and lstm is not None and lstm.forgets:
                 seen = "memory_zero"
@@ -524,7 +515,7 @@ class ScriptListener:
 
     def _seen_difference(
         self,
-        rollout: ScriptRollout,
+        finder: RolloutFinder,
         first: LossReading,
         acting: Acting,
         variables: Variables,
@@ -534,10 +525,8 @@ class ScriptListener:
         policy = first.policy
         if policy is None or policy.log_ratio is None or float(policy.log_ratio.abs().max()) < FIRST_DIFFERENCE:
             return None
-        own = {name: getattr(rollout, name) for name in ("log_probs", "returns")}
-        columns = {"log_probs": policy.old_log_probs, "returns": None if first.value is None else first.value.returns}
-        rows = RowFinder(own).rows_of(columns, variables.indices(len(policy.advantages)))
-        if rows is None or int(rows.max()) >= rollout.values.numel():
+        rows = finder.first_rows()
+        if rows is None:
             return None
         trained = {
             id(parameter) for one in self._optimizers for parameter in _parameters_of(one)
@@ -637,20 +626,9 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        self._minibatches.add(
-            ScriptMinibatch(
-                epoch=self._epoch,
-                step=self._step,
-                policy=policy,
-                value=reading.value,
-                entropy=reading.entropy,
-                total=reading.total if reading.complete and (reading.value or reading.left_out) is not None else None,
-                left_out=reading.left_out,
-                heads=heads,
-                indices=variables.indices(count),
-                inputs=_input_checksums(reading.inputs, count),
-            )
-        )
+        inputs, indices = _input_checksums(reading.inputs, count), variables.indices(count)
+        reading = reading._replace(heads=heads, inputs=None, logits=None)
+        self._minibatches.minibatches.append(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
@@ -659,21 +637,20 @@ class ScriptListener:
                 return
             self._count_passes()
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
-            value, rollout = minibatch.value, self._rollout
-            if value is None and not self._minibatches.critic_apart:
-                value = minibatch.left_out
+            reading, policy, rollout = minibatch.reading, minibatch.policy, self._rollout
+            value = reading.value if reading.value is not None or self._minibatches.critic_apart else reading.left_out
             rows = None if self._rows is None else self._rows.rows_of(minibatch.columns(), minibatch.indices)
-            rows = None if rows is None else rows.to(minibatch.policy.advantages.device)
-            counted = self._pass_key is not None or not self._size % len(minibatch.policy.advantages)
+            rows = None if rows is None else rows.to(policy.advantages.device)
+            counted = self._pass_key is not None or not self._size % len(policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
-            if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
+            if rows is not None and rollout is not None:
                 old_values = rollout.values.reshape(-1)[rows]
-                returns = rollout.targets(returns, rows, minibatch.policy.advantages)
+                returns = rollout.targets(returns, rows, policy.advantages)
             if value is not None and value.loss is None and value.values is not None and returns is not None:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
-            if minibatch.entropy is None and minibatch.total is not None and self._stated.get("entropy_coef"):
-                minibatch = minibatch._replace(entropy=unused_entropy(minibatch.heads))
-            losses = losses_of(minibatch._replace(value=value), self._weights())
+            if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
+                reading = reading._replace(entropy=unused_entropy(reading.heads))
+            losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None
             self.hooks.emit(
@@ -681,14 +658,14 @@ class ScriptListener:
                     epoch=minibatch.epoch if counted else 0,  # where a pass ends is not known
                     step=minibatch.step,
                     log_ratio=minibatch.log_ratio,
-                    advantages=minibatch.policy.advantages,
+                    advantages=policy.advantages,
                     values=None if value is None else value.values,
                     old_values=old_values,
                     returns=returns,
                     losses=losses,
-                    valid=minibatch.policy.valid,
+                    valid=policy.valid,
                     rows=rows,
-                    **minibatch.heads._asdict(),
+                    **reading.heads._asdict(),
                 )
             )
 

@@ -194,6 +194,11 @@ class LossReading(NamedTuple):
     climbed: bool = False
     heads: HeadColumns = HeadColumns()
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the loss is that of the policy and of the critic, which it may leave out."""
+        return self.complete and (self.value or self.left_out) is not None
+
 
 class _Product(NamedTuple):
     """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, the clip between both, and where

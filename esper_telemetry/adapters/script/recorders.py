@@ -59,14 +59,15 @@ EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_rew
 
 
 class Asked(NamedTuple):
-    """Log-probabilities that a distribution was asked for, and the actions; None of those that are no tensor."""
+    """Log-probabilities that a distribution was asked for, the actions, if they are a tensor, and its parameters, if they are known."""
 
     log_probs: Tensor
     actions: Tensor | None
+    columns: HeadColumns | None = None
 
     def copied(self) -> Asked:
-        """Return the same with a copy of the actions, whose memory a script may use again."""
-        return self._replace(actions=None if self.actions is None else self.actions.clone())
+        """Return the same without a graph, with a copy of the actions, whose memory a script may use again."""
+        return Asked(self.log_probs.detach(), None if self.actions is None else self.actions.clone())
 
 
 class ActedSteps(NamedTuple):
@@ -89,30 +90,26 @@ NOTHING_ACTED = ActedSteps((), ())
 class DistributionLog:
     """Records what the script asks its distributions for. What is followed by a step of the environments belongs to the rollout, what has a
     graph before a loss to the minibatch.
+
+    Attributes:
+        chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are no tensor.
     """
 
     def __init__(self) -> None:
         self._rollout: list[HeadColumns] = []
-        self._recent: deque[tuple[HeadColumns, Tensor | None]] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._chosen: Tensor | None = None
-        self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._entries = 0
-        self._asked: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._acted: list[Asked] = []
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn_from: list[HeadColumns] = []
+        self._acted: list[Asked] = []
+        self._entries = 0
+        self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
         chosen = actions.detach() if isinstance(actions, Tensor) else None
-        self._asked.append(Asked(log_probs.detach(), chosen))
-        if log_probs.requires_grad:
-            self._returned.append(log_probs)
-            self._chosen = chosen
-        columns = _columns_of(distribution)
-        if columns is not None:
-            self._recent.append((columns, log_probs if log_probs.requires_grad else None))
+        self.chosen = chosen if log_probs.requires_grad else self.chosen
+        self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
 
     def add_sample(self, distribution: Any) -> None:
         """Record choices that were drawn from a distribution, for a script that asks for no log-probabilities in acting.
@@ -129,66 +126,55 @@ class DistributionLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
-        for columns, _ in self._recent:
+        for columns in (one.columns for one in self._recent if one.columns is not None):
             self._entries += sum(part.numel() for column in columns for part in column.values())
             if self._entries <= MAX_DISTRIBUTION_ENTRIES:
                 self._rollout.append(columns)
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-            self._acted += [one.copied() for one in self._asked]
+            self._acted += [one.copied() for one in self._recent]
             if not self._rollout and len(self._drawn_from) < MAX_DRAWN_STEPS:
                 self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
         self._drawn.clear()
-        self._asked.clear()
         self._recent.clear()
-        self._returned.clear()
         self._entropies.clear()
 
     def take_acted(self) -> ActedSteps:
         """Return what was asked for in acting since the last call."""
         acted, self._acted = self._acted, []
-        return ActedSteps(acted, [one.copied() for one in self._asked])
-
-    @property
-    def chosen(self) -> Tensor | None:
-        """Actions of the last log-probabilities with a graph, [N, ...]."""
-        return self._chosen
+        return ActedSteps(acted, [one.copied() for one in self._recent])
 
     def take_graphs(self) -> DistributionGraphs:
-        """Return what was recorded with a graph since the last call."""
-        taken = DistributionGraphs(list(self._returned), list(self._entropies))
-        self._returned.clear()
+        """Return what was recorded with a graph: log-probabilities of the minibatch, and entropies since the last call."""
+        entropies = list(self._entropies)
         self._entropies.clear()
-        return taken
+        return DistributionGraphs([one.log_probs for one in self._recent if one.log_probs.requires_grad], entropies)
 
     def take_minibatch(self, rows: int, nodes: Container[Any]) -> HeadColumns:
         """Return the heads of so many rows whose log-probabilities are among these nodes, those of a loss; empty without any.
 
         What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
         """
-        taken, left = list[HeadColumns](), deque[tuple[HeadColumns, Tensor | None]](maxlen=MAX_DISTRIBUTIONS)
-        for columns, log_probs in self._recent:
-            if log_probs is None or log_probs.grad_fn not in nodes:
-                left.append((columns, log_probs))
-            else:
-                taken.append(_as_rows(columns, rows))
-        self._recent = left
-        return _merge([head for head in taken if _rows(head) == rows])
+        taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
+        left = [one for one in self._recent if all(one is not other for other in taken)]
+        self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
+        heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
+        return _merge([head for head in heads if _rows(head) == rows])
 
     def after_optimizer_step(self) -> None:
         """The minibatch is over: what is recorded from here on is of another one, or acts."""
         self._recent.clear()
-        self._asked.clear()
         self._drawn.clear()
 
     def take_rollout(self, steps: int, envs: int) -> HeadColumns:
         """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
         heads = [_as_rows(head, envs) for head in self._rollout or self._drawn_from]
         self._rollout, self._drawn_from = [], []
+        recent = [(one.columns, one.log_probs.requires_grad) for one in self._recent if one.columns is not None]
         if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
-            last = [head for head in (_as_rows(one, envs) for one, _ in self._recent) if _rows(head) == envs]
+            last = [head for head in (_as_rows(one, envs) for one, _ in recent) if _rows(head) == envs]
             heads += last[: len(heads) // (steps - 1)]
         complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
-        whole = [head for head, log_probs in self._recent if log_probs is None]
+        whole = [head for head, has_graph in recent if not has_graph]
         if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):
             return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in whole])
         count = len(heads) // steps if steps else 0
@@ -364,44 +350,58 @@ class StepGradients(NamedTuple):
     max_norm: float | None
 
 
+class ClipCall(NamedTuple):
+    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
+
+    parameters: frozenset[int]
+    max_norm: float | None
+
+
 class ClipLog:
-    """Records gradient norms before the script clips, until its optimizer takes its step.
+    """Records calls that clip gradients, and the norms before the first one, until the optimizer of these gradients takes its step.
 
     Attributes:
-        max_norm: to which the script clipped last; None where it has not.
+        max_norm: to which the script clipped last; None if it has not.
     """
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self._norms: dict[int, Tensor] = {}
-        self._limits: list[float] = []
+        self._calls: list[ClipCall] = []
 
     @torch.no_grad()
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together; those that were clipped in this step before keep their norms."""
         self._add(parameters)
-        if max_norm is not None:
-            self._limits.append(max_norm)
-            self.max_norm = max_norm
+        self._calls.append(ClipCall(frozenset(map(id, parameters)), max_norm))
+        self.max_norm = self.max_norm if max_norm is None else max_norm
 
     def clear(self) -> None:
-        """Forget the norms: the step is not one of PPO."""
-        self._norms, self._limits = {}, []
+        """Forget the norms: they are recorded, or the step is not one of PPO."""
+        self._norms = {}
 
     @torch.no_grad()
     def take(self, parameters: Mapping[str, Tensor]) -> StepGradients | None:
-        """Return the norms of these parameters; None where none has a gradient. Clipped in several parts, they have no one limit."""
+        """Return the norms of these parameters; None if none has a gradient. Clipped in several parts, they have no one limit."""
         present = {name: p for name, p in parameters.items() if p.grad is not None}
         unclipped = self._add(present.values())
-        norms, limits = self._norms, self._limits
+        norms, own = self._norms, set(map(id, present.values()))
         self.clear()
         if not present:
             return None
+        limits = [call.max_norm for call in self._calls if call.max_norm is not None and own & call.parameters]
         stacked = torch.stack([norms[id(p)] for p in present.values()])
         return StepGradients(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
 
+    def take_calls(self, parameters: Sequence[Tensor]) -> list[ClipCall]:
+        """Return the calls for some of these parameters, whose optimizer has taken its step, and forget them."""
+        own = set(map(id, parameters))
+        taken = [call for call in self._calls if own & call.parameters]
+        self._calls = [call for call in self._calls if not own & call.parameters]
+        return taken
+
     def _add(self, parameters: Any) -> bool:
-        """Add the norms that are missing; return True where any was."""
+        """Add the norms that are missing; return True if any was."""
         gradients = {id(p): p.grad for p in parameters if p.grad is not None and id(p) not in self._norms}
         if gradients:
             self._norms.update(zip(gradients, gradient_norms(list(gradients.values())).unbind(), strict=True))

@@ -445,14 +445,14 @@ class RolloutFinder:
         """Return the array [T, B, ...] with such a name, else one with the rows [N, ...] of the minibatch, in the order of time."""
         array = self._variables.find(NAMES[role], accept)
         if array is None and own is not None:
-            places = [one for one in (self._first_rows(), self._entries) if one is not None]
+            places = [one for one in (self.first_rows(), self._entries) if one is not None]
             values = (value for _, value in self._variables.named_values()) if places else ()
             candidates = (one for value in values if (one := accept(value)) is not None)
             fitting = (one for one in candidates if any(_has_rows(one.flatten(0, 1), rows, own) for rows in places))
             array = next(fitting, None)
         return None if array is None else self._in_time(array.flatten(0, 1), own).reshape(array.shape)
 
-    def _first_rows(self) -> Tensor | None:
+    def first_rows(self) -> Tensor | None:
         """Transitions [N] of the first minibatch."""
         if self._order is not None and self._entries is not None:
             return self._order[self._entries]

@@ -19,49 +19,25 @@ from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_v
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
-        *(
-            "clip_coef",
-            "clip_eps",
-            "clip_range",
-            "clip_param",
-            "clip_epsilon",
-            "eps_clip",
-            "clip_ratio",
-            "clip_rate",
-            "ratio_clip",
-            "clip",
-        ),
-        "CLIP",
-        "clipping",
-        "policy_clip",
-        "ppo_clip",
-        "ε",
+        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip_rate"),
+        *("ratio_clip", "clip", "clipping", "policy_clip", "ppo_clip", "ε"),
     ),
-    "gamma": ("gamma", "GAMMA", "discount", "discount_factor", "gam", "γ"),
+    "gamma": ("gamma", "discount", "discount_factor", "gam", "γ"),
     "gae_lambda": (
-        *("gae_lambda", "lam", "lambda_", "gae_lam", "lambd", "lmbda", "LAMBDA", "lambda_gae_adv", "gae_tau", "λ"),
+        *("gae_lambda", "lam", "lambda", "gae_lam", "lambd", "lmbda", "lambda_gae_adv", "gae_tau", "λ"),
         *("trace", "trace_decay", "lamda"),
     ),
-    "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
-    "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
-    "num_epochs": (
-        "update_epochs",
-        "num_epochs",
-        "n_epochs",
-        "epochs",
-        "EPOCHS",
-        "K_epochs",
-        "ppo_epoch",
-        "ppo_epochs",
-    ),
-    "num_minibatches": ("num_minibatches", "n_minibatches", "MINIBATCHES"),
-    "learning_rate": ("learning_rate", "lr", "LEARNING_RATE", "LR"),
-    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF", "value_loss_coef", "value_weight", "c_v", "c1"),
-    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF", "entropy_weight", "c_e", "c2", "entropy_beta"),
-    "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
-    "target_kl": ("target_kl", "TARGET_KL"),
+    "num_steps": ("num_steps", "n_steps", "rollout_length"),
+    "num_envs": ("num_envs", "n_envs"),
+    "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "K_epochs", "ppo_epoch"),
+    "num_minibatches": ("num_minibatches", "n_minibatches", "minibatches"),
+    "learning_rate": ("learning_rate", "lr"),
+    "value_coef": ("vf_coef", "value_coef", "critic_coef", "value_loss_coef", "value_weight", "c_v", "c1"),
+    "entropy_coef": ("ent_coef", "entropy_coef", "entropy_weight", "c_e", "c2", "entropy_beta"),
+    "total_steps": ("total_timesteps", "total_steps", "max_steps"),
+    "target_kl": ("target_kl",),
     "mean_noise": ("rpo_alpha",),  # of the policy's means in training alone, https://arxiv.org/abs/2212.07536
-    "env": ("env_id", "env_name", "ENV_ID", "env"),
+    "env": ("env_id", "env_name", "env"),
 }
 """Settings that alarms read."""
 
@@ -78,27 +54,14 @@ MAX_EXPLAINED_PAIRS = 6
 """Pairs of both with which known mistakes are tried: 0.07 s each for 2,048 transitions, once in a run."""
 
 MAX_NORM: Aliases = (
-    "max_grad_norm",
-    "MAX_GRAD_NORM",
-    "max_gradient_norm",
-    "grad_clip",
-    "clip_grad_norm",
-    "grad_clip_norm",
-    "max_norm",
+    *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
 )
 SCALERS: Aliases = ("scaler", "grad_scaler", "amp_scaler")
-NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
-ANNEALS: Aliases = (
-    "anneal_lr",
-    "anneal_learning_rate",
-    "lr_anneal",
-    "use_linear_lr_decay",
-    "linear_lr_decay",
-    "ANNEAL_LR",
-)
+NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "norm_advantages")
+ANNEALS: Aliases = ("anneal_lr", "anneal_learning_rate", "lr_anneal", "use_linear_lr_decay", "linear_lr_decay")
 UPDATES: Aliases = (
     *("num_updates", "n_updates", "total_updates", "max_updates", "num_iterations", "n_iterations", "total_iterations"),
-    *("NUM_UPDATES", "N_UPDATES", "UPDATES", "ITERATIONS", "NUM_ITERATIONS"),
+    *("updates", "iterations"),
 )
 MIN_UPDATES = 4
 """Smallest number under such a name that is one of updates to come; below it may be a count of those that are over."""
