@@ -126,20 +126,20 @@ class ValueTerm(NamedTuple):
         values, returns: [N], estimates now, and their targets; `values` is None where the graph does not tell them.
         old_values: [N], around which the values are clipped; None without a clip.
         clip: range of the values; None without one.
+        kind: "squared", "Huber" or "absolute".
+        edge: where gradients of the values go on.
         loss: 0-d, without a weight, so that it is half the mean error squared where it is a mean of squares.
         weight: of the loss; 0 of a critic that the loss leaves out.
-        kind: "squared" or "Huber".
-        edge: where gradients of the values go on.
     """
 
     values: Tensor | None
     returns: Tensor | None
     old_values: Tensor | None
     clip: float | None
-    loss: Tensor | None
-    weight: float
     kind: str
     edge: GradientEdge
+    loss: Tensor | None = None
+    weight: float = 0.0
 
 
 class EntropyTerm(NamedTuple):
@@ -211,17 +211,6 @@ class _Product(NamedTuple):
     is_ratio: bool
     attached: GradientEdge | None
     reshaped: bool = False
-
-
-class _Error(NamedTuple):
-    """Differences of values and targets: the node of the values, both columns as far as they are known, and the clip."""
-
-    node: Node
-    values: Tensor | None
-    returns: Tensor | None
-    old_values: Tensor | None
-    clip: float | None
-    kind: str
 
 
 def read_loss(
@@ -339,8 +328,7 @@ class _LossReader:
         unused = [one for one in estimates if one.numel() == count and one.grad_fn not in self.consumers]
         if not unused or any(one.grad_fn in self.consumers for one in estimates if one.numel() == count):
             return None
-        edge = _edge(unused[-1])
-        return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, None, 0.0, "squared", edge)
+        return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, "squared", _edge(unused[-1]))
 
     def _joins_estimates(self, tensor: Tensor) -> bool:
         """Return True for the critic's estimates of several steps, one after the other."""
@@ -588,21 +576,12 @@ class _LossReader:
         error = self._error(node)
         if error is None:
             return None
-        rows = self.value(node)
-        contribution = None if rows is None else (rows * gradient).sum()
-        weight = 2 * float(gradient.sum())
-        return ValueTerm(
-            values=error.values,
-            returns=error.returns,
-            old_values=error.old_values,
-            clip=error.clip,
-            loss=None if contribution is None or not weight else contribution / weight,
-            weight=weight,
-            kind=error.kind,
-            edge=GradientEdge(error.node, 0),
-        )
+        rows, weight = self.value(node), 2 * float(gradient.sum())
+        loss = None if rows is None or not weight else (rows * gradient).sum() / weight
+        return error._replace(loss=loss, weight=weight)
 
-    def _error(self, node: Node) -> _Error | None:
+    def _error(self, node: Node) -> ValueTerm | None:
+        """Differences of values and targets: both columns as far as they are known, and the clip."""
         kind, children = _kind(node), _children(node)
         if kind in EXTREMES:
             errors = [self._error(self._through_views(child)) for child in children if child is not None]
@@ -653,7 +632,7 @@ class _LossReader:
             return None
         return clipped.old_values + (clipped.values - clipped.old_values).clamp(-clipped.clip, clipped.clip)
 
-    def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> _Error:
+    def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> ValueTerm:
         """Follow values to those before a clip around others: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
         node = self._through_views(node)
         if (
@@ -664,20 +643,19 @@ class _LossReader:
             low, high = node._saved_min.detach(), node._saved_max.detach()
             source, now = _children(node)[0], node._saved_self.detach()
             limit = round(float(high.reshape(-1)[0] - low.reshape(-1)[0]) / 2, 6)
-            return _Error(source, _flat(now), _flat(returns), _flat((low + high) / 2), limit, kind)
-        if _kind(node) == "AddBackward0":
-            parts = [self._through_views(child) for child in _children(node) if child is not None]
-            moved = parts[0] if len(parts) == 1 else None
-            if moved is not None and _kind(moved) == "ClampBackward1" and _number(moved._saved_max) is not None:
-                below = self._through_views(_children(moved)[0])
-                source = _children(below)[0] if _kind(below) == "SubBackward0" else None
-                now = None if source is None else self.value(source)
-                difference = moved._saved_self.detach()
+            edge = GradientEdge(source, 0)
+            return ValueTerm(_flat(now), _flat(returns), _flat((low + high) / 2), limit, kind, edge)
+        parts = [self._through_views(child) for child in _children(node) if child is not None]
+        moved = parts[0] if _kind(node) == "AddBackward0" and len(parts) == 1 else None
+        if moved is not None and _kind(moved) == "ClampBackward1" and _number(moved._saved_max) is not None:
+            below, difference = self._through_views(_children(moved)[0]), moved._saved_self.detach()
+            source = _children(below)[0] if _kind(below) == "SubBackward0" else None
+            if source is not None:
+                now = self.value(source)
                 old = None if now is None else now.reshape(difference.shape) - difference
-                limit = float(moved._saved_max)
-                flat_now = None if now is None else now.reshape(-1)
-                return _Error(source, flat_now, _flat(returns), _flat(old), limit, kind)
-        return _Error(node, _flat(values), _flat(returns), None, None, kind)
+                limit, edge = float(moved._saved_max), GradientEdge(source, 0)
+                return ValueTerm(_flat(now), _flat(returns), _flat(old), limit, kind, edge)
+        return ValueTerm(_flat(values), _flat(returns), None, None, kind, GradientEdge(node, 0))
 
     def _same_difference(self, one: Node, other: Node) -> bool:
         """Return True for two factors that are the same difference of values and targets."""
@@ -792,18 +770,6 @@ class _LossReader:
         return None
 
 
-def _linear(node: Node, _: Operands) -> Tensor:
-    """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
-    *bias, _inputs, weights = _children(node)
-    rows = node._saved_mat1 if _kind(node) == "AddmmBackward0" else node._saved_self
-    parameter = _parameter(weights)
-    if rows is None or parameter is None:
-        raise LookupError
-    product: Tensor = rows @ (parameter.t() if _kind(weights) == "TBackward0" else parameter)
-    offset = _parameter(bias[0]) if bias else None
-    return product if offset is None else product + offset
-
-
 def _error_of_rows(node: Node, _: Operands) -> Tensor:
     rows = _elementwise(node)
     return (rows, rows.mean(), rows.sum())[node._saved_reduction]
@@ -832,8 +798,6 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
     "MulBackward0": lambda _, operand: operand(0) * operand(1),
     "DivBackward0": lambda _, operand: operand(0) / operand(1),
-    "AddmmBackward0": _linear,
-    "MmBackward0": _linear,
     **dict.fromkeys(ERRORS, _error_of_rows),
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
 }
@@ -905,13 +869,6 @@ def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
 def _is_sum(gradient: Tensor) -> bool:
     """Return True where each row has the slope 1, as in a sum: a mean has 1 / N."""
     return gradient.numel() > MIN_SUMMED_ROWS and bool(((gradient.abs() - 1).abs() < ROUNDING).all())
-
-
-def _parameter(node: Node) -> Tensor | None:
-    """The parameter that a node stands for, also transposed."""
-    if node is not None and _kind(node) == "TBackward0":
-        node = _children(node)[0]
-    return node.variable.detach() if node is not None and hasattr(node, "variable") else None
 
 
 def _elementwise(node: Node) -> Tensor:
