@@ -138,7 +138,7 @@ def test_returns_and_values_are_the_columns_whose_difference_the_advantages_are(
         arrays | {"a": (raw - raw.mean()) / raw.std()}, reading_of(log_probs, (raw - raw.mean()) / raw.std())
     )
     rollout = finder.rollout(0.9)
-    assert rollout is not None and rollout.returns_stored
+    assert rollout is not None and rollout.returns_known
     assert torch.equal(rollout.returns.flatten(), targets) and torch.equal(rollout.values.flatten(), 1e-3 * critic)
 
 
@@ -370,7 +370,7 @@ def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_o
         finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
         rollout = finder.rollout(0.9)
 
-        assert rollout is not None and rollout.bootstraps is bootstraps
+        assert rollout is not None and torch.equal(rollout.terminated, rollout.ended) is not bootstraps
 
 
 def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
@@ -612,15 +612,15 @@ def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the
     never = torch.zeros(20, 3, dtype=torch.bool)
     following_values = torch.cat([values[1:], last[None]])
     rollout = ScriptRollout(
-        rewards, values, advantages, advantages + values, rewards, never, following_values, last.reshape(1, 3)
+        rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3)
     )
     numbers = [0.2, 0.9, 0.95, 0.97, 0.999]
 
     found = {"gamma": 0.97, "gae_lambda": gae_lambda}
-    assert find_discounts(rollout, None, {}, numbers) == found
-    assert find_discounts(rollout, None, {"gamma": 0.97}, numbers) == found
-    assert find_discounts(rollout, None, {}, [0.2, 0.9]) == {}
-    assert find_discounts(rollout._replace(advantages=rewards), None, {}, numbers) == {}
+    assert find_discounts(rollout, {}, numbers) == found
+    assert find_discounts(rollout, {"gamma": 0.97}, numbers) == found
+    assert find_discounts(rollout, {}, [0.2, 0.9]) == {}
+    assert find_discounts(rollout._replace(advantages=rewards), {}, numbers) == {}
 
 
 def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:

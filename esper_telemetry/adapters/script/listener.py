@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
@@ -246,9 +247,7 @@ class ScriptListener:
             reading = self._with_left_out(reading)
         terms = partial(loss_terms, loss, reading, variables, parameters, self._weights())
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
-        self._scales = variables.find(
-            settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
-        )
+        self._scales = variables.find_instance(GradScaler)
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
         """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own.
@@ -444,14 +443,14 @@ class ScriptListener:
         self._config, self._facts, self._numbers = settings.find_config(variables), facts, numbers
         self._first_rate = float(optimizer.param_groups[0]["lr"])
 
-    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None, limits: Tensor | None) -> None:
+    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
         """Emit `RunStart`; the first rollout may tell settings that have no name."""
         numbers, rate = self._numbers, self._first_rate or 0.0
         collected = 0 if rollout is None else rollout.rewards.numel()
         known = variables.with_constants(numbers.named)
         facts = self._facts = {**self._facts, **settings.find_schedule(known, self._facts, rate, collected)}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = self._facts = {**settings.find_discounts(rollout, limits, facts, numbers.fractions), **facts}
+            facts = self._facts = {**settings.find_discounts(rollout, facts, numbers.fractions), **facts}
         facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
@@ -479,9 +478,8 @@ class ScriptListener:
             acted=acted if collected is not None and collected.in_turns else NOTHING_ACTED,
         )
         rollout = finder.rollout(self._facts.get("gamma"))
-        limits = None if collected is None else collected.time_limits
         if UNCHECKED_FACT not in self._facts:
-            self._announce_run(variables, rollout, limits)
+            self._announce_run(variables, rollout)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
@@ -504,26 +502,22 @@ class ScriptListener:
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
-            seen = (
-                None
-                if first is None or acting is None
-                else self._seen_difference(finder, first, acting, variables, observations)
-            )
+            seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
             if seen is None and lstm is not None and lstm.forgets:
                 seen = "memory_zero"
-            self._emit_rollout(rollout, actions, lstm, limits, seen)
+            self._emit_rollout(rollout, actions, lstm, seen)
 
     def _seen_difference(
         self,
         finder: RolloutFinder,
         first: LossReading,
-        acting: Acting,
+        acting: Acting | None,
         variables: Variables,
         observations: Tensor | None,
     ) -> str | None:
         """Return the hypothesis why the first minibatch has other log-probabilities than acting; None where it has the same ones."""
-        policy = first.policy
-        if policy is None or policy.log_ratio is None or float(policy.log_ratio.abs().max()) < FIRST_DIFFERENCE:
+        ratio = None if first.policy is None else first.policy.log_ratio
+        if acting is None or ratio is None or float(ratio.abs().max()) < FIRST_DIFFERENCE:
             return None
         rows = finder.first_rows()
         if rows is None:
@@ -573,25 +567,18 @@ class ScriptListener:
         rollout: ScriptRollout,
         actions: RolloutActions | None,
         lstm: RecordedLstm | None,
-        time_limits: Tensor | None,
         seen_difference: str | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
-        ended, limits = rollout.ended, None if time_limits is None else time_limits.to(rollout.ended.device)
-        shown = rollout._asdict()
-        bootstraps = shown.pop("bootstraps")
-        shown["returns_known"] = shown.pop("returns_stored")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
                 env_step=self._env_step,
-                terminated=ended & ~limits if bootstraps and limits is not None else ended,
-                time_limits=None if bootstraps else limits,
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 seen_difference=seen_difference,
-                **{**shown, **{name: getattr(actions, name) for name in columns}},
+                **{**rollout._asdict(), **{name: getattr(actions, name) for name in columns}},
             )
         )
         self.findings[ROLLOUTS] = None

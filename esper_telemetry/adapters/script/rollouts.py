@@ -75,10 +75,11 @@ class ScriptRollout(NamedTuple):
     """A rollout, [T, B] each; copies, because scripts reuse the memory.
 
     Attributes:
+        terminated: bool: ends of episodes, without those by a time limit if the script estimates the states there.
+        time_limits: bool: those by a time limit otherwise; None if they are not known, or estimated.
         next_values: estimates of the state after each step, 0 if the script does not show that of an episode's last one.
         last_values: [1, B], estimates of the states after the last step.
-        bootstraps: estimates of the last states of episodes that a time limit ended are among `next_values`.
-        returns_stored: the script has an array with the returns.
+        returns_known: the script has an array with the returns.
     """
 
     rewards: Tensor
@@ -87,10 +88,11 @@ class ScriptRollout(NamedTuple):
     returns: Tensor
     log_probs: Tensor
     ended: Tensor
+    terminated: Tensor
     next_values: Tensor
     last_values: Tensor
-    bootstraps: bool = False
-    returns_stored: bool = True
+    time_limits: Tensor | None = None
+    returns_known: bool = True
 
     def targets(self, targets: Tensor | None, rows: Tensor, in_use: Tensor | None = None) -> Tensor | None:
         """Return the critic's targets [N] in these transitions: those of its loss, as stored if both are the same up to rounding.
@@ -99,9 +101,9 @@ class ScriptRollout(NamedTuple):
         """
         stored = self.returns.reshape(-1)[rows]
         if targets is None or len(targets) != len(stored):
-            return stored if targets is None and self.returns_stored else targets
+            return stored if targets is None and self.returns_known else targets
         others = [stored.to(targets)]
-        if self.returns_stored:
+        if self.returns_known:
             columns = (self.values, self.advantages, self.returns - self.values)
             others += [column.reshape(-1)[rows].to(targets) for column in columns]
             others += [in_use.to(targets)] if in_use is not None and len(in_use) == len(targets) else []
@@ -306,7 +308,9 @@ class RolloutFinder:
         columns = self._columns
         varying = [grid for grid in self._grids if len(grid) == self.steps and _varies(grid)]
         known = {role: [columns[role][: self.steps]] for role in ("values", "advantages") if role in columns}
-        if not known or not varying:
+        whole = [columns[role][: self.steps] for role in ("returns", "values", "advantages") if role in columns]
+        is_done = len(whole) == 3 and _line_error(whole[0] - whole[1], whole[2]) <= SAME_LINE
+        if is_done or not known or not varying:
             return
         for advantages in known.get("advantages", varying):
             parts = varying  # of which none is the advantages times a factor
@@ -504,6 +508,7 @@ class RolloutFinder:
             final = None if float(added.max()) <= SAME_NUMBER * float(returns.abs().max()) else final
         if limits is not None and final is not None:
             after = torch.where(limits, final.to(values), after)
+        bootstraps = limits is not None and final is not None and bool(limits.any())
         return ScriptRollout(
             rewards=rewards.clone(),
             values=values.clone(),
@@ -511,10 +516,11 @@ class RolloutFinder:
             returns=returns.clone(),
             log_probs=log_probs.clone(),
             ended=ended,
+            terminated=ended & ~limits if limits is not None and bootstraps else ended,
             next_values=after,
             last_values=last.clone().reshape(1, self.envs),
-            bootstraps=limits is not None and final is not None and bool(limits.any()),
-            returns_stored=stored,
+            time_limits=None if bootstraps else limits,
+            returns_known=stored,
         )
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:

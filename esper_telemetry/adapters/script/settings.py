@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
@@ -56,7 +55,6 @@ MAX_EXPLAINED_PAIRS = 6
 MAX_NORM: Aliases = (
     *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
 )
-SCALERS: Aliases = ("scaler", "grad_scaler", "amp_scaler")
 NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "norm_advantages")
 ANNEALS: Aliases = ("anneal_lr", "anneal_learning_rate", "lr_anneal", "use_linear_lr_decay", "linear_lr_decay")
 UPDATES: Aliases = (
@@ -131,21 +129,18 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(
-    rollout: ScriptRollout, limits: Tensor | None, facts: Mapping[str, Any], fractions: Sequence[float]
-) -> dict[str, float]:
+def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], fractions: Sequence[float]) -> dict[str, float]:
     """Return the discount factor and the lambda of a script that gives them no name: those of its numbers that explain its advantages.
 
     Args:
         rollout: of the first update.
-        limits: [T, B], bool: steps that a time limit ended; None where that is not known.
         facts: of the settings that are known.
         fractions: numbers between 0 and 1 in the script's source.
     """
     likely = sorted((one for one in fractions if MIN_DISCOUNT < one < 1), reverse=True)[:MAX_DISCOUNTS]
     gammas, lambdas = ([float(facts[name])] if name in facts else likely for name in ("gamma", "gae_lambda"))
     estimates = {
-        pair: _gae_inputs(rollout, limits, *pair)
+        pair: _gae_inputs(rollout, *pair)
         for pair in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0])
     }
     followed = {pair: correlation(gae(inputs), inputs.claimed) for pair, inputs in estimates.items()}
@@ -163,20 +158,15 @@ def find_discounts(
     return dict(zip(("gamma", "gae_lambda"), next(iter(explained)), strict=True))
 
 
-def _gae_inputs(rollout: ScriptRollout, limits: Tensor | None, gamma: float, gae_lambda: float) -> GaeInputs:
-    """The columns of a rollout; where a script hides what follows time limits, they are ends like others."""
-    next_values, terminated = rollout.next_values, rollout.ended
-    if limits is not None:
-        limits = limits.to(terminated.device)
-        terminated = terminated & ~limits
-        next_values = next_values if rollout.bootstraps else next_values.where(~limits, 0.0)
+def _gae_inputs(rollout: ScriptRollout, gamma: float, gae_lambda: float) -> GaeInputs:
+    """The columns of a rollout; if a script hides what follows time limits, they are ends like others."""
     inputs = GaeInputs(
         rewards=rollout.rewards.double(),
         values=rollout.values.double(),
-        next_values=next_values.double(),
+        next_values=rollout.next_values.double(),
         ended=rollout.ended,
-        terminated=terminated,
-        following=next_values.double(),
+        terminated=rollout.terminated,
+        following=rollout.next_values.double(),
         claimed=rollout.advantages.double(),
         gamma=gamma,
         gae_lambda=gae_lambda,
