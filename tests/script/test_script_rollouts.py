@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
-from esper_telemetry.adapters.script.recorders import ActedSteps, Asked, DistributionLog, EstimateLog
+from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EstimateLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.taps import Taps
@@ -162,7 +162,7 @@ def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked
             log.add(policy, policy.log_prob(policy.sample()))
         log.after_env_step()
 
-    heads = log.take_rollout(3, 2).logits
+    heads = log.take_rollout(3, 2)[1].logits
 
     torch.testing.assert_close(heads["action"], logits.log_softmax(-1))
 
@@ -199,7 +199,7 @@ def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
             log.after_env_step()
         log.add(policy, policy.log_prob(torch.zeros(1).long()))
 
-    logits = log.take_rollout(3, 1).logits["action"]
+    logits = log.take_rollout(3, 1)[1].logits["action"]
     assert (logits[:, 0, 0] - logits[:, 0, 1]).tolist() == pytest.approx([0, 1, 2])
 
 
@@ -511,7 +511,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
     reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
-    acted = ActedSteps([Asked(one, None) for one in kept["log_probs"]], ())
+    acted = [Asked(one, None) for one in kept["log_probs"]]
     ends = torch.zeros(32, 1, dtype=torch.bool)
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     rollout = finder.rollout(0.9)
@@ -520,7 +520,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
         assert torch.equal(getattr(rollout, name).flatten(), column)
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
-    acted = ActedSteps([Asked(kept["log_probs"], None)], ())
+    acted = [Asked(kept["log_probs"], None)]
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
@@ -551,20 +551,20 @@ def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_a
         if step:
             log.after_env_step()
         log.add(object(), log_probs[step].reshape(1), actions[step].reshape(1))
-    acted, arrays = log.take_acted(), {"z": log_probs, "a": advantages}
+    (acted, _), arrays = log.take_rollout(32, 1), {"z": log_probs, "a": advantages}
     ends, reading = torch.zeros(32, 1, dtype=torch.bool), reading_of(log_probs, advantages)
 
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     found = finder.actions(None)
 
     assert found is not None and torch.equal(found.flatten(), actions)
-    assert not acted.of(40)[32:] and RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
+    assert RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
 
 
 def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
     log_probs = torch.tensor([-0.25, -1.5]).repeat(16)
     advantages = torch.randn(32, generator=torch.Generator().manual_seed(22))
-    acted = ActedSteps([Asked(one.reshape(1), None) for one in log_probs], ())
+    acted = [Asked(one.reshape(1), None) for one in log_probs]
     arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, advantages)
 

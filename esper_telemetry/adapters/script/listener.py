@@ -36,7 +36,6 @@ from esper_telemetry.adapters.script.minibatches import (
 from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
-    NOTHING_ACTED,
     ClipCall,
     ClipLog,
     CollectedSteps,
@@ -466,7 +465,8 @@ class ScriptListener:
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
         collected, first = self.environments.collected(), _joined(readings)
-        acted = self.distributions.take_acted()
+        steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
+        acted, heads = self.distributions.take_rollout(steps, envs)
         finder = RolloutFinder(
             variables,
             None if collected is None else collected.ended,
@@ -475,7 +475,7 @@ class ScriptListener:
             reading=first,
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
-            acted=acted if collected is not None and collected.in_turns else NOTHING_ACTED,
+            acted=acted if collected is not None and collected.in_turns else (),
         )
         rollout = finder.rollout(self._facts.get("gamma"))
         if UNCHECKED_FACT not in self._facts:
@@ -485,7 +485,7 @@ class ScriptListener:
         self._env_step = counted if counted > self._env_step else self._env_step + size
         observations = finder.observations(None if first is None else first.inputs)
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
-        actions = self._actions_of(finder, collected, chosen, observations)
+        actions = self._actions_of(finder, heads, collected, chosen, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -498,7 +498,7 @@ class ScriptListener:
             if observations is not None:
                 own["inputs"] = checksums(observations.float()).to(rollout.values.device)
             self._rows = RowFinder(own)
-        lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
+        lstm, acting = self.lstm.take(steps, envs), self.acting.take(steps, envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
@@ -531,12 +531,12 @@ class ScriptListener:
     def _actions_of(
         self,
         finder: RolloutFinder,
+        heads: HeadColumns,
         collected: CollectedSteps | None,
         chosen: Tensor | None,
         observations: Tensor | None,
     ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
-        heads = self.distributions.take_rollout(finder.steps, finder.envs)
         actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None

@@ -67,24 +67,8 @@ class Asked(NamedTuple):
 
     def copied(self) -> Asked:
         """Return the same without a graph, with a copy of the actions, whose memory a script may use again."""
-        return Asked(self.log_probs.detach(), None if self.actions is None else self.actions.clone())
-
-
-class ActedSteps(NamedTuple):
-    """What was asked for before steps of the environments, and after the last one."""
-
-    before: Sequence[Asked]
-    after: Sequence[Asked]
-
-    def of(self, steps: int) -> list[Asked]:
-        """Return those of so many steps: a script that asks after each step has done so after the last one too."""
-        if not self.before or len(self.before) != steps - 1:
-            return list(self.before)
-        last = [one for one in self.after if one.log_probs.shape == self.before[-1].log_probs.shape]
-        return [*self.before, *(last if len(last) == 1 else ())]
-
-
-NOTHING_ACTED = ActedSteps((), ())
+        actions = None if self.actions is None else self.actions.clone()
+        return Asked(self.log_probs.detach(), actions, self.columns)
 
 
 class DistributionLog:
@@ -96,7 +80,6 @@ class DistributionLog:
     """
 
     def __init__(self) -> None:
-        self._rollout: list[HeadColumns] = []
         self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
@@ -126,22 +109,16 @@ class DistributionLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
-        for columns in (one.columns for one in self._recent if one.columns is not None):
-            self._entries += sum(part.numel() for column in columns for part in column.values())
-            if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-                self._rollout.append(columns)
+        columns = [column for one in self._recent for column in one.columns or ()]
+        self._entries += sum(part.numel() for column in columns for part in column.values())
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
             self._acted += [one.copied() for one in self._recent]
-            if not self._rollout and len(self._drawn_from) < MAX_DRAWN_STEPS:
+            is_known = bool(self._acted) and self._acted[-1].columns is not None
+            if not is_known and len(self._drawn_from) < MAX_DRAWN_STEPS:
                 self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
         self._drawn.clear()
         self._recent.clear()
         self._entropies.clear()
-
-    def take_acted(self) -> ActedSteps:
-        """Return what was asked for in acting since the last call."""
-        acted, self._acted = self._acted, []
-        return ActedSteps(acted, [one.copied() for one in self._recent])
 
     def take_graphs(self) -> DistributionGraphs:
         """Return what was recorded with a graph: log-probabilities of the minibatch, and entropies since the last call."""
@@ -165,25 +142,24 @@ class DistributionLog:
         self._recent.clear()
         self._drawn.clear()
 
-    def take_rollout(self, steps: int, envs: int) -> HeadColumns:
-        """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
-        heads = [_as_rows(head, envs) for head in self._rollout or self._drawn_from]
-        self._rollout, self._drawn_from = [], []
-        recent = [(one.columns, one.log_probs.requires_grad) for one in self._recent if one.columns is not None]
-        if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
-            last = [head for head in (_as_rows(one, envs) for one, _ in recent) if _rows(head) == envs]
-            heads += last[: len(heads) // (steps - 1)]
-        complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
-        whole = [head for head, has_graph in recent if not has_graph]
-        if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):
-            return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in whole])
+    def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
+        """Return what was asked for in acting since the last call, and the heads of the rollout, [T, B, ...] each; empty if they do not fit."""
+        asked, drawn, complete = self._acted, self._drawn_from, self._entries <= MAX_DISTRIBUTION_ENTRIES
+        self._acted, self._drawn_from, self._entries = [], [], 0
+        if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before
+            last = [one.copied() for one in self._recent if one.log_probs.shape == asked[-1].log_probs.shape]
+            asked += last[: len(asked) // (steps - 1)]
+        heads = [_as_rows(one, envs) for one in [one.columns for one in asked if one.columns is not None] or drawn]
+        at_once = [one.columns for one in self._recent if one.columns is not None and not one.log_probs.requires_grad]
+        if complete and at_once and not heads and all(_rows(head) == steps * envs != envs for head in at_once):
+            return asked, _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in at_once])
         count = len(heads) // steps if steps else 0
         series = [heads[place : steps * count : count] for place in range(count)]
         shapes = [{tuple(column.shape) for part in head for column in part.values()} for head in heads[: steps * count]]
         regular = all(shape == shapes[place % count] for place, shape in enumerate(shapes)) if count else False
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
-            return HeadColumns()
-        return _merge([join_columns(columns, torch.stack) for columns in series])
+            return asked, HeadColumns()
+        return asked, _merge([join_columns(columns, torch.stack) for columns in series])
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.recorders import NOTHING_ACTED, ActedSteps, LastEstimate
+from esper_telemetry.adapters.script.recorders import Asked, LastEstimate
 from esper_telemetry.adapters.script.variables import Variables, as_column, stacked
 
 NAMES = {
@@ -135,7 +135,7 @@ class RolloutFinder:
         reading: LossReading | None = None,
         estimates: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
-        acted: ActedSteps = NOTHING_ACTED,
+        acted: Sequence[Asked] = (),
     ) -> None:
         self._variables = variables
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
@@ -144,11 +144,10 @@ class RolloutFinder:
         )
         self.steps, self.envs = (0, 0) if ends is None else (len(ends), ends.shape[1])
         self._estimates, self._last_estimates = estimates, last_estimates
-        asked = acted.of(self.steps)
-        numbers = torch.cat([one.log_probs.reshape(-1) for one in asked]).to(self._device) if asked else torch.empty(0)
+        numbers = torch.cat([one.log_probs.reshape(-1) for one in acted]).to(self._device) if acted else torch.empty(0)
         whole = len(numbers) and self.steps and not len(numbers) % (self.steps * self.envs)
         self._acted = numbers.reshape(self.steps, self.envs, -1).sum(-1) if whole else None
-        self._taken = [one.actions for one in asked if one.actions is not None]
+        self._taken = [one.actions for one in acted if one.actions is not None]
         self._env_major = False
         self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
