@@ -599,7 +599,7 @@ def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> 
 
 
 @pytest.mark.parametrize(("bootstrap", "gae_lambda"), [(True, 0.9), (False, 0.9), (True, 1.0)])
-def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the_advantages(
+def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last_value_is(
     bootstrap: bool, gae_lambda: float
 ) -> None:
     draw = torch.Generator().manual_seed(24)
@@ -614,21 +614,20 @@ def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the
     rollout = ScriptRollout(
         rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3)
     )
-    numbers = [0.2, 0.9, 0.95, 0.97, 0.999]
-
     found = {"gamma": 0.97, "gae_lambda": gae_lambda}
-    assert find_discounts(rollout, {}, numbers) == found
-    assert find_discounts(rollout, {"gamma": 0.97}, numbers) == found
-    assert find_discounts(rollout, {}, [0.2, 0.9]) == {}
-    assert find_discounts(rollout._replace(advantages=rewards), {}, numbers) == {}
+    assert find_discounts(rollout, {}) == found
+    assert find_discounts(rollout, {"gamma": 0.97}) == found
+    normalized = rollout._replace(advantages=(advantages - advantages.mean()) / advantages.std())
+    assert find_discounts(normalized, {}) == found
+    assert find_discounts(rollout._replace(advantages=rewards), {}) == {}
 
 
 def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "from esper_telemetry.adapters.script.variables import SourceNumbers\n"
+        "from esper_telemetry.adapters.script.variables import source_numbers\n"
         "class Buffer:\n"
         "    def finish(self, gamma, lam=0.5):\n"
-        "        return SourceNumbers.read()\n"
+        "        return source_numbers()\n"
         "def scale(factor): return 0.25 * factor\n"
         "scale(3)\n"
         "numbers = Buffer().finish(0.99, 0.9)\n"
@@ -636,5 +635,4 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
 
     numbers = runpy.run_path(str(tmp_path / "script.py"))["numbers"]
 
-    assert [numbers.named[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
-    assert sorted(numbers.fractions) == [0.25, 0.5, 0.9, 0.99]
+    assert [numbers[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]

@@ -142,7 +142,7 @@ class ScriptListener:
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
-        self._numbers = names.SourceNumbers({}, ())
+        self._constants: Mapping[str, float] = {}
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -430,8 +430,8 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        numbers = names.SourceNumbers.read()
-        variables = variables.with_constants(numbers.named)
+        self._constants = names.source_numbers()
+        variables = variables.with_constants(self._constants)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
@@ -439,17 +439,16 @@ class ScriptListener:
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
-        self._config, self._facts, self._numbers = settings.find_config(variables), facts, numbers
+        self._config, self._facts = settings.find_config(variables), facts
         self._first_rate = float(optimizer.param_groups[0]["lr"])
 
     def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
         """Emit `RunStart`; the first rollout may tell settings that have no name."""
-        numbers, rate = self._numbers, self._first_rate or 0.0
-        collected = 0 if rollout is None else rollout.rewards.numel()
-        known = variables.with_constants(numbers.named)
-        facts = self._facts = {**self._facts, **settings.find_schedule(known, self._facts, rate, collected)}
+        size = 0 if rollout is None else rollout.rewards.numel()
+        known = variables.with_constants(self._constants)
+        facts = {**self._facts, **settings.find_schedule(known, self._facts, self._first_rate or 0.0, size)}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = self._facts = {**settings.find_discounts(rollout, facts, numbers.fractions), **facts}
+            facts = {**settings.find_discounts(rollout, facts), **facts}
         facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))

@@ -143,7 +143,7 @@ class DistributionLog:
         self._drawn.clear()
 
     def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
-        """Return what was asked for in acting since the last call, and the heads of the rollout, [T, B, ...] each; empty if they do not fit."""
+        """Return what was asked for in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
         asked, drawn, complete = self._acted, self._drawn_from, self._entries <= MAX_DISTRIBUTION_ENTRIES
         self._acted, self._drawn_from, self._entries = [], [], 0
         if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before

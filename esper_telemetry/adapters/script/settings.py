@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.rollouts import ScriptRollout, correlation
+from esper_telemetry.adapters.script.rollouts import SAME_LINE, ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
-from esper_telemetry.metrics.integrity.targets.advantages import compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
@@ -40,17 +38,11 @@ FACTS: Mapping[str, Aliases] = {
 }
 """Settings that alarms read."""
 
-SAME_SHAPE = 1 - 1e-6
-"""Correlation from which on two columns are the same up to a factor and an offset."""
-
 MIN_TRACE_DECAY = 0.5
 """Smallest `tau` that is the lambda of advantages."""
 
-MIN_DISCOUNT, MAX_DISCOUNTS = 0.5, 6
-"""Numbers of a source above which, and how many of them, are tried as discount factors and lambdas without a name."""
-
-MAX_EXPLAINED_PAIRS = 6
-"""Pairs of both with which known mistakes are tried: 0.07 s each for 2,048 transitions, once in a run."""
+MIN_STEPS = 8
+"""Steps within episodes from which on discounts are read from advantages."""
 
 MAX_NORM: Aliases = (
     *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
@@ -129,49 +121,30 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], fractions: Sequence[float]) -> dict[str, float]:
-    """Return the discount factor and the lambda of a script that gives them no name: those of its numbers that explain its advantages.
+def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the discount factor and the lambda with which the advantages of a rollout [T, B] follow from its rewards and values.
 
-    Args:
-        rollout: of the first update.
-        facts: of the settings that are known.
-        fractions: numbers between 0 and 1 in the script's source.
+    Within episodes s A_t + m = r_t - V_t + γ V_{t+1} + γ λ (s A_{t+1} + m), with s = 1 and m = 0 unless the advantages are normalised.
+    Least squares give s, γ, γ λ s and m - γ λ m. Steps next to ends are left out: mistakes are common there.
     """
-    likely = sorted((one for one in fractions if MIN_DISCOUNT < one < 1), reverse=True)[:MAX_DISCOUNTS]
-    gammas, lambdas = ([float(facts[name])] if name in facts else likely for name in ("gamma", "gae_lambda"))
-    estimates = {
-        pair: _gae_inputs(rollout, *pair)
-        for pair in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0])
-    }
-    followed = {pair: correlation(gae(inputs), inputs.claimed) for pair, inputs in estimates.items()}
-    best = max(followed, key=followed.__getitem__, default=None)
-    if best is not None and followed[best] > SAME_SHAPE:  # the advantages may be normalised
-        return dict(zip(("gamma", "gae_lambda"), best, strict=True))
-    explained: dict[tuple[float, float], frozenset[str]] = {}
-    stated = {"gamma", "gae_lambda"} & facts.keys()
-    for pair in [pair for pair in estimates if stated or pair[0] > pair[1]][:MAX_EXPLAINED_PAIRS]:
-        found = compare_advantages(estimates[pair], precision="fp32").explanations
-        if found and all(one.fitted is None for one in found):
-            explained[pair] = frozenset(one.hypothesis.name for one in found)
-    if len(set(explained.values())) != 1:
+    rewards, values, advantages = (one.double().cpu() for one in (rollout.rewards, rollout.values, rollout.advantages))
+    inside = ~rollout.ended[:-1].cpu()
+    inside[1:] &= inside[:-1].clone()
+    target = (rewards - values)[:-1][inside]
+    columns = torch.stack([advantages[:-1], -values[1:], -advantages[1:], torch.ones_like(values[1:])], -1)[inside]
+    if len(columns) < MIN_STEPS or not bool(columns.isfinite().all()) or torch.linalg.matrix_rank(columns) < 4:
         return {}
-    return dict(zip(("gamma", "gae_lambda"), next(iter(explained)), strict=True))
-
-
-def _gae_inputs(rollout: ScriptRollout, gamma: float, gae_lambda: float) -> GaeInputs:
-    """The columns of a rollout; if a script hides what follows time limits, they are ends like others."""
-    inputs = GaeInputs(
-        rewards=rollout.rewards.double(),
-        values=rollout.values.double(),
-        next_values=rollout.next_values.double(),
-        ended=rollout.ended,
-        terminated=rollout.terminated,
-        following=rollout.next_values.double(),
-        claimed=rollout.advantages.double(),
-        gamma=gamma,
-        gae_lambda=gae_lambda,
-    )
-    return following_values(inputs, rollout.last_values.double().reshape(-1))
+    size, gamma, carried, _ = torch.linalg.lstsq(columns, target).solution.tolist()
+    gamma = float(facts.get("gamma", gamma))
+    gae_lambda = float(facts.get("gae_lambda", carried / (size * gamma)))
+    for digits in range(2, 6):  # the shortest numbers are those of the script
+        pair = (round(gamma, digits), round(gae_lambda, digits))
+        rest = target - pair[0] * columns[:, 1]
+        own = torch.stack([columns[:, 0] + pair[0] * pair[1] * columns[:, 2], columns[:, 3]], -1)
+        error = (rest - own @ torch.linalg.lstsq(own, rest).solution).abs().max() / target.abs().max()
+        if error <= SAME_LINE and all(0 <= one <= 1 for one in pair):
+            return dict(zip(("gamma", "gae_lambda"), pair, strict=True))
+    return {}
 
 
 def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -10,13 +10,13 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -244,24 +244,14 @@ def calling_variables() -> Variables:
     return Variables(scopes)
 
 
-class SourceNumbers(NamedTuple):
-    """Numbers in a script's source: those with a name, by assignments, defaults of arguments and calls; and all fractions."""
-
-    named: Mapping[str, float]
-    fractions: Sequence[float]
-
-    @classmethod
-    def read(cls) -> SourceNumbers:
-        """Return those of the files of the script's frames."""
-        named, fractions = dict[str, float](), dict[float, None]()
-        for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(Path(path).read_bytes())
-                for name, number in _named_numbers(tree):
-                    named.setdefault(name, number)
-                constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-                fractions |= dict.fromkeys(value for value in constants if isinstance(value, float) and 0 < value < 1)
-        return cls(named, list(fractions))
+def source_numbers() -> dict[str, float]:
+    """Return the numbers with a name in the files of the script's frames: by assignments, defaults of arguments and calls."""
+    named: dict[str, float] = {}
+    for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
+        with suppress(OSError, SyntaxError, ValueError):
+            for name, number in _named_numbers(ast.parse(Path(path).read_bytes())):
+                named.setdefault(name, number)
+    return named
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
