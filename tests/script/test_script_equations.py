@@ -14,8 +14,8 @@ from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import LossReading, read_loss
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.loss_graph import LossReading, leaves_of, read_loss
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables

@@ -24,7 +24,7 @@ from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_a
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
+from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, leaves_of, read_loss
 from esper_telemetry.adapters.script.minibatches import (
     MinibatchQueue,
     PassFinder,
@@ -33,7 +33,7 @@ from esper_telemetry.adapters.script.minibatches import (
     unused_entropy,
     without_graph,
 )
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipCall,

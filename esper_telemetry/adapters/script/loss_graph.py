@@ -243,30 +243,26 @@ def graph_of(output: Tensor) -> Collection[Node]:
     return _below(output.grad_fn)
 
 
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """Return the tensors in which the graph of an output ends: those that its backward pass adds gradients to."""
+    return [node.variable for node in _below(output.grad_fn) if hasattr(node, "variable")]
+
+
 class _LossReader:
     def __init__(
         self, loss: Tensor, held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
     ) -> None:
         self.loss, self.outputs, self.values = loss, outputs, values
-        self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
-        self._walk()
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in _below(loss.grad_fn)}
+        for node in self.consumers:
+            for place, child in enumerate(_children(node)):
+                if child in self.consumers:
+                    self.consumers[child].append((node, place))
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.tensors = [one for one in held if one.grad_fn is not None]
         self.columns = [one for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
-
-    def _walk(self) -> None:
-        waiting = [self.loss.grad_fn]
-        while waiting and len(self.consumers) < MAX_NODES:
-            node = waiting.pop()
-            for place, child in enumerate(_children(node)):
-                if child is None:
-                    continue
-                if child not in self.consumers:
-                    self.consumers[child] = []
-                    waiting.append(child)
-                self.consumers[child].append((node, place))
 
     def read(self, *, climbed: bool) -> LossReading | None:
         """Return the terms; None where there is none of a policy or a critic."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm
+from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm, leaves_of
 from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.objective import LossRows
@@ -81,20 +81,6 @@ def left_out(
         names.get(id(leaf), f"parameter_{place}"): leaf for place, leaf in enumerate(leaves) if id(leaf) not in known
     }
     return {name: one for name, one in missing.items() if id(one) not in own | elsewhere}
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors in which the graph of a loss ends: those that its backward pass adds gradients to."""
-    waiting, visited, leaves = [loss.grad_fn], set[Any](), []
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def _terms(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.recorders import Asked, LastEstimate
-from esper_telemetry.adapters.script.variables import Variables, as_column, stacked
+from esper_telemetry.adapters.script.variables import Variables, stacked
 
 NAMES = {
     "rewards": ("rewards", "rews", "r_hoder", "reward", "rs", "r"),
@@ -230,7 +231,8 @@ class RolloutFinder:
                     in_order |= {role} if best[0] else set()
                     is_permuted |= not best[0] and column.numel() == self.steps * self.envs
         if is_permuted:  # a minibatch of the whole rollout: arrays in its order are its own
-            self._columns = {role: grid for role, grid in columns.items() if role not in in_order}
+            for role in in_order:
+                del columns[role]
         return is_permuted
 
     def _restore_order(self, tables: Sequence[Tensor]) -> None:
@@ -406,11 +408,13 @@ class RolloutFinder:
             return None
         return array.reshape(envs, steps).T if self._env_major else array.reshape(steps, envs)
 
-    def _in_grid(self, value: object) -> Tensor | None:
-        """Accept an array of R numbers, as [T, B]."""
-        array = stacked(value)
-        fits = array is not None and array.numel() == self.steps * self.envs > 0
-        return self._as_grid(array.to(self._device)) if array is not None and fits else None
+    def _in_grid(self, value: object, steps: int | None = None) -> Tensor | None:
+        """Accept an array of R numbers, as [T, B]; of another number of steps, as [T + 1, B] or [1, B]."""
+        array, steps = stacked(value), self.steps if steps is None else steps
+        if array is None or array.dim() == 0 or not self.steps or array.numel() != steps * self.envs:
+            return None
+        array = array.to(self._device)
+        return array.reshape(1, self.envs) if steps == 1 else self._as_grid(array)
 
     def find(self, role: str) -> Tensor | None:
         """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""
@@ -525,13 +529,17 @@ class RolloutFinder:
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
         """Values [B] after the last step: of the script's arrays, of the critic's outputs, or those that the last returns imply."""
         whole = self._columns.get("values")
-        whole = self._variables.find(NAMES["values"], self._longer) if whole is None else whole
+        whole = (
+            self._variables.find(NAMES["values"], partial(self._in_grid, steps=self.steps + 1))
+            if whole is None
+            else whole
+        )
         if whole is not None and len(whole) == self.steps + 1:
             return whole[-1].to(values)
-        last = self._variables.find(NAMES["last_values"], as_column(self.envs))
+        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
         # a loop from the last step to the first one keeps the value of the second step under this name
-        if last is not None and not (self.steps > 1 and torch.equal(last.to(values), values[0])):
-            return last.to(values)
+        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
+            return last[0].to(values)
         shown = self._columns.get("next_values")
         shown = self._variables.find(NAMES["next_values"], self._in_grid) if shown is None else shown
         if shown is not None:
@@ -549,12 +557,6 @@ class RolloutFinder:
         alive = ~ended[-1]
         is_left_out = bool(alive.any()) and float(implied[alive].abs().max()) <= SAME_NUMBER
         return values[-1] if is_left_out else torch.where(alive, implied, values[-1])
-
-    def _longer(self, value: object) -> Tensor | None:
-        """Accept an array [T + 1, B]."""
-        array = stacked(value)
-        fits = array is not None and array.numel() == (self.steps + 1) * self.envs
-        return self._as_grid(array) if array is not None and fits else None
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.rollouts import SAME_LINE, ScriptRollout
-from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
+from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 
 FACTS: Mapping[str, Aliases] = {
@@ -82,9 +82,6 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
     def number(value: object) -> float | int | None:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
-    def flag(value: object) -> bool | None:
-        return value if isinstance(value, bool) else None
-
     def text(value: object) -> str | None:
         return value if isinstance(value, str) else None
 
@@ -102,7 +99,7 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
     decay = None if "gae_lambda" in facts else variables.find(("tau",), _trace_decay)
     if decay is not None:
         facts["gae_lambda"] = decay
-    normalizes = variables.find(NORMALIZES, flag)
+    normalizes = variables.find(NORMALIZES, as_flag)
     if normalizes is not None:
         facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
     for reading in readings:
@@ -110,7 +107,7 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
             facts.setdefault("clip", round(reading.policy.clip, 6))
         if reading.value is not None and reading.value.clip is not None:
             facts["clip_value"] = round(reading.value.clip, 6)
-    if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
+    if variables.find(CLIPS_VALUES, as_flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
 
@@ -173,7 +170,7 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
         rate: of the first step.
         collected: transitions of the first rollout, by which a number of updates is one of steps; 0 where it is not known.
     """
-    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    anneals = variables.find(ANNEALS, as_flag)
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
     total = facts.get("total_steps")
     total = total if isinstance(total, int) else (updates or 0) * collected

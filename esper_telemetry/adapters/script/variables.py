@@ -326,21 +326,14 @@ def as_tensor(value: object) -> Tensor | None:
     return value.detach() if value.is_floating_point() else value.detach().float()
 
 
-def as_column(length: int | None = None) -> Callable[[object], Tensor | None]:
-    """Accept one number per row, [N], also as [N, 1] and [T, b]; of that length where one is given."""
-
-    def accept(value: object) -> Tensor | None:
-        column = as_tensor(value)
-        if column is None or column.dim() == 0 or (length is not None and column.numel() != length):
-            return None
-        return column.reshape(-1)
-
-    return accept
-
-
 def as_integer(value: object) -> int | None:
     """Accept a whole number."""
     return None if isinstance(value, bool) or not isinstance(value, int | np.integer) else int(value)
+
+
+def as_flag(value: object) -> bool | None:
+    """Accept True and False."""
+    return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
