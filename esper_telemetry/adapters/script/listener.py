@@ -411,20 +411,19 @@ class ScriptListener:
         rates = [rate for own in self._rates.values() for rate in own]
         return rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {}))
 
-    def after_env_step(self, env: Any, result: Any, action: Any, *, foreign: bool = False) -> None:
-        """The script has taken a step of an environment."""
+    def after_env_step(
+        self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
+    ) -> None:
+        """The script has called `step` of an environment, or of a `foreign` object that may be one: the result tells."""
+        parts = step_parts(result) if foreign else result
+        if parts is None:
+            return
+        self.environments.seconds += seconds
         if self.environments.includes(env):
-            self.environments.after_step(env, result, action, foreign=foreign)
+            self.environments.after_step(env, parts, action, foreign=foreign)
             self.distributions.after_env_step()
             self.estimates.after_env_step()
             self.acting.after_env_step()
-
-    def after_foreign_step(self, env: Any, result: Any, action: Any, seconds: float) -> None:
-        """The script has called `step` of an object that may be an environment: the result tells."""
-        parts = step_parts(result)
-        if parts is not None:
-            self.environments.add_seconds(seconds)
-            self.after_env_step(env, parts, action, foreign=True)
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True

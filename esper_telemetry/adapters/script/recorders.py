@@ -6,7 +6,6 @@ Shapes: T steps, B environments, N rows, K parameters.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
@@ -547,6 +546,7 @@ class EpisodeLog:
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
         inside: a step of an environment is under way.
+        seconds: spent in environments since the rollout began.
     """
 
     def __init__(self) -> None:
@@ -554,25 +554,12 @@ class EpisodeLog:
         self.inside = False
         self.hidden = False
         self.closed = False
-        self._seconds = self._began = 0.0
+        self.seconds = 0.0
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
         self._calls: list[EnvCall] = []
         self._count = self._entries = 0  # calls in the rollout, and entries of their observations
         self._reported = False
-
-    def enter(self) -> None:
-        """A call into an environment begins."""
-        self.inside, self._began = True, time.perf_counter()
-
-    def leave(self) -> None:
-        """It ends."""
-        self.inside = False
-        self._seconds += time.perf_counter() - self._began
-
-    def add_seconds(self, seconds: float) -> None:
-        """Count the time of a call that was not entered."""
-        self._seconds += seconds
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
@@ -639,8 +626,8 @@ class EpisodeLog:
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
-        episodes, seconds = self._finished, self._seconds
-        self._finished, self._seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
+        episodes, seconds = self._finished, self.seconds
+        self._finished, self.seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None
         return episodes, seconds

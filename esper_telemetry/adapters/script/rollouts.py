@@ -161,7 +161,8 @@ class RolloutFinder:
             self._env_major = self._is_env_major(arrays)
             pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
             self._grids = [grid for _, grid in pairs]
-            self._identify(pairs)
+            policy = None if reading is None else reading.policy
+            self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
         self.log_probs = self._acted if self.log_probs is None else self.log_probs
 
@@ -187,7 +188,7 @@ class RolloutFinder:
         taken = self._columns.values()
         return [grid for grid in self._grids if len(grid) == self.steps and all(grid is not one for one in taken)]
 
-    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]], *, has_ratio: bool) -> None:
         """Find the columns, by what the first minibatch was computed from."""
         columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
         is_permuted = self._identify_shown(pairs, tables)
@@ -199,10 +200,10 @@ class RolloutFinder:
         if values is not None and len(values) == self.steps:
             longer = (grid for grid in self._grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values))
             columns["values"] = next(longer, values)
-        for role, column in (("values", self._shown.get("values")), ("log_probs", self._shown.get("only_log_probs"))):
-            # the script stores none: those of its only minibatch
+        for role in () if is_permuted else ("values", "log_probs")[: 1 if has_ratio else 2]:
+            column = self._shown.get(role)  # the script stores none: those of its only minibatch
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
-                whole = None if is_permuted else self._as_grid(column)
+                whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
         self._identify_rewards()
         self._identify_next_values()
@@ -560,14 +561,14 @@ class RolloutFinder:
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
-    """The columns of a first minibatch that its rollout has too; `only_log_probs` are those of a policy gradient without a ratio."""
+    """The columns of a first minibatch that its rollout has too; a policy gradient without a ratio learns from those of acting."""
     policy, value = reading.policy, reading.value or reading.left_out
+    log_probs = None if policy is None else policy.log_probs if policy.log_ratio is None else policy.old_log_probs
     return {
-        "log_probs": None if policy is None else policy.old_log_probs,
+        "log_probs": log_probs,
         "returns": None if value is None else value.returns,
         "values": None if value is None else value.values,
         "advantages": None if policy is None else policy.advantages,
-        "only_log_probs": policy.log_probs if policy is not None and policy.log_ratio is None else None,
     }
 
 

@@ -354,12 +354,14 @@ class Taps:
             before, began = script.environments.steps, time.perf_counter()
             result = step(env, *args, **options)
             if script.environments.steps == before:
-                seconds = time.perf_counter() - began
-                action = _action(*args, **options)
-                self._call_briefly(lambda script: script.after_foreign_step(env, result, action, seconds))
+                self._after_step(env, result, _action(*args, **options), began, foreign=True)
             return result
 
         return stepped
+
+    def _after_step(self, env: Any, result: Any, action: Any, began: float, *, foreign: bool = False) -> None:
+        seconds = time.perf_counter() - began
+        self._call_briefly(lambda script: script.after_env_step(env, result, action, seconds, foreign=foreign))
 
     def _subclass(self, base: type, _: Callable[..., None]) -> Any:
         """Tap environments that are defined or imported later."""
@@ -374,16 +376,16 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is None or script.environments.inside:  # a wrapper, or a vector environment, steps another one
+            if script is None or not script.listens or script.environments.inside:  # a wrapper steps another one
                 return step(env, *args, **options)
             self._end_update()
-            self._call_briefly(lambda script: script.environments.enter())
+            script.environments.inside, began = True, time.perf_counter()
             try:
                 result = step(env, *args, **options)
             finally:
-                self._call_briefly(lambda script: script.environments.leave())
+                script.environments.inside = False
             parts = tuple(result) if isinstance(result, Iterator) else result  # as `zip` returns: it can be read once
-            self._call_briefly(lambda script: script.after_env_step(env, parts, _action(*args, **options)))
+            self._after_step(env, parts, _action(*args, **options), began)
             return result if parts is result else iter(parts)
 
         return stepped
