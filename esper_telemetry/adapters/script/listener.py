@@ -169,7 +169,7 @@ class ScriptListener:
 
     @property
     def hides_episodes(self) -> bool:
-        """True where the script itself misses the episodes."""
+        """True if the script itself misses the episodes."""
         return self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
 
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
@@ -274,7 +274,7 @@ class ScriptListener:
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
     def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
-        """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""
+        """Return the only optimizer whose parameters the gradient of a loss reaches; None if there are several or none."""
         leaves = {id(leaf) for leaf in leaves_of(loss)}
         optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
         return optimizers[0] if len(optimizers) == 1 else None
@@ -327,7 +327,7 @@ class ScriptListener:
         return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
+        """The limit to which the last step was clipped; the setting where no norm was, and None if there were several or of a part."""
         positive = variables.find(
             settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
         )
@@ -513,7 +513,7 @@ class ScriptListener:
         variables: Variables,
         observations: Tensor | None,
     ) -> str | None:
-        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None where it has the same ones."""
+        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None if it has the same ones."""
         ratio = None if first.policy is None else first.policy.log_ratio
         if acting is None or ratio is None or float(ratio.abs().max()) < FIRST_DIFFERENCE:
             return None
@@ -682,7 +682,7 @@ class ScriptListener:
 
 
 def _is_recurrent(variables: Variables) -> bool:
-    """Return True where a script has a recurrent module."""
+    """Return True if a script has a recurrent module."""
     modules = (value for value in variables.values() if isinstance(value, nn.Module))
     return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for module in modules for part in module.modules())
 

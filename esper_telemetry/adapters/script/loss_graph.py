@@ -81,14 +81,14 @@ class PolicyTerm(NamedTuple):
     Attributes:
         log_ratio: [N]; None of a policy gradient without a ratio.
         advantages: [N], as they multiply the ratio, or the log-probability.
-        clip: range of the ratio around 1; None where none is cut.
-        loss: 0-d, without its weight; None where the graph does not keep its rows.
+        clip: range of the ratio around 1; None if none is cut.
+        loss: 0-d, without its weight; None if the graph does not keep its rows.
         weight: of the loss.
-        valid: [N], bool: rows that count; None where every row does.
+        valid: [N], bool: rows that count; None if every row does.
         edge: where gradients of the log-ratio, or of the log-probability, go on.
-        log_probs: [N], of the actions now; None where the graph does not tell.
+        log_probs: [N], of the actions now; None if the graph does not tell.
         inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
-        attached: where gradients of the advantages go on, of their negatives where `negated`; None where they have none, as they should.
+        attached: where gradients of the advantages go on, of their negatives where `negated`; None if they have none, as they should.
         reshaped: another function of the ratio than a clip is multiplied, in this term or in one beside it: the loss is not that of PPO.
     """
 
@@ -123,7 +123,7 @@ class ValueTerm(NamedTuple):
     """The critic's term of a loss.
 
     Attributes:
-        values, returns: [N], estimates now, and their targets; `values` is None where the graph does not tell them.
+        values, returns: [N], estimates now, and their targets; `values` is None if the graph does not tell them.
         old_values: [N], around which the values are clipped; None without a clip.
         clip: range of the values; None without one.
         kind: "squared", "Huber" or "absolute".
@@ -148,8 +148,8 @@ class EntropyTerm(NamedTuple):
     Attributes:
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
-        weight: of the loss; negative where entropy is punished, 0 where it was computed and left out.
-        edge: where gradients of the entropies go on; of their negatives where `negated`; None where the graph has none, or several.
+        weight: of the loss; negative where entropy is punished, 0 if it was computed and left out.
+        edge: where gradients of the entropies go on; of their negatives where `negated`; None if the graph has none, or several.
     """
 
     entropies: Tensor
@@ -174,8 +174,8 @@ class LossReading(NamedTuple):
     Attributes:
         total: 0-d, the loss itself; its negative where it is climbed.
         complete: there is no other term.
-        left_out: the critic's estimates of these rows, which the loss does not depend on; None where it does, or where none were computed.
-        inputs: [N, ...], the network's inputs in these rows; None where the graph does not keep them.
+        left_out: the critic's estimates of these rows, which the loss does not depend on; None if it does, or where none were computed.
+        inputs: [N, ...], the network's inputs in these rows; None if the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
         climbed: the optimizer maximises the loss; the terms are those of its negative.
@@ -221,7 +221,7 @@ def read_loss(
     values: Sequence[Tensor] = (),
     climbed: bool = False,
 ) -> LossReading | None:
-    """Return the terms of a loss that a backward pass is about to begin with; None where it has none of a policy or a critic.
+    """Return the terms of a loss that a backward pass is about to begin with; None if it has none of a policy or critic.
 
     Args:
         loss: 0-d, with its graph.
@@ -265,7 +265,7 @@ class _LossReader:
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
     def read(self, *, climbed: bool) -> LossReading | None:
-        """Return the terms; None where there is none of a policy or a critic."""
+        """Return the terms; None if there is none of a policy or critic."""
         terms = list(dict.fromkeys(self._terms(self.loss.grad_fn)))
         edges = [GradientEdge(node, number) for node, number in terms]
         descended = -self.loss if climbed else self.loss
@@ -439,7 +439,7 @@ class _LossReader:
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
-        """Return True where a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
+        """Return True if a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
         that is not clipped are subtracted.
         """
         for sign in (False, True):
@@ -500,7 +500,7 @@ class _LossReader:
         return None
 
     def _unclipped(self, node: Node) -> tuple[Node, float | None]:
-        """Return what is cut to a range around 1, with half of that range; the node itself where nothing is."""
+        """Return what is cut to a range around 1, with half of that range; the node itself if nothing is."""
         if _kind(node) not in ("ClampBackward0", "ClampBackward1"):
             return node, None
         low, high = _number(node._saved_min), _number(node._saved_max)
@@ -853,7 +853,7 @@ def _is_scaling(node: Node) -> bool:
 
 
 def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
-    """Return the weight of a term whose rows have these slopes, the rows that count [N], and True where some do not.
+    """Return the weight of a term whose rows have these slopes, the rows that count [N], and True if some do not.
 
     A mean has slopes of weight / N. The weight of a sum is that of each row, so that the sum shows.
     """
@@ -863,7 +863,7 @@ def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
 
 
 def _is_sum(gradient: Tensor) -> bool:
-    """Return True where each row has the slope 1, as in a sum: a mean has 1 / N."""
+    """Return True if each row has the slope 1, as in a sum: a mean has 1 / N."""
     return gradient.numel() > MIN_SUMMED_ROWS and bool(((gradient.abs() - 1).abs() < ROUNDING).all())
 
 

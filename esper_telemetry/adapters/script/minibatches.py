@@ -97,7 +97,7 @@ class PassFinder:
         self._counts.append(count)
 
     def find(self, size: int) -> tuple[int, str] | None:
-        """Return the key of the variable for a rollout of so many transitions; None where none counts its passes."""
+        """Return the key of the variable for a rollout of so many transitions; None if none counts its passes."""
         fitting: list[tuple[int, tuple[int, str]]] = []
         too_long: list[tuple[int, tuple[int, str]]] = []
         for key in self._integers[0] if self._integers else ():

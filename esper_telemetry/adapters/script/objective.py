@@ -41,11 +41,11 @@ def loss_terms(
 
     Args:
         loss: what the pass begins with.
-        reading: of the loss; None where it could not be read.
+        reading: of the loss; None if it could not be read.
         parameters: that the gradients belong to.
         settings: weights of the losses `value` and `entropy`.
 
-    Returns None where listeners in the network, or several processes, would notice the pass.
+    Returns None if listeners in the network, or several processes, would notice the pass.
     """
     modules = [value for value in variables.values() if isinstance(value, nn.Module)]
     hooked = any(part._backward_hooks or part._backward_pre_hooks for module in modules for part in module.modules())

@@ -270,7 +270,7 @@ class RecordedLstm(NamedTuple):
 
     @property
     def forgets(self) -> bool:
-        """True where training begins with zeros, and the rollout began with other states."""
+        """True if training begins with zeros, and the rollout began with other states."""
         return self.trained_from_zero and bool(self.states[0].any())
 
 
@@ -308,7 +308,7 @@ class LstmLog:
             self._steps.append((torch.stack([part.detach() for part in states], 1), rows.detach().clone()))
 
     def take(self, steps: int, envs: int) -> RecordedLstm | None:
-        """Return what was recorded since the last call of a rollout's T steps; None where that does not fit it."""
+        """Return what was recorded since the last call of a rollout's T steps; None if that does not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
         if self._module is None or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):

@@ -168,7 +168,7 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
 
     Args:
         rate: of the first step.
-        collected: transitions of the first rollout, by which a number of updates is one of steps; 0 where it is not known.
+        collected: transitions of the first rollout, by which a number of updates is one of steps; 0 if it is not known.
     """
     anneals = variables.find(ANNEALS, as_flag)
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)

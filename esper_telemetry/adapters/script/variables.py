@@ -374,7 +374,7 @@ def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the parameters that serve the actor, the critic or both, by their names; empty where the names do not say."""
+    """Return the parameters that serve the actor, the critic or both, by their names; empty if the names do not say."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group = "critic" if re.search(CRITIC, name) else "actor" if re.search(ACTOR, name) else "shared"
