@@ -422,7 +422,7 @@ class _LossReader:
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
         log_ratio = flat.log() if plain.is_ratio else None
-        inverted = plain.is_ratio and self._is_inverted(plain.node)
+        own, inverted = self._log_probs(plain.node) if plain.is_ratio else (flat, False)
         return PolicyTerm(
             log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
             advantages=(-factor if negated else factor).reshape(-1),
@@ -431,7 +431,7 @@ class _LossReader:
             weight=weight,
             valid=valid if reduced else None,
             edge=GradientEdge(plain.node, 0),
-            log_probs=self._log_probs(plain.node) if plain.is_ratio else flat,
+            log_probs=own,
             inverted=inverted,
             attached=plain.attached,
             negated=negated,
@@ -513,17 +513,6 @@ class _LossReader:
         kinds = _kinds(node)
         return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
 
-    def _is_inverted(self, ratio: Node) -> bool:
-        """Return True for the exponential of a difference from which the log-probabilities of now are subtracted."""
-        below = self._through_views(_children(ratio)[0]) if _kind(ratio) == "ExpBackward0" else None
-        if below is None or _kind(below) not in ("SubBackward0", "AddBackward0"):
-            return False
-        first, second = _children(below)[:2]
-        if None not in (first, second):
-            return False
-        subtracted = first is None and _kind(below) == "SubBackward0"
-        return subtracted != self._without_sign(second if first is None else first)[1]
-
     def _without_sign(self, node: Node) -> tuple[Node, bool]:
         """Return what is negated, and whether it is: an odd number of times, through views."""
         negative, node = False, self._through_views(node)
@@ -531,19 +520,21 @@ class _LossReader:
             negative, node = not negative, self._through_views(_children(node)[0])
         return node, negative
 
-    def _log_probs(self, ratio: Node) -> Tensor | None:
-        """Log-probabilities now [N], below a ratio that is the exponential of a difference."""
+    def _log_probs(self, ratio: Node) -> tuple[Tensor | None, bool]:
+        """Log-probabilities now [N], below a ratio, and True if they are subtracted in the difference that it is the exponential of."""
         below = self._through_views(_children(ratio)[0])
-        if _kind(ratio) == "ExpBackward0" and _kind(below) in ("SubBackward0", "AddBackward0"):
-            first, second = _children(below)[:2]
-            if _kind(below) == "AddBackward0" and None not in (first, second):
-                return None
-            number = self.value(self._without_sign(second if first is None else first)[0])
-            return None if number is None else number.reshape(-1)
         if _kind(ratio) == "DivBackward0":  # of two probabilities
             number = self.value(below)
-            return None if number is None else number.reshape(-1).log()
-        return None
+            return (None if number is None else number.reshape(-1).log()), False
+        if _kind(ratio) != "ExpBackward0" or _kind(below) not in ("SubBackward0", "AddBackward0"):
+            return None, False
+        first, second = _children(below)[:2]
+        if _kind(below) == "AddBackward0" and None not in (first, second):
+            return None, False
+        node, is_negative = self._without_sign(second if first is None else first)
+        number, has_two = self.value(node), None not in (first, second)
+        is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
+        return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
 
     def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
         """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""

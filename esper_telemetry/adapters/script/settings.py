@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,13 +79,6 @@ def stated_numbers(variables: Variables) -> dict[str, float]:
 
 def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:
     """Return the facts that alarms read, as far as the script's settings, and its first losses, say them."""
-
-    def number(value: object) -> float | int | None:
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def text(value: object) -> str | None:
-        return value if isinstance(value, str) else None
-
     facts: dict[str, Any] = {
         "precision": "fp32",
         "max_grad_norm": max_norm,
@@ -92,8 +86,7 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         "columns_by_name": True,
     }
     for fact, names in FACTS.items():
-        accept: Callable[[object], Any] = text if fact == "env" else number
-        value = variables.find(names, accept)
+        value = variables.find(names, partial(_plain, kinds=(str,) if fact == "env" else (int, float)))
         if value is not None:
             facts[fact] = value
     decay = None if "gae_lambda" in facts else variables.find(("tau",), _trace_decay)
@@ -110,6 +103,10 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
     if variables.find(CLIPS_VALUES, as_flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
+
+
+def _plain(value: object, kinds: tuple[type, ...]) -> Any:
+    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
 
 
 def _trace_decay(value: object) -> float | None:
