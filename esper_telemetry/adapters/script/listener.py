@@ -230,7 +230,9 @@ class ScriptListener:
 
     def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables) -> None:
         """Show a sample the objective of a minibatch, with gradients of the script's graph."""
-        optimizer = self._optimizer_of(loss)
+        leaves = {id(leaf) for leaf in leaves_of(loss)}
+        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
+        optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
         if self._announced is not None:
             if optimizer is self._announced or not self._several:
                 # of several passes none is that of the whole loss: a second announcement ends the check
@@ -272,12 +274,6 @@ class ScriptListener:
         ]
         leaves = {id(leaf) for leaf in leaves_of(loss)} if climbing else set[int]()
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
-
-    def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
-        """Return the only optimizer whose parameters the gradient of a loss reaches; None if there are several or none."""
-        leaves = {id(leaf) for leaf in leaves_of(loss)}
-        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
-        return optimizers[0] if len(optimizers) == 1 else None
 
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
@@ -375,6 +371,7 @@ class ScriptListener:
         self.open = False
         self.updates += 1
         self._last_steps = self._step
+        rates = [rate for own in self._rates.values() for rate in own]
         scalars = self.scalars.take()
         if scalars:
             self.findings[SCALARS] = None
@@ -388,7 +385,7 @@ class ScriptListener:
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
                 coefficients=self._read_weights | self._coefficients,
-                learning_rates=self._rates_by_name(),
+                learning_rates=rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {})),
             )
         )
 
@@ -405,11 +402,6 @@ class ScriptListener:
                 owners = own.keys() & {"actor", "critic"}
             self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
         return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
-
-    def _rates_by_name(self) -> dict[str, float | Tensor]:
-        """Return the learning rates of this update by name, if they differ."""
-        rates = [rate for own in self._rates.values() for rate in own]
-        return rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {}))
 
     def after_env_step(
         self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
@@ -434,7 +426,9 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
-        facts["policy"] = "lstm" if self.lstm_count else "gru" if _is_recurrent(variables) else "mlp"
+        parts = [part for one in variables.values() if isinstance(one, nn.Module) for part in one.modules()]
+        is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
+        facts["policy"] = "lstm" if self.lstm_count else "gru" if is_recurrent else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
@@ -501,7 +495,7 @@ class ScriptListener:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
             seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
-            if seen is None and lstm is not None and lstm.forgets:
+            if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
             self._emit_rollout(rollout, actions, lstm, seen)
 
@@ -611,7 +605,9 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        inputs, indices = _input_checksums(reading.inputs, count), variables.indices(count)
+        inputs, indices = reading.inputs, variables.indices(count)
+        if inputs is not None:
+            inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
         reading = reading._replace(heads=heads, inputs=None, logits=None)
         self._minibatches.minibatches.append(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
 
@@ -681,20 +677,8 @@ class ScriptListener:
         }
 
 
-def _is_recurrent(variables: Variables) -> bool:
-    """Return True if a script has a recurrent module."""
-    modules = (value for value in variables.values() if isinstance(value, nn.Module))
-    return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for module in modules for part in module.modules())
-
-
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _input_checksums(inputs: Tensor | None, count: int) -> Tensor | None:
-    if inputs is None or len(inputs) != count:
-        return None
-    return checksums(inputs.reshape(1, count, -1).float())[0]
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

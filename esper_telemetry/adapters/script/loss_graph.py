@@ -55,6 +55,9 @@ SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0"}
 EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
 """Operations that probabilities come from."""
 
+LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"}
+"""Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
+
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
 PRODUCTS = {"MulBackward0", "DivBackward0"}
@@ -405,7 +408,6 @@ class _LossReader:
         plain = min(products, key=lambda one: (one.reshaped, one.clip is not None))
         clip = next((one.clip for one in products if one.clip is not None), None)
         factor = plain.factor
-        weight, valid, reduced = _reduction(gradient)
         number = self.value(plain.node)
         if number is None:
             return None
@@ -416,8 +418,10 @@ class _LossReader:
             factor = factor.expand(shape)
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
-        if _is_sum(gradient):
-            weight = 1.0
+        slopes = gradient.reshape(-1)
+        # a mean has slopes of weight / N; the weight of a sum is that of each row, so that the sum shows
+        is_sum = len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
+        weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
@@ -429,7 +433,7 @@ class _LossReader:
             clip=None if reshaped else clip,
             loss=loss,
             weight=weight,
-            valid=valid if reduced else None,
+            valid=None if bool(valid.all()) else valid,
             edge=GradientEdge(plain.node, 0),
             log_probs=own,
             inverted=inverted,
@@ -479,13 +483,14 @@ class _LossReader:
             if _kind(child) == "NegBackward0":
                 child, factor = self._through_views(_children(child)[0]), -factor
             inner, clip = self._unclipped(child)
-            is_ratio = clip is not None or _is_ratio(inner)
+            is_quotient = _kind(inner) == "DivBackward0" and _children(inner)[1] is None
+            is_ratio = clip is not None or is_quotient or _kind(inner) == "ExpBackward0"
             if other is not None and (other in _below(inner) if is_ratio else EXPONENTIALS & _kinds(other)):
                 continue  # both have a graph: an entropy, unless the advantages are not detached
             ratio = None if is_ratio else self._ratio_below(inner, factor.numel())
             if ratio is not None:
                 return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
-            if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
+            if is_ratio or (factor.numel() > 1 and LOG_PROBABILITIES & _kinds(inner)):
                 attached = None if other is None else GradientEdge(other, number)
                 return _Product(factor.detach(), inner, clip, is_ratio, attached)
         return None
@@ -507,11 +512,6 @@ class _LossReader:
         if low is None or high is None or not 0 <= low < 1 < high:
             return node, None
         return self._through_views(_children(node)[0]), max(high - 1, 1 - low)
-
-    def _is_log_prob(self, node: Node) -> bool:
-        """Return True for log-probabilities of actions: chosen from logarithms, or returned by a distribution."""
-        kinds = _kinds(node)
-        return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
 
     def _without_sign(self, node: Node) -> tuple[Node, bool]:
         """Return what is negated, and whether it is: an odd number of times, through views."""
@@ -757,9 +757,15 @@ class _LossReader:
         return None
 
 
-def _error_of_rows(node: Node, _: Operands) -> Tensor:
-    rows = _elementwise(node)
-    return (rows, rows.mean(), rows.sum())[node._saved_reduction]
+def _errors(node: Node, _: Operands) -> Tensor:
+    """What `F.mse_loss` and its relatives return."""
+    reduction = ("none", "mean", "sum")[node._saved_reduction]
+    own, target, loss = node._saved_self, node._saved_target, torch.nn.functional
+    if _kind(node) == "MseLossBackward0":
+        return loss.mse_loss(own, target, reduction=reduction)
+    if _kind(node) == "SmoothL1LossBackward0":
+        return loss.smooth_l1_loss(own, target, reduction=reduction, beta=node._saved_beta)
+    return loss.huber_loss(own, target, reduction=reduction, delta=node._saved_delta)
 
 
 def _all(node: Node, operand: Operands) -> list[Tensor]:
@@ -785,7 +791,7 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
     "MulBackward0": lambda _, operand: operand(0) * operand(1),
     "DivBackward0": lambda _, operand: operand(0) / operand(1),
-    **dict.fromkeys(ERRORS, _error_of_rows),
+    **dict.fromkeys(ERRORS, _errors),
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
 }
 """What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
@@ -825,11 +831,6 @@ def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions]
 
 
-def _is_ratio(node: Node) -> bool:
-    """Return True for an exponential, and for a quotient by numbers without a graph."""
-    return _kind(node) == "ExpBackward0" or (_kind(node) == "DivBackward0" and _children(node)[1] is None)
-
-
 def _is_scaling(node: Node) -> bool:
     """Return True for a product with a number, or a division by one."""
     if _kind(node) not in ("MulBackward0", "DivBackward0"):
@@ -841,32 +842,6 @@ def _is_scaling(node: Node) -> bool:
         return False
     factor = node._saved_other if children[0] is not None else node._saved_self
     return factor is None or factor.numel() == 1
-
-
-def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
-    """Return the weight of a term whose rows have these slopes, the rows that count [N], and True if some do not.
-
-    A mean has slopes of weight / N. The weight of a sum is that of each row, so that the sum shows.
-    """
-    slopes = gradient.reshape(-1)
-    counted = slopes != 0
-    return float(slopes.abs().sum()), counted, not bool(counted.all())
-
-
-def _is_sum(gradient: Tensor) -> bool:
-    """Return True if each row has the slope 1, as in a sum: a mean has 1 / N."""
-    return gradient.numel() > MIN_SUMMED_ROWS and bool(((gradient.abs() - 1).abs() < ROUNDING).all())
-
-
-def _elementwise(node: Node) -> Tensor:
-    """Errors of each row, as `F.mse_loss` and its relatives return them without a reduction."""
-    own: Tensor = node._saved_self
-    target: Tensor = node._saved_target
-    if _kind(node) == "MseLossBackward0":
-        return (own - target).square()
-    if _kind(node) == "SmoothL1LossBackward0":
-        return torch.nn.functional.smooth_l1_loss(own, target, reduction="none", beta=node._saved_beta)
-    return torch.nn.functional.huber_loss(own, target, reduction="none", delta=node._saved_delta)
 
 
 def _axis(dim: int) -> int:

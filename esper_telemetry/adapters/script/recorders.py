@@ -268,11 +268,6 @@ class RecordedLstm(NamedTuple):
     inputs: Tensor
     trained_from_zero: bool = False
 
-    @property
-    def forgets(self) -> bool:
-        """True if training begins with zeros, and the rollout began with other states."""
-        return self.trained_from_zero and bool(self.states[0].any())
-
 
 class LstmLog:
     """Records the steps of the first LSTM that is stepped without gradients."""

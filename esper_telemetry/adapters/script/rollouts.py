@@ -216,7 +216,10 @@ class RolloutFinder:
         columns, in_order, is_permuted = self._columns, set[str](), False
         for role, column in self._shown.items():
             for form, way_back in LOG_PROB_FORMS[: 3 if role == "log_probs" else 1]:
-                if column is None or role in columns or not _tells(numbers := form(column).reshape(-1).double()):
+                if column is None or role in columns:
+                    continue
+                numbers = form(column).reshape(-1).double()
+                if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)):
                     continue
                 best = min(
                     (
@@ -578,11 +581,6 @@ def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
     return torch.equal(chosen, own.reshape(-1))
 
 
-def _same_rows(one: Tensor, other: Tensor) -> bool:
-    """Return True for the same transitions, up to some that are equal."""
-    return len(one) == len(other) and float((one == other).double().mean()) >= MIN_SAME_ROWS
-
-
 def _varies(array: Tensor) -> bool:
     return bool((array != array.reshape(-1)[0]).any())
 
@@ -593,11 +591,6 @@ def _is_same(column: Tensor, array: Tensor) -> bool:
         return False
     limit = SAME_NUMBER * float(column.abs().max())
     return bool(((array.reshape(-1).to(column) - column.reshape(-1)).abs() <= limit).all())
-
-
-def _tells(numbers: Tensor) -> bool:
-    """Return True for numbers of which enough differ to tell an array that holds them."""
-    return len(numbers.unique()) >= min(MIN_DISTINCT, len(numbers))
 
 
 def _sorted(array: Tensor) -> Tensor:
@@ -675,7 +668,10 @@ class RowFinder:
         for name in COLUMNS:  # that tell most transitions apart
             match = self._matches(name, own) if name in own and self._apart[name] > enough else None
             if match is not None:
-                if any(_same_rows(match[0], other) for other, _ in matches):
+                shares = [
+                    float((match[0] == other).double().mean()) for other, _ in matches if len(other) == len(match[0])
+                ]
+                if any(share >= MIN_SAME_ROWS for share in shares):  # the same, up to some that are equal
                     return self._in_turns(*match)
                 matches.append(match)
         if matches:

@@ -410,7 +410,13 @@ class Taps:
             @functools.wraps(send)
             def tapped(connection: Any, message: Any) -> Any:
                 script = self.script
-                if script is not None and not script.environments.inside and _is_step(message):
+                is_step = (
+                    isinstance(message, tuple)
+                    and len(message) == 2
+                    and isinstance(message[0], str)
+                    and message[0] == "step"
+                )
+                if script is not None and not script.environments.inside and is_step:
                     self._end_update()
                     sent[connection] = message[1]
                 return send(connection, message)
@@ -484,10 +490,6 @@ def _may_be_environment(value: Any) -> bool:
 def _action(*args: Any, **options: Any) -> Any:
     """The action among the arguments of an environment's `step`."""
     return args[0] if args else options.get("action", options.get("actions"))
-
-
-def _is_step(message: Any) -> bool:
-    return isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str) and message[0] == "step"
 
 
 def _step_result(answer: Any) -> tuple[Any, ...] | None:
