@@ -378,6 +378,22 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     assert RolloutFinder(Variables([columns])).rollout() is None
 
 
+def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> None:
+    """Two steps of two environments; `dones` says which steps begin an episode, and `next_done` what follows the last one."""
+    columns = {
+        **{name: torch.randn(2, 2) for name in ("rewards", "values", "advantages", "logprobs")},
+        "dones": torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
+        "next_done": torch.tensor([1.0, 0.0]),
+        "next_value": torch.tensor([[3.0, 4.0]]),
+    }
+
+    rollout = RolloutFinder(Variables([columns])).rollout()
+
+    assert rollout is not None
+    assert rollout.ended.tolist() == [[False, True], [True, False]]
+    assert rollout.last_values.tolist() == [[3.0, 4.0]]
+
+
 def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:
     minibatch = Minibatch()
 

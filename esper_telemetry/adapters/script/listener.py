@@ -490,7 +490,7 @@ class ScriptListener:
             if observations is not None:
                 own["inputs"] = checksums(observations.float()).to(rollout.values.device)
             self._rows = RowFinder(own)
-        lstm, acting = self.lstm.take(steps, envs), self.acting.take(steps, envs)
+        lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:

@@ -306,7 +306,12 @@ class LstmLog:
         """Return what was recorded since the last call of a rollout's T steps; None if that does not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
-        if self._module is None or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
+        if (
+            self._module is None
+            or not recorded
+            or len(recorded) < steps
+            or any(states.shape[2] != envs for states, _ in recorded)
+        ):
             return None
         states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
         return RecordedLstm(self._module, states, inputs, bool(from_zero))

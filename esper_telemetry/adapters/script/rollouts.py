@@ -32,6 +32,8 @@ NAMES = {
     "log_probs": ("logprobs", "logp", "old_logprobs", "logprob_a_hoder", "action_log_probs"),
     "next_values": ("next_values", "vs_", "values_next", "next_vals"),
     "last_values": ("next_value", "last_value", "next_values", "last_values", "bootstrap_value", "last_val"),
+    "dones": ("dones", "terminations", "terminateds"),
+    "next_done": ("next_done", "next_termination", "last_done"),
     "actions": ("actions", "acts", "a_hoder"),
     "observations": ("obs", "observations", "states", "obs_buffer", "state_buf", "s_hoder"),
 }
@@ -116,8 +118,8 @@ class RolloutFinder:
 
     Args:
         variables: of the script.
-        ends: [T, B], bool: steps since the previous rollout that ended an episode, as the environments returned them. Without them there
-            is no rollout.
+        ends: [T, B], bool: steps since the previous rollout that ended an episode, as the environments returned them; None if they do not
+            say. Then rewards and ends are those under such a name.
         paid: [T, B], rewards that the environments returned in these steps.
         limits: [T, B], bool: the ends by a time limit.
         reading: of the loss of the first minibatch, before any step.
@@ -144,19 +146,21 @@ class RolloutFinder:
             None if column is None else column.to(self._device) for column in (ends, paid, limits)
         )
         self.steps, self.envs = (0, 0) if ends is None else (len(ends), ends.shape[1])
+        self._env_major = False
+        if ends is None:
+            self._find_ends()
         self._estimates, self._last_estimates = estimates, last_estimates
         numbers = torch.cat([one.log_probs.reshape(-1) for one in acted]).to(self._device) if acted else torch.empty(0)
         whole = len(numbers) and self.steps and not len(numbers) % (self.steps * self.envs)
         self._acted = numbers.reshape(self.steps, self.envs, -1).sum(-1) if whole else None
         self._taken = [one.actions for one in acted if one.actions is not None]
-        self._env_major = False
         self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         self._grids: list[Tensor] = []
         self._columns: dict[str, Tensor] = {}
         self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
-        if ends is not None:
+        if self.ended is not None:
             arrays = list(self._arrays()) if reading is not None else []
             self._env_major = self._is_env_major(arrays)
             pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
@@ -165,6 +169,17 @@ class RolloutFinder:
             self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
         self.log_probs = self._acted if self.log_probs is None else self.log_probs
+
+    def _find_ends(self) -> None:
+        """Take the shape of a rollout, and its ends, from arrays with such names."""
+        rewards = self._variables.find(NAMES["rewards"], _as_table)
+        if rewards is None:
+            return
+        self.steps, self.envs = int(rewards.shape[0]), int(rewards.shape[1])
+        dones = self._variables.find(NAMES["dones"], self._in_grid)
+        next_done = self._variables.find(NAMES["next_done"], partial(self._in_grid, steps=1))
+        if dones is not None:  # with a flag of the step after the last, `dones[t]` says that step t begins an episode
+            self.ended = (dones if next_done is None else torch.cat([dones[1:], next_done])).bool()
 
     # arrays by what they hold
 
@@ -579,6 +594,13 @@ def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
     """Return True if these rows of an array [R, ...] are those [N, ...] of a minibatch."""
     chosen = array[rows.to(array.device)].reshape(-1).to(own)
     return torch.equal(chosen, own.reshape(-1))
+
+
+def _as_table(value: object) -> Tensor | None:
+    """Accept [T, B], also as [T, B, 1]."""
+    array = stacked(value)
+    array = array.squeeze(-1) if array is not None and array.dim() == 3 and array.shape[-1] == 1 else array
+    return array if array is not None and array.dim() == 2 else None
 
 
 def _varies(array: Tensor) -> bool:
