@@ -14,8 +14,8 @@ from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.listener import ScriptListener
-from esper_telemetry.adapters.script.loss_graph import LossReading, read_loss
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.loss_graph import LossReading, leaves_of, read_loss
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
@@ -379,6 +379,22 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     assert RolloutFinder(Variables([columns])).rollout() is None
 
 
+def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> None:
+    """Two steps of two environments; `dones` says which steps begin an episode, and `next_done` what follows the last one."""
+    columns = {
+        **{name: torch.randn(2, 2) for name in ("rewards", "values", "advantages", "logprobs")},
+        "dones": torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
+        "next_done": torch.tensor([1.0, 0.0]),
+        "next_value": torch.tensor([[3.0, 4.0]]),
+    }
+
+    rollout = RolloutFinder(Variables([columns])).rollout()
+
+    assert rollout is not None
+    assert rollout.ended.tolist() == [[False, True], [True, False]]
+    assert rollout.last_values.tolist() == [[3.0, 4.0]]
+
+
 def test_the_leaves_of_a_loss_are_the_parameters_that_it_trains() -> None:
     minibatch = Minibatch()
 
@@ -410,17 +426,19 @@ def test_steps_are_compared_with_what_was_stored_and_bounds_hold_where_actions_r
         log.after_step(env, result, sent[step].clamp(-1, 1).numpy())
 
     stored = torch.cat([torch.zeros(1, 2, 2), torch.tensor(returned[:1])]).float()
-    steps = log.transitions(stored, sent)
+    collected = log.collected()
+    assert collected is not None
+    steps = collected.transitions(stored, sent)
     assert steps is not None and steps.sent is not None and steps.received is not None
     assert torch.equal(steps.inputs[1], steps.outcomes[0])
     assert steps.finals.isnan().tolist() == [[True, False], [True, True]]
     assert (steps.sent == steps.received).tolist() == [[True, False], [False, True]]
-    bounds = log.bounds(sent)
+    bounds = collected.bounds(sent)
     assert bounds is not None and bounds.tolist() == [[-1], [1]]
-    assert log.bounds(sent / 2) is None
-    assert log.transitions(stored[..., :1], sent) is None
+    assert collected.bounds(sent / 2) is None
+    assert collected.transitions(stored[..., :1], sent) is None
     log.take()
-    assert log.transitions(stored, sent) is None
+    assert log.collected() is None
 
 
 def first_minibatch(

@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 
 from esper_telemetry.adapters.script.listener import ScriptListener
 from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
-from esper_telemetry.adapters.script.recorders import ActedSteps, Asked, DistributionLog, EstimateLog
+from esper_telemetry.adapters.script.recorders import Asked, DistributionLog, EstimateLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.taps import Taps
@@ -35,8 +35,8 @@ def test_rows_are_found_by_the_column_whose_numbers_lie_apart_and_not_by_one_of_
     rows = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:16]
     own = {name: column.flatten()[rows] for name, column in rollout.items()}
 
-    assert torch.equal(RowFinder(rollout).rows_of(None, own | {"returns": own["returns"] + 100.5}), rows)  # type: ignore[arg-type]
-    assert RowFinder(rollout).rows_of(None, {"advantages": own["advantages"] + 5}) is None
+    assert torch.equal(RowFinder(rollout).rows_of(own | {"returns": own["returns"] + 100.5}), rows)  # type: ignore[arg-type]
+    assert RowFinder(rollout).rows_of({"advantages": own["advantages"] + 5}) is None
 
 
 def test_equal_transitions_are_visited_in_turns() -> None:
@@ -44,7 +44,7 @@ def test_equal_transitions_are_visited_in_turns() -> None:
     for column in rollout.values():
         column[1::2] = column[::2]
     finder = RowFinder(rollout)
-    visits = [finder.rows_of(None, {name: column.flatten() for name, column in rollout.items()}) for _ in range(2)]
+    visits = [finder.rows_of({name: column.flatten() for name, column in rollout.items()}) for _ in range(2)]
 
     assert all(rows is not None and rows.sort().values.tolist() == list(range(64)) for rows in visits)
 
@@ -92,7 +92,7 @@ def test_what_an_environment_returns_as_an_iterator_is_left_to_the_script() -> N
 
     assert taps.error is None
     assert rewards == (1.0, 2.0) and terminated == (True, False)
-    ends = listener.environments.ends()
+    ends = listener.environments.collected()
     assert ends is not None and ends.ended.tolist() == [[True, False]]
 
 
@@ -138,7 +138,7 @@ def test_returns_and_values_are_the_columns_whose_difference_the_advantages_are(
         arrays | {"a": (raw - raw.mean()) / raw.std()}, reading_of(log_probs, (raw - raw.mean()) / raw.std())
     )
     rollout = finder.rollout(0.9)
-    assert rollout is not None and rollout.returns_stored
+    assert rollout is not None and rollout.returns_known
     assert torch.equal(rollout.returns.flatten(), targets) and torch.equal(rollout.values.flatten(), 1e-3 * critic)
 
 
@@ -162,7 +162,7 @@ def test_what_actions_are_drawn_from_counts_where_no_log_probabilities_are_asked
             log.add(policy, policy.log_prob(policy.sample()))
         log.after_env_step()
 
-    heads = log.take_rollout(3, 2).logits
+    heads = log.take_rollout(3, 2)[1].logits
 
     torch.testing.assert_close(heads["action"], logits.log_softmax(-1))
 
@@ -199,7 +199,7 @@ def test_distributions_that_are_asked_after_each_step_belong_to_it() -> None:
             log.after_env_step()
         log.add(policy, policy.log_prob(torch.zeros(1).long()))
 
-    logits = log.take_rollout(3, 1).logits["action"]
+    logits = log.take_rollout(3, 1)[1].logits["action"]
     assert (logits[:, 0, 0] - logits[:, 0, 1]).tolist() == pytest.approx([0, 1, 2])
 
 
@@ -236,9 +236,9 @@ def test_environments_in_other_processes_are_seen_by_their_pipes() -> None:
     finally:
         taps.remove()
 
-    ends, rewards = listener.environments.ends(), listener.environments.rewards()
-    assert taps.error is None and ends is not None and rewards is not None
-    assert rewards.flatten().tolist() == [2, 2]
+    ends = listener.environments.collected()
+    assert taps.error is None and ends is not None
+    assert ends.rewards.flatten().tolist() == [2, 2]
     assert ends.ended.flatten().tolist() == ends.time_limits.flatten().tolist() == [False, True]
 
 
@@ -250,9 +250,9 @@ def test_rows_are_those_of_most_columns_where_a_script_mixes_up_one() -> None:
 
     for name in own:
         mixed: dict[str, Tensor | None] = {**own, name: own[name].roll(1)}
-        found = RowFinder(rollout).rows_of(None, mixed)
+        found = RowFinder(rollout).rows_of(mixed)
         assert found is not None and torch.equal(found, rows)
-    assert RowFinder(rollout).rows_of(None, {"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
+    assert RowFinder(rollout).rows_of({"log_probs": own["log_probs"], "inputs": own["inputs"].roll(1)}) is None
 
 
 def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_permuted() -> None:
@@ -263,7 +263,7 @@ def test_rows_with_equal_numbers_are_told_apart_by_most_columns_where_one_is_per
         rollout[name][1] = rollout[name][0] + distance
     own: dict[str, Tensor | None] = {name: column.flatten() for name, column in rollout.items()}
     order = torch.cat([torch.tensor([1, 0]), 2 + torch.randperm(62, generator=draw)])
-    found = RowFinder(rollout).rows_of(None, {**own, "advantages": rollout["advantages"].flatten()[order]})
+    found = RowFinder(rollout).rows_of({**own, "advantages": rollout["advantages"].flatten()[order]})
 
     assert found is not None and found.tolist() == list(range(64))
 
@@ -303,7 +303,7 @@ def test_two_equal_transitions_among_others_are_both_visited() -> None:
     rollout = columns(log_probs=torch.randn(64, 1, generator=torch.Generator().manual_seed(8)))
     for column in rollout.values():
         column[1] = column[0]
-    rows = RowFinder(rollout).rows_of(None, {name: column.flatten() for name, column in rollout.items()})
+    rows = RowFinder(rollout).rows_of({name: column.flatten() for name, column in rollout.items()})
 
     assert rows is not None and rows.sort().values.tolist() == list(range(64))
 
@@ -370,7 +370,7 @@ def test_neither_flags_nor_what_rewards_are_given_after_time_limits_are_values_o
         finder = RolloutFinder(Variables([arrays]), limits, paid=torch.ones(32, 1), limits=limits, reading=reading)
         rollout = finder.rollout(0.9)
 
-        assert rollout is not None and rollout.bootstraps is bootstraps
+        assert rollout is not None and torch.equal(rollout.terminated, rollout.ended) is not bootstraps
 
 
 def test_only_choices_and_gaussians_of_independent_dimensions_are_heads() -> None:
@@ -470,10 +470,10 @@ def test_environments_of_other_classes_are_found_when_the_script_acts(flags: int
     finally:
         taps.remove()
 
-    ends, log = listener.environments.ends(), listener.environments
+    ends, log = listener.environments.collected(), listener.environments
     assert taps.error is None and log.steps == 8 and not log.hidden
     assert ends is not None and ends.ended.nonzero().tolist() == ends.time_limits.nonzero().tolist() == [[2, 1]]
-    assert log.rewards().tolist() == [[1.0, 2.0]] * 4  # type: ignore[union-attr]
+    assert ends.rewards.tolist() == [[1.0, 2.0]] * 4
     assert [tuple(one) for one in log.take()[0]] == [(6.0, 3, 2)]
     assert not hasattr(Walkers.step, "tapped") and not hasattr(Member.step, "tapped")
 
@@ -492,8 +492,9 @@ def test_an_object_around_a_known_environment_is_not_recorded_as_well() -> None:
     finally:
         taps.remove()
 
+    collected = listener.environments.collected()
     assert taps.error is None and listener.environments.steps == 3
-    assert listener.environments.rewards().tolist() == [[1.0]] * 3  # type: ignore[union-attr]
+    assert collected is not None and collected.rewards.tolist() == [[1.0]] * 3
 
 
 @pytest.mark.parametrize("mixed", [("advantages", "returns"), ("returns",)])
@@ -510,7 +511,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
     gain = ((now - log_probs[:16]).exp() * advantages[:16]).mean()
     reading = read_loss((critic - returns[:16]).square().mean() - gain, held=[now, critic])
     arrays = {"z": log_probs, "a": advantages, "q": returns, "v": kept["values"]}
-    acted = ActedSteps([Asked(one, None) for one in kept["log_probs"]], ())
+    acted = [Asked(one, None) for one in kept["log_probs"]]
     ends = torch.zeros(32, 1, dtype=torch.bool)
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     rollout = finder.rollout(0.9)
@@ -519,7 +520,7 @@ def test_columns_that_a_script_shuffles_together_are_put_back_in_order(mixed: tu
         assert torch.equal(getattr(rollout, name).flatten(), column)
 
     log_probs[0] = log_probs[1] = kept["log_probs"][order[0]] = kept["log_probs"][order[1]]
-    acted = ActedSteps([Asked(kept["log_probs"], None)], ())
+    acted = [Asked(kept["log_probs"], None)]
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
 
     assert finder.rollout(0.9) is None  # equal log-probabilities do not tell
@@ -550,20 +551,20 @@ def test_actions_without_a_name_are_those_that_distributions_were_asked_for_in_a
         if step:
             log.after_env_step()
         log.add(object(), log_probs[step].reshape(1), actions[step].reshape(1))
-    acted, arrays = log.take_acted(), {"z": log_probs, "a": advantages}
+    (acted, _), arrays = log.take_rollout(32, 1), {"z": log_probs, "a": advantages}
     ends, reading = torch.zeros(32, 1, dtype=torch.bool), reading_of(log_probs, advantages)
 
     finder = RolloutFinder(Variables([arrays]), ends, paid=torch.ones(32, 1), reading=reading, acted=acted)
     found = finder.actions(None)
 
     assert found is not None and torch.equal(found.flatten(), actions)
-    assert not acted.of(40)[32:] and RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
+    assert RolloutFinder(Variables([arrays]), ends, reading=reading).actions(None) is None
 
 
 def test_log_probabilities_with_few_numbers_are_found_by_those_of_acting() -> None:
     log_probs = torch.tensor([-0.25, -1.5]).repeat(16)
     advantages = torch.randn(32, generator=torch.Generator().manual_seed(22))
-    acted = ActedSteps([Asked(one.reshape(1), None) for one in log_probs], ())
+    acted = [Asked(one.reshape(1), None) for one in log_probs]
     arrays, ends = {"z": log_probs, "a": advantages}, torch.zeros(32, 1, dtype=torch.bool)
     reading = reading_of(log_probs, advantages)
 
@@ -598,7 +599,7 @@ def test_values_are_those_of_the_critic_that_acts_where_another_one_learns() -> 
 
 
 @pytest.mark.parametrize(("bootstrap", "gae_lambda"), [(True, 0.9), (False, 0.9), (True, 1.0)])
-def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the_advantages(
+def test_a_discount_without_a_name_is_read_from_the_advantages_whatever_the_last_value_is(
     bootstrap: bool, gae_lambda: float
 ) -> None:
     draw = torch.Generator().manual_seed(24)
@@ -611,23 +612,22 @@ def test_a_discount_without_a_name_is_the_number_of_the_source_that_explains_the
     never = torch.zeros(20, 3, dtype=torch.bool)
     following_values = torch.cat([values[1:], last[None]])
     rollout = ScriptRollout(
-        rewards, values, advantages, advantages + values, rewards, never, following_values, last.reshape(1, 3)
+        rewards, values, advantages, advantages + values, rewards, never, never, following_values, last.reshape(1, 3)
     )
-    numbers = [0.2, 0.9, 0.95, 0.97, 0.999]
-
     found = {"gamma": 0.97, "gae_lambda": gae_lambda}
-    assert find_discounts(rollout, None, {}, numbers) == found
-    assert find_discounts(rollout, None, {"gamma": 0.97}, numbers) == found
-    assert find_discounts(rollout, None, {}, [0.2, 0.9]) == {}
-    assert find_discounts(rollout._replace(advantages=rewards), None, {}, numbers) == {}
+    assert find_discounts(rollout, {}) == found
+    assert find_discounts(rollout, {"gamma": 0.97}) == found
+    normalized = rollout._replace(advantages=(advantages - advantages.mean()) / advantages.std())
+    assert find_discounts(normalized, {}) == found
+    assert find_discounts(rollout._replace(advantages=rewards), {}) == {}
 
 
 def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_position(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "from esper_telemetry.adapters.script.variables import SourceNumbers\n"
+        "from esper_telemetry.adapters.script.variables import source_numbers\n"
         "class Buffer:\n"
         "    def finish(self, gamma, lam=0.5):\n"
-        "        return SourceNumbers.read()\n"
+        "        return source_numbers()\n"
         "def scale(factor): return 0.25 * factor\n"
         "scale(3)\n"
         "numbers = Buffer().finish(0.99, 0.9)\n"
@@ -635,5 +635,4 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
 
     numbers = runpy.run_path(str(tmp_path / "script.py"))["numbers"]
 
-    assert [numbers.named[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
-    assert sorted(numbers.fractions) == [0.25, 0.5, 0.9, 0.99]
+    assert [numbers[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]

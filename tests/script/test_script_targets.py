@@ -76,13 +76,13 @@ def test_ends_of_a_rollout_are_those_that_its_environments_returned() -> None:
     stepped(log, env, [True, False], [False, False])
     stepped(log, env, [False, True], [True, True])
 
-    ends = log.ends()
+    ends = log.collected()
     assert ends is not None
     assert ends.ended.tolist() == [[True, False], [True, True]]
     assert ends.time_limits.tolist() == [[False, False], [True, False]]
 
     log.take()
-    assert log.ends() is None
+    assert log.collected() is None
 
 
 def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
@@ -91,7 +91,7 @@ def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
         assert log.includes(env)
         stepped(log, env, [False, False], [False, False])
 
-    assert log.ends() is None
+    assert log.collected() is None
 
 
 FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")

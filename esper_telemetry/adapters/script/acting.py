@@ -65,7 +65,7 @@ class Acting(NamedTuple):
         Args:
             inputs: [N, n], of the first layer in training.
             rows: [N], their transitions, counted time by time.
-            observations: [T, B, ...], stored ones; None where they are not known.
+            observations: [T, B, ...], stored ones; None if they are not known.
             trained: `id` of the parameters that are trained.
             modules: of the script.
         """
@@ -91,7 +91,7 @@ class Acting(NamedTuple):
 
 
 def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
-    """Return True where inputs [T, B, n] are the stored ones, moved and scaled by numbers that hardly change between steps."""
+    """Return True if inputs [T, B, n] are the stored ones, moved and scaled by numbers that hardly change between steps."""
     whole = len(acted) // DRIFT_STEPS * DRIFT_STEPS
     delayed = torch.isclose(acted[1:], stored[:-1]).all(-1), torch.isclose(acted[:-1], stored[1:]).all(-1)
     if not whole or max(float(one.double().mean()) for one in delayed) > MIN_SHARE:
@@ -103,7 +103,7 @@ def _scales_drift(acted: Tensor, stored: Tensor) -> bool:
 
 
 def _are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> bool:
-    """Return True where inputs [K, M, n] are others times a number, plus another one.
+    """Return True if inputs [K, M, n] are others times a number, plus another one.
 
     The numbers may differ between the K groups, as running statistics do between steps.
     """
@@ -153,7 +153,7 @@ class ActingLog:
             self._pending = None
 
     def take(self, steps: int, envs: int) -> Acting | None:
-        """Return what was recorded since the last call; None where it does not fit a rollout of T steps of B environments."""
+        """Return what was recorded since the last call; None if it does not fit a rollout of T steps of B environments."""
         recorded = [one for one in self._steps if len(one) == envs]
         acting = None
         if steps and len(recorded) == steps and len({one.shape for one in recorded}) == 1:

@@ -17,13 +17,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog
-from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, read_loss
+from esper_telemetry.adapters.script.loss_graph import LossReading, graph_of, leaves_of, read_loss
 from esper_telemetry.adapters.script.minibatches import (
     MinibatchQueue,
     PassFinder,
@@ -32,12 +33,12 @@ from esper_telemetry.adapters.script.minibatches import (
     unused_entropy,
     without_graph,
 )
-from esper_telemetry.adapters.script.objective import leaves_of, left_out, loss_terms
+from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
-    NOTHING_ACTED,
-    ActedSteps,
+    ClipCall,
     ClipLog,
+    CollectedSteps,
     DistributionLog,
     EpisodeLog,
     EstimateLog,
@@ -87,13 +88,6 @@ class OptimizerCall(NamedTuple):
     optimizer: Optimizer
     variables: Variables
     readings: list[LossReading]
-
-
-class ClipCall(NamedTuple):
-    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
-
-    parameters: frozenset[int]
-    max_norm: float | None
 
 
 class ScriptListener:
@@ -148,7 +142,7 @@ class ScriptListener:
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
-        self._numbers = names.SourceNumbers({}, ())
+        self._constants: Mapping[str, float] = {}
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -159,7 +153,6 @@ class ScriptListener:
         self._shown = self._several = False
         self._stepping = False  # an optimizer takes a step: of the passes of its closure only it knows which ones count
         self._scales: object = None
-        self._clips: list[ClipCall] = []
         self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -176,7 +169,7 @@ class ScriptListener:
 
     @property
     def hides_episodes(self) -> bool:
-        """True where the script itself misses the episodes."""
+        """True if the script itself misses the episodes."""
         return self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
 
     def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
@@ -237,7 +230,9 @@ class ScriptListener:
 
     def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables) -> None:
         """Show a sample the objective of a minibatch, with gradients of the script's graph."""
-        optimizer = self._optimizer_of(loss)
+        leaves = {id(leaf) for leaf in leaves_of(loss)}
+        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
+        optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
         if self._announced is not None:
             if optimizer is self._announced or not self._several:
                 # of several passes none is that of the whole loss: a second announcement ends the check
@@ -253,9 +248,7 @@ class ScriptListener:
             reading = self._with_left_out(reading)
         terms = partial(loss_terms, loss, reading, variables, parameters, self._weights())
         self._emit_objective(optimizer, variables, terms=None if more else terms, more=more)
-        self._scales = variables.find(
-            settings.SCALERS, lambda value: value if type(value).__name__ == "GradScaler" else None
-        )
+        self._scales = variables.find_instance(GradScaler)
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
         """Return a reading with the critic's term that its loss leaves out, unless the critic has losses of its own.
@@ -282,12 +275,6 @@ class ScriptListener:
         leaves = {id(leaf) for leaf in leaves_of(loss)} if climbing else set[int]()
         return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
 
-    def _optimizer_of(self, loss: Tensor) -> Optimizer | None:
-        """Return the only optimizer whose parameters the gradient of a loss reaches; None where there are several or none."""
-        leaves = {id(leaf) for leaf in leaves_of(loss)}
-        optimizers = [one for one in self._optimizers if not leaves.isdisjoint(map(id, _parameters_of(one)))]
-        return optimizers[0] if len(optimizers) == 1 else None
-
     def after_backward(self) -> None:
         """It has ended. A script that clips by a function of its own shows its gradients only now, one that scales them only later."""
         announced = self._announced
@@ -297,7 +284,6 @@ class ScriptListener:
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together."""
         self.clips.before_clip(parameters, max_norm)
-        self._clips.append(ClipCall(frozenset(map(id, parameters)), max_norm))
         if self._announced is not None and not self._shown:
             self._emit_gradients(self._announced)
 
@@ -337,7 +323,7 @@ class ScriptListener:
         return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
 
     def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting where no norm was, and None where there were several or of a part."""
+        """The limit to which the last step was clipped; the setting where no norm was, and None if there were several or of a part."""
         positive = variables.find(
             settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None
         )
@@ -365,8 +351,7 @@ class ScriptListener:
         parameters = _parameters_of(optimizer)
         self._steps_of[id(parameters[0])] += 1
         own = set(map(id, parameters))
-        self._last_clips[optimizer] = [call for call in self._clips if not own.isdisjoint(call.parameters)]
-        self._clips = [call for call in self._clips if own.isdisjoint(call.parameters)]
+        self._last_clips[optimizer] = self.clips.take_calls(parameters)
         if call is None or call.optimizer is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
@@ -386,6 +371,7 @@ class ScriptListener:
         self.open = False
         self.updates += 1
         self._last_steps = self._step
+        rates = [rate for own in self._rates.values() for rate in own]
         scalars = self.scalars.take()
         if scalars:
             self.findings[SCALARS] = None
@@ -399,7 +385,7 @@ class ScriptListener:
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
                 coefficients=self._read_weights | self._coefficients,
-                learning_rates=self._rates_by_name(),
+                learning_rates=rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {})),
             )
         )
 
@@ -417,50 +403,45 @@ class ScriptListener:
             self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
         return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
 
-    def _rates_by_name(self) -> dict[str, float | Tensor]:
-        """Return the learning rates of this update by name, if they differ."""
-        rates = [rate for own in self._rates.values() for rate in own]
-        return rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {}))
-
-    def after_env_step(self, env: Any, result: Any, action: Any, *, foreign: bool = False) -> None:
-        """The script has taken a step of an environment."""
+    def after_env_step(
+        self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False
+    ) -> None:
+        """The script has called `step` of an environment, or of a `foreign` object that may be one: the result tells."""
+        parts = step_parts(result) if foreign else result
+        if parts is None:
+            return
+        self.environments.seconds += seconds
         if self.environments.includes(env):
-            self.environments.after_step(env, result, action, foreign=foreign)
+            self.environments.after_step(env, parts, action, foreign=foreign)
             self.distributions.after_env_step()
             self.estimates.after_env_step()
             self.acting.after_env_step()
-
-    def after_foreign_step(self, env: Any, result: Any, action: Any, seconds: float) -> None:
-        """The script has called `step` of an object that may be an environment: the result tells."""
-        parts = step_parts(result)
-        if parts is not None:
-            self.environments.add_seconds(seconds)
-            self.after_env_step(env, parts, action, foreign=True)
 
     def _start(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> None:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        numbers = names.SourceNumbers.read()
-        variables = variables.with_constants(numbers.named)
+        self._constants = names.source_numbers()
+        variables = variables.with_constants(self._constants)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
-        facts["policy"] = "lstm" if self.lstm_count else "gru" if _is_recurrent(variables) else "mlp"
+        parts = [part for one in variables.values() if isinstance(one, nn.Module) for part in one.modules()]
+        is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
+        facts["policy"] = "lstm" if self.lstm_count else "gru" if is_recurrent else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
-        self._config, self._facts, self._numbers = settings.find_config(variables), facts, numbers
+        self._config, self._facts = settings.find_config(variables), facts
         self._first_rate = float(optimizer.param_groups[0]["lr"])
 
-    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None, limits: Tensor | None) -> None:
+    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
         """Emit `RunStart`; the first rollout may tell settings that have no name."""
-        numbers, rate = self._numbers, self._first_rate or 0.0
-        collected = 0 if rollout is None else rollout.rewards.numel()
-        known = variables.with_constants(numbers.named)
-        facts = self._facts = {**self._facts, **settings.find_schedule(known, self._facts, rate, collected)}
+        size = 0 if rollout is None else rollout.rewards.numel()
+        known = variables.with_constants(self._constants)
+        facts = {**self._facts, **settings.find_schedule(known, self._facts, self._first_rate or 0.0, size)}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = self._facts = {**settings.find_discounts(rollout, limits, facts, numbers.fractions), **facts}
+            facts = {**settings.find_discounts(rollout, facts), **facts}
         facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
@@ -475,34 +456,34 @@ class ScriptListener:
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
         self._coefficients = {} if constant else weights
-        ends, first = self.environments.ends(), _joined(readings)
+        collected, first = self.environments.collected(), _joined(readings)
+        steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
+        acted, heads = self.distributions.take_rollout(steps, envs)
         finder = RolloutFinder(
             variables,
-            None if ends is None else ends.ended,
-            paid=self.environments.rewards(),
-            limits=None if ends is None else ends.time_limits,
+            None if collected is None else collected.ended,
+            paid=None if collected is None else collected.rewards,
+            limits=None if collected is None else collected.time_limits,
             reading=first,
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
-            acted=self._acted(),
+            acted=acted if collected is not None and collected.in_turns else (),
         )
         rollout = finder.rollout(self._facts.get("gamma"))
-        limits = (
-            None if ends is None or rollout is None or ends.ended.shape != rollout.ended.shape else ends.time_limits
-        )
         if UNCHECKED_FACT not in self._facts:
-            self._announce_run(variables, rollout, limits)
-        collected = 0 if rollout is None else rollout.rewards.numel()
+            self._announce_run(variables, rollout)
+        size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
-        self._env_step = counted if counted > self._env_step else self._env_step + collected
+        self._env_step = counted if counted > self._env_step else self._env_step + size
         observations = finder.observations(None if first is None else first.inputs)
-        actions = self._actions_of(finder, observations)
+        chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
+        actions = self._actions_of(finder, heads, collected, chosen, observations)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._rollout, self._size = rollout, collected
+        self._rollout, self._size = rollout, size
         self._rows = None
         if rollout is not None:
             own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
@@ -513,31 +494,25 @@ class ScriptListener:
         if rollout is None:
             self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
-            seen = (
-                None
-                if first is None or acting is None
-                else self._seen_difference(rollout, first, acting, variables, observations)
-            )
-            if seen is None and lstm is not None and lstm.forgets:
+            seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
+            if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
-            self._emit_rollout(rollout, actions, lstm, limits, seen)
+            self._emit_rollout(rollout, actions, lstm, seen)
 
     def _seen_difference(
         self,
-        rollout: ScriptRollout,
+        finder: RolloutFinder,
         first: LossReading,
-        acting: Acting,
+        acting: Acting | None,
         variables: Variables,
         observations: Tensor | None,
     ) -> str | None:
-        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None where it has the same ones."""
-        policy = first.policy
-        if policy is None or policy.log_ratio is None or float(policy.log_ratio.abs().max()) < FIRST_DIFFERENCE:
+        """Return the hypothesis why the first minibatch has other log-probabilities than acting; None if it has the same ones."""
+        ratio = None if first.policy is None else first.policy.log_ratio
+        if acting is None or ratio is None or float(ratio.abs().max()) < FIRST_DIFFERENCE:
             return None
-        own = {name: getattr(rollout, name) for name in ("log_probs", "returns")}
-        columns = {"log_probs": policy.old_log_probs, "returns": None if first.value is None else first.value.returns}
-        rows = RowFinder(own).rows_of(names.find_rows(variables, len(policy.advantages)), columns)
-        if rows is None or int(rows.max()) >= rollout.values.numel():
+        rows = finder.first_rows()
+        if rows is None:
             return None
         trained = {
             id(parameter) for one in self._optimizers for parameter in _parameters_of(one)
@@ -545,15 +520,16 @@ class ScriptListener:
         modules = [value for value in variables.values() if isinstance(value, nn.Module)]
         return acting.difference(first.inputs, rows, observations, trained, modules)
 
-    def _acted(self) -> ActedSteps:
-        """Return what was asked for in acting; nothing unless the environments took their steps together, or in turns."""
-        acted, order = self.distributions.take_acted(), self.environments.order()
-        return acted if order is not None and order.places == sorted(order.places) else NOTHING_ACTED
-
-    def _actions_of(self, finder: RolloutFinder, observations: Tensor | None) -> RolloutActions | None:
+    def _actions_of(
+        self,
+        finder: RolloutFinder,
+        heads: HeadColumns,
+        collected: CollectedSteps | None,
+        chosen: Tensor | None,
+        observations: Tensor | None,
+    ) -> RolloutActions | None:
         """Return the actions of the rollout with their distributions and what the environments made of them; None without any."""
-        heads = self.distributions.take_rollout(finder.steps, finder.envs)
-        actions, log_probs, ended = finder.actions(self.distributions.chosen), finder.log_probs, finder.ended
+        actions, log_probs, ended = finder.actions(chosen), finder.log_probs, finder.ended
         if log_probs is None or ended is None:
             return None
         count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
@@ -562,7 +538,10 @@ class ScriptListener:
             names = head_names(max(1, count))
             whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
             by_head = head_actions(actions, names, heads.means if count or whole else names)
-        bounds = self.environments.bounds(actions) if count == 1 else None
+        bounds = transitions = None
+        if collected is not None:
+            bounds = collected.bounds(actions) if count == 1 and actions is not None else None
+            transitions = None if observations is None else collected.transitions(observations, actions)
         return RolloutActions(
             log_probs=log_probs.clone(),
             actions=by_head,
@@ -571,7 +550,7 @@ class ScriptListener:
             bounds={}
             if bounds is None
             else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            transitions=self.environments.transitions(observations, actions),
+            transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 
@@ -580,25 +559,18 @@ class ScriptListener:
         rollout: ScriptRollout,
         actions: RolloutActions | None,
         lstm: RecordedLstm | None,
-        time_limits: Tensor | None,
         seen_difference: str | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
         columns = ("actions", "bounds", "transitions", "logits", "means", "log_std")
-        ended, limits = rollout.ended, None if time_limits is None else time_limits.to(rollout.ended.device)
-        shown = rollout._asdict()
-        bootstraps = shown.pop("bootstraps")
-        shown["returns_known"] = shown.pop("returns_stored")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
                 env_step=self._env_step,
-                terminated=ended & ~limits if bootstraps and limits is not None else ended,
-                time_limits=None if bootstraps else limits,
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 seen_difference=seen_difference,
-                **{**shown, **{name: getattr(actions, name) for name in columns}},
+                **{**rollout._asdict(), **{name: getattr(actions, name) for name in columns}},
             )
         )
         self.findings[ROLLOUTS] = None
@@ -633,20 +605,11 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        self._minibatches.add(
-            ScriptMinibatch(
-                epoch=self._epoch,
-                step=self._step,
-                policy=policy,
-                value=reading.value,
-                entropy=reading.entropy,
-                total=reading.total if reading.complete and (reading.value or reading.left_out) is not None else None,
-                left_out=reading.left_out,
-                heads=heads,
-                rows=names.find_rows(variables, count),
-                inputs=_input_checksums(reading.inputs, count),
-            )
-        )
+        inputs, indices = reading.inputs, variables.indices(count)
+        if inputs is not None:
+            inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
+        reading = reading._replace(heads=heads, inputs=None, logits=None)
+        self._minibatches.minibatches.append(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs))
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
         """Emit the minibatches of which all losses are known."""
@@ -655,21 +618,20 @@ class ScriptListener:
                 return
             self._count_passes()
         for minibatch in self._minibatches.take(all_of_them=all_of_them):
-            value, rollout = minibatch.value, self._rollout
-            if value is None and not self._minibatches.critic_apart:
-                value = minibatch.left_out
-            rows = self._rows.rows_of(minibatch.rows, minibatch.columns()) if self._rows is not None else minibatch.rows
-            rows = None if rows is None else rows.to(minibatch.policy.advantages.device)
-            counted = self._pass_key is not None or not self._size % len(minibatch.policy.advantages)
+            reading, policy, rollout = minibatch.reading, minibatch.policy, self._rollout
+            value = reading.value if reading.value is not None or self._minibatches.critic_apart else reading.left_out
+            rows = None if self._rows is None else self._rows.rows_of(minibatch.columns(), minibatch.indices)
+            rows = None if rows is None else rows.to(policy.advantages.device)
+            counted = self._pass_key is not None or not self._size % len(policy.advantages)
             returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
-            if rows is not None and rollout is not None and int(rows.max()) < rollout.values.numel():
+            if rows is not None and rollout is not None:
                 old_values = rollout.values.reshape(-1)[rows]
-                returns = rollout.targets(returns, rows, minibatch.policy.advantages)
+                returns = rollout.targets(returns, rows, policy.advantages)
             if value is not None and value.loss is None and value.values is not None and returns is not None:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
-            if minibatch.entropy is None and minibatch.total is not None and self._stated.get("entropy_coef"):
-                minibatch = minibatch._replace(entropy=unused_entropy(minibatch.heads))
-            losses = losses_of(minibatch._replace(value=value), self._weights())
+            if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
+                reading = reading._replace(entropy=unused_entropy(reading.heads))
+            losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None
             self.hooks.emit(
@@ -677,14 +639,14 @@ class ScriptListener:
                     epoch=minibatch.epoch if counted else 0,  # where a pass ends is not known
                     step=minibatch.step,
                     log_ratio=minibatch.log_ratio,
-                    advantages=minibatch.policy.advantages,
+                    advantages=policy.advantages,
                     values=None if value is None else value.values,
                     old_values=old_values,
                     returns=returns,
                     losses=losses,
-                    valid=minibatch.policy.valid,
+                    valid=policy.valid,
                     rows=rows,
-                    **minibatch.heads._asdict(),
+                    **reading.heads._asdict(),
                 )
             )
 
@@ -715,20 +677,8 @@ class ScriptListener:
         }
 
 
-def _is_recurrent(variables: Variables) -> bool:
-    """Return True where a script has a recurrent module."""
-    modules = (value for value in variables.values() if isinstance(value, nn.Module))
-    return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for module in modules for part in module.modules())
-
-
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _input_checksums(inputs: Tensor | None, count: int) -> Tensor | None:
-    if inputs is None or len(inputs) != count:
-        return None
-    return checksums(inputs.reshape(1, count, -1).float())[0]
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

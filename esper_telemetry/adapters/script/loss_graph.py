@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTRO
 
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""
+
+Operands = Callable[[int], Tensor]
+"""Returns the numbers of an operand of a node; raises LookupError if they are not known."""
 
 MAX_NODES = 20_000
 """Nodes of a graph that are read: a policy with memory has thousands."""
@@ -36,19 +39,12 @@ ROUNDING = 1e-6
 MIN_SUMMED_ROWS = 4
 """Rows above which a slope of 1 for each is that of a sum, and no weight of a mean."""
 
-VIEWS = {
+RESHAPES = {
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *(
-        "SqueezeBackward2",
-        "UnsqueezeBackward0",
-        "CloneBackward0",
-        "AliasBackward0",
-        "ToCopyBackward0",
-        "ExpandBackward0",
-    ),
-    *("TransposeBackward0", "PermuteBackward0"),
+    *("SqueezeBackward2", "UnsqueezeBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"),
 }
-"""Operations that change the shape of their input, and no entry."""
+VIEWS = {*RESHAPES, "ExpandBackward0", "TransposeBackward0", "PermuteBackward0"}
+"""Operations that change the shape of their input, and no entry; after `RESHAPES` the entries are in the same order."""
 
 SUMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "MeanBackward0", "MeanBackward1"}
 JOINTS = {"StackBackward0", "CatBackward0"}
@@ -59,8 +55,12 @@ SUMS |= {"MaskedFillBackward0", "MaskedSelectBackward0"}
 EXPONENTIALS = {"ExpBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
 """Operations that probabilities come from."""
 
+LOG_PROBABILITIES = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0", "PowBackward0"}
+"""Operations below log-probabilities: chosen from logarithms, or of a Gaussian."""
+
 ERRORS = {"MseLossBackward0": "squared", "SmoothL1LossBackward0": "Huber", "HuberLossBackward0": "Huber"}
 EXTREMES = {"MinimumBackward0", "MaximumBackward0"}
+PRODUCTS = {"MulBackward0", "DivBackward0"}
 INDEXING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
 """Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
 
@@ -84,14 +84,14 @@ class PolicyTerm(NamedTuple):
     Attributes:
         log_ratio: [N]; None of a policy gradient without a ratio.
         advantages: [N], as they multiply the ratio, or the log-probability.
-        clip: range of the ratio around 1; None where none is cut.
-        loss: 0-d, without its weight; None where the graph does not keep its rows.
+        clip: range of the ratio around 1; None if none is cut.
+        loss: 0-d, without its weight; None if the graph does not keep its rows.
         weight: of the loss.
-        valid: [N], bool: rows that count; None where every row does.
+        valid: [N], bool: rows that count; None if every row does.
         edge: where gradients of the log-ratio, or of the log-probability, go on.
-        log_probs: [N], of the actions now; None where the graph does not tell.
+        log_probs: [N], of the actions now; None if the graph does not tell.
         inverted: the loss has the ratio of the old policy to the new one; `log_ratio` is that of the new one to the old one.
-        attached: where gradients of the advantages go on, of their negatives where `negated`; None where they have none, as they should.
+        attached: where gradients of the advantages go on, of their negatives where `negated`; None if they have none, as they should.
         reshaped: another function of the ratio than a clip is multiplied, in this term or in one beside it: the loss is not that of PPO.
     """
 
@@ -126,23 +126,23 @@ class ValueTerm(NamedTuple):
     """The critic's term of a loss.
 
     Attributes:
-        values, returns: [N], estimates now, and their targets; `values` is None where the graph does not tell them.
+        values, returns: [N], estimates now, and their targets; `values` is None if the graph does not tell them.
         old_values: [N], around which the values are clipped; None without a clip.
         clip: range of the values; None without one.
+        kind: "squared", "Huber" or "absolute".
+        edge: where gradients of the values go on.
         loss: 0-d, without a weight, so that it is half the mean error squared where it is a mean of squares.
         weight: of the loss; 0 of a critic that the loss leaves out.
-        kind: "squared" or "Huber".
-        edge: where gradients of the values go on.
     """
 
     values: Tensor | None
     returns: Tensor | None
     old_values: Tensor | None
     clip: float | None
-    loss: Tensor | None
-    weight: float
     kind: str
     edge: GradientEdge
+    loss: Tensor | None = None
+    weight: float = 0.0
 
 
 class EntropyTerm(NamedTuple):
@@ -151,8 +151,8 @@ class EntropyTerm(NamedTuple):
     Attributes:
         entropies: [N], [N, D] or their mean; [N, A] of a softmax that the script computes itself, to be summed over choices.
         loss: 0-d, the negative mean over rows, without its weight.
-        weight: of the loss; negative where entropy is punished, 0 where it was computed and left out.
-        edge: where gradients of the entropies go on; of their negatives where `negated`; None where the graph has none, or several.
+        weight: of the loss; negative where entropy is punished, 0 if it was computed and left out.
+        edge: where gradients of the entropies go on; of their negatives where `negated`; None if the graph has none, or several.
     """
 
     entropies: Tensor
@@ -177,8 +177,8 @@ class LossReading(NamedTuple):
     Attributes:
         total: 0-d, the loss itself; its negative where it is climbed.
         complete: there is no other term.
-        left_out: the critic's estimates of these rows, which the loss does not depend on; None where it does, or where none were computed.
-        inputs: [N, ...], the network's inputs in these rows; None where the graph does not keep them.
+        left_out: the critic's estimates of these rows, which the loss does not depend on; None if it does, or where none were computed.
+        inputs: [N, ...], the network's inputs in these rows; None if the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
         climbed: the optimizer maximises the loss; the terms are those of its negative.
@@ -197,6 +197,11 @@ class LossReading(NamedTuple):
     climbed: bool = False
     heads: HeadColumns = HeadColumns()
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the loss is that of the policy and of the critic, which it may leave out."""
+        return self.complete and (self.value or self.left_out) is not None
+
 
 class _Product(NamedTuple):
     """Advantages times a ratio or a log-probability: the factor [N], the node that it multiplies, the clip between both, and where
@@ -211,17 +216,6 @@ class _Product(NamedTuple):
     reshaped: bool = False
 
 
-class _Error(NamedTuple):
-    """Differences of values and targets: the node of the values, both columns as far as they are known, and the clip."""
-
-    node: Node
-    values: Tensor | None
-    returns: Tensor | None
-    old_values: Tensor | None
-    clip: float | None
-    kind: str
-
-
 def read_loss(
     loss: Tensor,
     *,
@@ -230,7 +224,7 @@ def read_loss(
     values: Sequence[Tensor] = (),
     climbed: bool = False,
 ) -> LossReading | None:
-    """Return the terms of a loss that a backward pass is about to begin with; None where it has none of a policy or a critic.
+    """Return the terms of a loss that a backward pass is about to begin with; None if it has none of a policy or critic.
 
     Args:
         loss: 0-d, with its graph.
@@ -252,33 +246,29 @@ def graph_of(output: Tensor) -> Collection[Node]:
     return _below(output.grad_fn)
 
 
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """Return the tensors in which the graph of an output ends: those that its backward pass adds gradients to."""
+    return [node.variable for node in _below(output.grad_fn) if hasattr(node, "variable")]
+
+
 class _LossReader:
     def __init__(
         self, loss: Tensor, held: Sequence[Tensor], outputs: DistributionGraphs, values: Sequence[Tensor]
     ) -> None:
         self.loss, self.outputs, self.values = loss, outputs, values
-        self.consumers: dict[Node, list[tuple[Node, int]]] = {loss.grad_fn: []}
-        self._walk()
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in _below(loss.grad_fn)}
+        for node in self.consumers:
+            for place, child in enumerate(_children(node)):
+                if child in self.consumers:
+                    self.consumers[child].append((node, place))
         self.held = {one.grad_fn: one.detach() for one in held if one.grad_fn in self.consumers}
         self.tensors = [one for one in held if one.grad_fn is not None]
         self.columns = [one for one in held if one.numel() > 1]
         self.entropies = {one.grad_fn: one.detach() for one in outputs.entropies if one.grad_fn in self.consumers}
         self.log_probs = {one.grad_fn: one.detach() for one in outputs.log_probs if one.grad_fn in self.consumers}
 
-    def _walk(self) -> None:
-        waiting = [self.loss.grad_fn]
-        while waiting and len(self.consumers) < MAX_NODES:
-            node = waiting.pop()
-            for place, child in enumerate(_children(node)):
-                if child is None:
-                    continue
-                if child not in self.consumers:
-                    self.consumers[child] = []
-                    waiting.append(child)
-                self.consumers[child].append((node, place))
-
     def read(self, *, climbed: bool) -> LossReading | None:
-        """Return the terms; None where there is none of a policy or a critic."""
+        """Return the terms; None if there is none of a policy or critic."""
         terms = list(dict.fromkeys(self._terms(self.loss.grad_fn)))
         edges = [GradientEdge(node, number) for node, number in terms]
         descended = -self.loss if climbed else self.loss
@@ -337,8 +327,7 @@ class _LossReader:
         unused = [one for one in estimates if one.numel() == count and one.grad_fn not in self.consumers]
         if not unused or any(one.grad_fn in self.consumers for one in estimates if one.numel() == count):
             return None
-        edge = _edge(unused[-1])
-        return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, None, 0.0, "squared", edge)
+        return ValueTerm(unused[-1].detach().reshape(-1), None, None, None, "squared", _edge(unused[-1]))
 
     def _joins_estimates(self, tensor: Tensor) -> bool:
         """Return True for the critic's estimates of several steps, one after the other."""
@@ -419,7 +408,6 @@ class _LossReader:
         plain = min(products, key=lambda one: (one.reshaped, one.clip is not None))
         clip = next((one.clip for one in products if one.clip is not None), None)
         factor = plain.factor
-        weight, valid, reduced = _reduction(gradient)
         number = self.value(plain.node)
         if number is None:
             return None
@@ -430,22 +418,24 @@ class _LossReader:
             factor = factor.expand(shape)
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
-        if _is_sum(gradient):
-            weight = 1.0
+        slopes = gradient.reshape(-1)
+        # a mean has slopes of weight / N; the weight of a sum is that of each row, so that the sum shows
+        is_sum = len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
+        weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
         flat = number.reshape(-1)
         log_ratio = flat.log() if plain.is_ratio else None
-        inverted = plain.is_ratio and self._is_inverted(plain.node)
+        own, inverted = self._log_probs(plain.node) if plain.is_ratio else (flat, False)
         return PolicyTerm(
             log_ratio=-log_ratio if inverted and log_ratio is not None else log_ratio,
             advantages=(-factor if negated else factor).reshape(-1),
             clip=None if reshaped else clip,
             loss=loss,
             weight=weight,
-            valid=valid if reduced else None,
+            valid=None if bool(valid.all()) else valid,
             edge=GradientEdge(plain.node, 0),
-            log_probs=self._log_probs(plain.node) if plain.is_ratio else flat,
+            log_probs=own,
             inverted=inverted,
             attached=plain.attached,
             negated=negated,
@@ -453,7 +443,7 @@ class _LossReader:
         )
 
     def _is_negated(self, node: Node, factor: Tensor, gradient: Tensor, *, is_ratio: bool) -> bool:
-        """Return True where a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
+        """Return True if a factor is the negative advantages: the script holds these, the larger of two losses is taken, or gains of one
         that is not clipped are subtracted.
         """
         for sign in (False, True):
@@ -493,13 +483,14 @@ class _LossReader:
             if _kind(child) == "NegBackward0":
                 child, factor = self._through_views(_children(child)[0]), -factor
             inner, clip = self._unclipped(child)
-            is_ratio = clip is not None or _is_ratio(inner)
+            is_quotient = _kind(inner) == "DivBackward0" and _children(inner)[1] is None
+            is_ratio = clip is not None or is_quotient or _kind(inner) == "ExpBackward0"
             if other is not None and (other in _below(inner) if is_ratio else EXPONENTIALS & _kinds(other)):
                 continue  # both have a graph: an entropy, unless the advantages are not detached
             ratio = None if is_ratio else self._ratio_below(inner, factor.numel())
             if ratio is not None:
                 return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
-            if is_ratio or (factor.numel() > 1 and self._is_log_prob(inner)):
+            if is_ratio or (factor.numel() > 1 and LOG_PROBABILITIES & _kinds(inner)):
                 attached = None if other is None else GradientEdge(other, number)
                 return _Product(factor.detach(), inner, clip, is_ratio, attached)
         return None
@@ -514,29 +505,13 @@ class _LossReader:
         return None
 
     def _unclipped(self, node: Node) -> tuple[Node, float | None]:
-        """Return what is cut to a range around 1, with half of that range; the node itself where nothing is."""
+        """Return what is cut to a range around 1, with half of that range; the node itself if nothing is."""
         if _kind(node) not in ("ClampBackward0", "ClampBackward1"):
             return node, None
         low, high = _number(node._saved_min), _number(node._saved_max)
         if low is None or high is None or not 0 <= low < 1 < high:
             return node, None
         return self._through_views(_children(node)[0]), max(high - 1, 1 - low)
-
-    def _is_log_prob(self, node: Node) -> bool:
-        """Return True for log-probabilities of actions: chosen from logarithms, or returned by a distribution."""
-        kinds = _kinds(node)
-        return bool(kinds & {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}) or "PowBackward0" in kinds
-
-    def _is_inverted(self, ratio: Node) -> bool:
-        """Return True for the exponential of a difference from which the log-probabilities of now are subtracted."""
-        below = self._through_views(_children(ratio)[0]) if _kind(ratio) == "ExpBackward0" else None
-        if below is None or _kind(below) not in ("SubBackward0", "AddBackward0"):
-            return False
-        first, second = _children(below)[:2]
-        if None not in (first, second):
-            return False
-        subtracted = first is None and _kind(below) == "SubBackward0"
-        return subtracted != self._without_sign(second if first is None else first)[1]
 
     def _without_sign(self, node: Node) -> tuple[Node, bool]:
         """Return what is negated, and whether it is: an odd number of times, through views."""
@@ -545,19 +520,21 @@ class _LossReader:
             negative, node = not negative, self._through_views(_children(node)[0])
         return node, negative
 
-    def _log_probs(self, ratio: Node) -> Tensor | None:
-        """Log-probabilities now [N], below a ratio that is the exponential of a difference."""
+    def _log_probs(self, ratio: Node) -> tuple[Tensor | None, bool]:
+        """Log-probabilities now [N], below a ratio, and True if they are subtracted in the difference that it is the exponential of."""
         below = self._through_views(_children(ratio)[0])
-        if _kind(ratio) == "ExpBackward0" and _kind(below) in ("SubBackward0", "AddBackward0"):
-            first, second = _children(below)[:2]
-            if _kind(below) == "AddBackward0" and None not in (first, second):
-                return None
-            number = self.value(self._without_sign(second if first is None else first)[0])
-            return None if number is None else number.reshape(-1)
         if _kind(ratio) == "DivBackward0":  # of two probabilities
             number = self.value(below)
-            return None if number is None else number.reshape(-1).log()
-        return None
+            return (None if number is None else number.reshape(-1).log()), False
+        if _kind(ratio) != "ExpBackward0" or _kind(below) not in ("SubBackward0", "AddBackward0"):
+            return None, False
+        first, second = _children(below)[:2]
+        if _kind(below) == "AddBackward0" and None not in (first, second):
+            return None, False
+        node, is_negative = self._without_sign(second if first is None else first)
+        number, has_two = self.value(node), None not in (first, second)
+        is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
+        return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
 
     def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
         """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
@@ -586,21 +563,12 @@ class _LossReader:
         error = self._error(node)
         if error is None:
             return None
-        rows = self.value(node)
-        contribution = None if rows is None else (rows * gradient).sum()
-        weight = 2 * float(gradient.sum())
-        return ValueTerm(
-            values=error.values,
-            returns=error.returns,
-            old_values=error.old_values,
-            clip=error.clip,
-            loss=None if contribution is None or not weight else contribution / weight,
-            weight=weight,
-            kind=error.kind,
-            edge=GradientEdge(error.node, 0),
-        )
+        rows, weight = self.value(node), 2 * float(gradient.sum())
+        loss = None if rows is None or not weight else (rows * gradient).sum() / weight
+        return error._replace(loss=loss, weight=weight)
 
-    def _error(self, node: Node) -> _Error | None:
+    def _error(self, node: Node) -> ValueTerm | None:
+        """Differences of values and targets: both columns as far as they are known, and the clip."""
         kind, children = _kind(node), _children(node)
         if kind in EXTREMES:
             errors = [self._error(self._through_views(child)) for child in children if child is not None]
@@ -651,7 +619,7 @@ class _LossReader:
             return None
         return clipped.old_values + (clipped.values - clipped.old_values).clamp(-clipped.clip, clipped.clip)
 
-    def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> _Error:
+    def _clipped_error(self, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> ValueTerm:
         """Follow values to those before a clip around others: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
         node = self._through_views(node)
         if (
@@ -662,20 +630,19 @@ class _LossReader:
             low, high = node._saved_min.detach(), node._saved_max.detach()
             source, now = _children(node)[0], node._saved_self.detach()
             limit = round(float(high.reshape(-1)[0] - low.reshape(-1)[0]) / 2, 6)
-            return _Error(source, _flat(now), _flat(returns), _flat((low + high) / 2), limit, kind)
-        if _kind(node) == "AddBackward0":
-            parts = [self._through_views(child) for child in _children(node) if child is not None]
-            moved = parts[0] if len(parts) == 1 else None
-            if moved is not None and _kind(moved) == "ClampBackward1" and _number(moved._saved_max) is not None:
-                below = self._through_views(_children(moved)[0])
-                source = _children(below)[0] if _kind(below) == "SubBackward0" else None
-                now = None if source is None else self.value(source)
-                difference = moved._saved_self.detach()
+            edge = GradientEdge(source, 0)
+            return ValueTerm(_flat(now), _flat(returns), _flat((low + high) / 2), limit, kind, edge)
+        parts = [self._through_views(child) for child in _children(node) if child is not None]
+        moved = parts[0] if _kind(node) == "AddBackward0" and len(parts) == 1 else None
+        if moved is not None and _kind(moved) == "ClampBackward1" and _number(moved._saved_max) is not None:
+            below, difference = self._through_views(_children(moved)[0]), moved._saved_self.detach()
+            source = _children(below)[0] if _kind(below) == "SubBackward0" else None
+            if source is not None:
+                now = self.value(source)
                 old = None if now is None else now.reshape(difference.shape) - difference
-                limit = float(moved._saved_max)
-                flat_now = None if now is None else now.reshape(-1)
-                return _Error(source, flat_now, _flat(returns), _flat(old), limit, kind)
-        return _Error(node, _flat(values), _flat(returns), None, None, kind)
+                limit, edge = float(moved._saved_max), GradientEdge(source, 0)
+                return ValueTerm(_flat(now), _flat(returns), _flat(old), limit, kind, edge)
+        return ValueTerm(_flat(values), _flat(returns), None, None, kind, GradientEdge(node, 0))
 
     def _same_difference(self, one: Node, other: Node) -> bool:
         """Return True for two factors that are the same difference of values and targets."""
@@ -746,89 +713,26 @@ class _LossReader:
         held = self.held.get(node)
         if held is not None or not depth:
             return held
-        own = self._own_value(node, depth - 1)
-        return self._kept_by_consumers(node) if own is None else own.detach()
 
-    def _own_value(self, node: Node, depth: int) -> Any:
-        kind = _kind(node)
-        if hasattr(node, "_saved_result"):
-            result = node._saved_result
-            return result if isinstance(result, Tensor) else None
-        if kind in EXTREMES:
-            return getattr(torch, "minimum" if kind == "MinimumBackward0" else "maximum")(
-                node._saved_self, node._saved_other
-            )
-        if kind == "PowBackward0":
-            return node._saved_self.pow(node._saved_exponent)
-        if kind == "LogBackward0":
-            return node._saved_self.log()
-        if kind in ERRORS:
-            rows = _elementwise(node)
-            return (rows, rows.mean(), rows.sum())[node._saved_reduction]
-        children = _children(node)
-        if kind in ("AddmmBackward0", "MmBackward0"):
-            return self._linear(node, children)
-        if kind == "GatherBackward0":
-            return node._saved_self.gather(_axis(node._saved_dim), node._saved_index)
-        if kind == "ClampBackward1":
-            return node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max))
-        inputs = [None if child is None else self.value(child, depth) for child in children]
-        if kind in JOINTS:
-            known = [number for number in inputs if number is not None]
-            join = torch.stack if kind == "StackBackward0" else torch.cat
-            return join(known, _axis(node._saved_dim)) if len(known) == len(inputs) else None
-        if len(inputs) == 1 and inputs[0] is not None:
-            number = inputs[0]
-            if kind in VIEWS:
-                return self._reshaped(node, number)
-            if kind == "NegBackward0":
-                return -number
-            if kind == "SumBackward1":
-                return number.sum([_axis(dim) for dim in node._saved_dim], node._saved_keepdim)
-            if kind == "IndexBackward0":
-                return number[tuple([slice(None) if index is None else index for index in node._saved_indices])]
-            if kind == "AbsBackward0":
-                return number.abs()
-            if kind == "SelectBackward0":
-                return number.select(_axis(node._saved_dim), _axis(node._saved_index))
-        return self._of_two(node, kind, inputs)
+        def operand(place: int) -> Tensor:
+            child = _children(node)[place]
+            number = None if child is None else self.value(child, depth - 1)
+            if number is None and _kind(node) in PRODUCTS:
+                number = (node._saved_self, node._saved_other)[place]
+            if number is None:
+                raise LookupError
+            return number
 
-    @staticmethod
-    def _of_two(node: Node, kind: str, inputs: list[Any]) -> Any:
-        """Products, quotients and choices of two tensors; sums with a constant are not kept anywhere."""
-        if kind == "WhereBackward0" and None not in inputs:
-            return torch.where(node._saved_condition, *inputs)
-        if kind not in ("MulBackward0", "DivBackward0") or len(inputs) != 2:
-            return None
-        left = inputs[0] if inputs[0] is not None else node._saved_self
-        right = inputs[1] if inputs[1] is not None else node._saved_other
-        if left is None or right is None:
-            return None
-        return left * right if kind == "MulBackward0" else left / right
-
-    @staticmethod
-    def _reshaped(node: Node, number: Tensor) -> Tensor | None:
-        """What a view makes of a number."""
-        kind = _kind(node)
-        if kind in ("TransposeBackward0", "PermuteBackward0", "ExpandBackward0"):
-            return None
-        return number.reshape(_shape(node))
-
-    def _linear(self, node: Node, children: list[Node]) -> Tensor | None:
-        """The output of a linear layer, from the inputs that the graph keeps and the layer's own weights."""
-        *bias, _inputs, weights = children
-        rows = getattr(node, "_saved_mat1", None) if _kind(node) == "AddmmBackward0" else node._saved_self
-        parameter = _parameter(weights)
-        if rows is None or parameter is None:
-            return None
-        product: Tensor = rows @ (parameter.t() if _kind(weights) == "TBackward0" else parameter)
-        offset = _parameter(bias[0]) if bias else None
-        return product if offset is None else product + offset
+        try:
+            return FORWARD[_kind(node)](node, operand).detach()
+        except LookupError:  # another operation, or a number that is not kept
+            result = getattr(node, "_saved_result", None)
+            return result.detach() if isinstance(result, Tensor) else self._kept_by_consumers(node)
 
     def _kept_by_consumers(self, node: Node) -> Tensor | None:
         for consumer, place in self.consumers[node]:
             names = ("_saved_self", "_saved_other")
-            if _kind(consumer) in {"MulBackward0", "DivBackward0", "PowBackward0", "ClampBackward1", *EXTREMES}:
+            if _kind(consumer) in {"PowBackward0", "ClampBackward1", *PRODUCTS, *EXTREMES}:
                 number = getattr(consumer, names[place], None) if place < 2 else None
                 if isinstance(number, Tensor):
                     return number.detach()
@@ -851,6 +755,46 @@ class _LossReader:
                 continue
             return None if rows is None else rows.detach()
         return None
+
+
+def _errors(node: Node, _: Operands) -> Tensor:
+    """What `F.mse_loss` and its relatives return."""
+    reduction = ("none", "mean", "sum")[node._saved_reduction]
+    own, target, loss = node._saved_self, node._saved_target, torch.nn.functional
+    if _kind(node) == "MseLossBackward0":
+        return loss.mse_loss(own, target, reduction=reduction)
+    if _kind(node) == "SmoothL1LossBackward0":
+        return loss.smooth_l1_loss(own, target, reduction=reduction, beta=node._saved_beta)
+    return loss.huber_loss(own, target, reduction=reduction, delta=node._saved_delta)
+
+
+def _all(node: Node, operand: Operands) -> list[Tensor]:
+    return [operand(place) for place in range(len(_children(node)))]
+
+
+FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
+    "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
+    "MaximumBackward0": lambda node, _: torch.maximum(node._saved_self, node._saved_other),
+    "PowBackward0": lambda node, _: node._saved_self.pow(node._saved_exponent),
+    "LogBackward0": lambda node, _: node._saved_self.log(),
+    "GatherBackward0": lambda node, _: node._saved_self.gather(_axis(node._saved_dim), node._saved_index),
+    "ClampBackward1": lambda node, _: node._saved_self.clamp(_number(node._saved_min), _number(node._saved_max)),
+    "StackBackward0": lambda node, operand: torch.stack(_all(node, operand), _axis(node._saved_dim)),
+    "CatBackward0": lambda node, operand: torch.cat(_all(node, operand), _axis(node._saved_dim)),
+    "NegBackward0": lambda _, operand: -operand(0),
+    "AbsBackward0": lambda _, operand: operand(0).abs(),
+    "SumBackward1": lambda node, operand: operand(0).sum([*map(_axis, node._saved_dim)], node._saved_keepdim),
+    "SelectBackward0": lambda node, operand: operand(0).select(_axis(node._saved_dim), _axis(node._saved_index)),
+    "IndexBackward0": lambda node, operand: operand(0)[
+        tuple(slice(None) if index is None else index for index in node._saved_indices)
+    ],
+    "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
+    "MulBackward0": lambda _, operand: operand(0) * operand(1),
+    "DivBackward0": lambda _, operand: operand(0) / operand(1),
+    **dict.fromkeys(ERRORS, _errors),
+    **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
+}
+"""What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
 
 
 def _edge(output: Any) -> GradientEdge:
@@ -887,11 +831,6 @@ def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions]
 
 
-def _is_ratio(node: Node) -> bool:
-    """Return True for an exponential, and for a quotient by numbers without a graph."""
-    return _kind(node) == "ExpBackward0" or (_kind(node) == "DivBackward0" and _children(node)[1] is None)
-
-
 def _is_scaling(node: Node) -> bool:
     """Return True for a product with a number, or a division by one."""
     if _kind(node) not in ("MulBackward0", "DivBackward0"):
@@ -903,39 +842,6 @@ def _is_scaling(node: Node) -> bool:
         return False
     factor = node._saved_other if children[0] is not None else node._saved_self
     return factor is None or factor.numel() == 1
-
-
-def _reduction(gradient: Tensor) -> tuple[float, Tensor | None, bool]:
-    """Return the weight of a term whose rows have these slopes, the rows that count [N], and True where some do not.
-
-    A mean has slopes of weight / N. The weight of a sum is that of each row, so that the sum shows.
-    """
-    slopes = gradient.reshape(-1)
-    counted = slopes != 0
-    return float(slopes.abs().sum()), counted, not bool(counted.all())
-
-
-def _is_sum(gradient: Tensor) -> bool:
-    """Return True where each row has the slope 1, as in a sum: a mean has 1 / N."""
-    return gradient.numel() > MIN_SUMMED_ROWS and bool(((gradient.abs() - 1).abs() < ROUNDING).all())
-
-
-def _parameter(node: Node) -> Tensor | None:
-    """The parameter that a node stands for, also transposed."""
-    if node is not None and _kind(node) == "TBackward0":
-        node = _children(node)[0]
-    return node.variable.detach() if node is not None and hasattr(node, "variable") else None
-
-
-def _elementwise(node: Node) -> Tensor:
-    """Errors of each row, as `F.mse_loss` and its relatives return them without a reduction."""
-    own: Tensor = node._saved_self
-    target: Tensor = node._saved_target
-    if _kind(node) == "MseLossBackward0":
-        return (own - target).square()
-    if _kind(node) == "SmoothL1LossBackward0":
-        return torch.nn.functional.smooth_l1_loss(own, target, reduction="none", beta=node._saved_beta)
-    return torch.nn.functional.huber_loss(own, target, reduction="none", delta=node._saved_delta)
 
 
 def _axis(dim: int) -> int:

@@ -8,7 +8,7 @@ Shapes: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -39,29 +39,18 @@ class ScriptMinibatch(NamedTuple):
 
     Attributes:
         epoch, step: pass over the rollout and optimizer step within the update, from 0.
-        policy, value, entropy: terms of its losses, as far as they are known.
-        total: 0-d, the whole loss; None where the terms are losses of their own.
-        left_out: estimates of the critic that no loss of the minibatch depends on, so far.
-        heads: distributions of its rows.
-        rows: [N], transitions of the rollout by the script's own variable; None where it has none.
+        policy: term of its losses.
+        reading: of its losses, not `complete` if the terms are losses of their own.
+        indices: [N] each, whole numbers of the script that may be the transitions of its rows.
         inputs: [N], checksums of the policy's inputs.
     """
 
     epoch: int
     step: int
     policy: PolicyTerm
-    value: ValueTerm | None
-    entropy: EntropyTerm | None
-    total: Tensor | None
-    left_out: ValueTerm | None
-    heads: HeadColumns
-    rows: Tensor | None
+    reading: LossReading
+    indices: Sequence[Tensor]
     inputs: Tensor | None = None
-
-    @property
-    def complete(self) -> bool:
-        """True where both losses are known."""
-        return self.value is not None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -71,7 +60,7 @@ class ScriptMinibatch(NamedTuple):
 
     def columns(self) -> dict[str, Tensor | None]:
         """Return the columns that a rollout has too, by role."""
-        value = self.value
+        value = self.reading.value
         return {
             "log_probs": self.policy.old_log_probs,
             "returns": None if value is None else value.returns,
@@ -108,7 +97,7 @@ class PassFinder:
         self._counts.append(count)
 
     def find(self, size: int) -> tuple[int, str] | None:
-        """Return the key of the variable for a rollout of so many transitions; None where none counts its passes."""
+        """Return the key of the variable for a rollout of so many transitions; None if none counts its passes."""
         fitting: list[tuple[int, tuple[int, str]]] = []
         too_long: list[tuple[int, tuple[int, str]]] = []
         for key in self._integers[0] if self._integers else ():
@@ -141,44 +130,43 @@ class MinibatchQueue:
     minibatches: list[ScriptMinibatch] = field(default_factory=list)
     critic_apart: bool = False
 
-    def add(self, minibatch: ScriptMinibatch) -> None:
-        """Add a minibatch whose policy loss is known."""
-        self.minibatches.append(minibatch)
-
     def add_value(self, value: ValueTerm) -> None:
-        """Add a loss of the critic alone to the first minibatch that lacks one; dropped where none does."""
+        """Add a loss of the critic alone to the first minibatch that lacks one; dropped if none does."""
         self.critic_apart = True
-        for place, waiting in enumerate(self.minibatches):
-            if waiting.value is None:
-                rows = len(waiting.policy.advantages)
-                if value.returns is None or len(value.returns) == rows:
-                    self.minibatches[place] = waiting._replace(value=value, total=None)
-                return
+        place = self._first_waiting()
+        if place < len(self.minibatches):
+            waiting = self.minibatches[place]
+            if value.returns is None or len(value.returns) == len(waiting.policy.advantages):
+                reading = waiting.reading._replace(value=value, complete=False)
+                self.minibatches[place] = waiting._replace(reading=reading)
 
     def take(self, *, all_of_them: bool = False) -> list[ScriptMinibatch]:
         """Return the minibatches whose losses are known, up to the first that waits; or all of them."""
-        count = next((place for place, one in enumerate(self.minibatches) if not one.complete), len(self.minibatches))
-        count = len(self.minibatches) if all_of_them else count
+        count = len(self.minibatches) if all_of_them else self._first_waiting()
         taken, self.minibatches = self.minibatches[:count], self.minibatches[count:]
         return taken
 
+    def _first_waiting(self) -> int:
+        waiting = (place for place, one in enumerate(self.minibatches) if one.reading.value is None)
+        return next(waiting, len(self.minibatches))
 
-def losses_of(minibatch: ScriptMinibatch, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the losses of a minibatch, 0-d each, by the names of `MinibatchEnd`.
+
+def losses_of(reading: LossReading, value: ValueTerm | None, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the losses of a minibatch with that term of the critic, 0-d each, by the names of `MinibatchEnd`.
 
     A weight that differs from the one that the settings say, by more than the factor ½ of a squared error, shows in the loss.
     """
-    losses: dict[str, Tensor] = {}
-    if minibatch.policy.loss is not None:
-        losses["policy"] = minibatch.policy.loss
-    value, entropy = minibatch.value, minibatch.entropy
-    scale = common_factor(minibatch.policy, value, entropy, weights)
+    policy, entropy, losses = reading.policy, reading.entropy, dict[str, Tensor]()
+    assert policy is not None
+    scale = common_factor(policy, value, entropy, weights)
+    if policy.loss is not None:
+        losses["policy"] = policy.loss
     if value is not None and value.loss is not None:
         losses["value"] = value.loss * _excess(value.weight / scale, weights.get("value"), HALF_SQUARE)
     if entropy is not None:
         losses["entropy"] = entropy.loss * _excess(entropy.weight / scale, weights.get("entropy"), (1.0,))
-    if minibatch.total is not None:
-        losses["total"] = minibatch.total / scale
+    if reading.is_whole:
+        losses["total"] = reading.total / scale
     return losses
 
 

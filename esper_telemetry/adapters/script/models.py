@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from stable_baselines3.common.callbacks import BaseCallback
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from esper_telemetry.adapters import trl
     from esper_telemetry.adapters.sb3.callback import TelemetryCallback
     from esper_telemetry.telemetry import Telemetry
+
+Callback = TypeVar("Callback", "TelemetryCallback", "trl.TelemetryCallback")
 
 
 class ScriptModels:
@@ -36,8 +38,7 @@ class ScriptModels:
         self.last: TelemetryCallback | trl.TelemetryCallback | None = None
         self.own = False
         self._make, self._say, self._before_attach = make, say, before_attach
-        self._open: list[TelemetryCallback] = []
-        self._trainers: list[trl.TelemetryCallback] = []
+        self._open: list[TelemetryCallback | trl.TelemetryCallback] = []
         self._count = 0
         self._refused: set[str] = set()
         self._pid = os.getpid()
@@ -48,21 +49,15 @@ class ScriptModels:
 
         from esper_telemetry.adapters.sb3.callback import REQUIRED_ATTRIBUTES, TelemetryCallback
 
-        if os.getpid() != self._pid:
-            return callback
         if any(isinstance(part, TelemetryCallback) for part in callbacks_in(callback)):
-            self.own = True
-            self._before_attach()
+            self._leave_alone()
             return callback
-        kind = type(model).__name__
-        if not all(hasattr(model, name) for name in REQUIRED_ATTRIBUTES):
-            if kind not in self._refused:
-                self._refused.add(kind)
-                self._say(
-                    f"{kind} is not watched: TelemetryCallback understands PPO, A2C, RecurrentPPO and MaskablePPO"
-                )
+        if not self._understands(model, REQUIRED_ATTRIBUTES, "PPO, A2C, RecurrentPPO and MaskablePPO"):
             return callback
-        ours = self._callback_of(model, kind)
+        known = [one for one in self._open if isinstance(one, TelemetryCallback)]
+        ours = next((one for one in known if one.model is model), None)
+        if ours is None:
+            ours = self._attach(TelemetryCallback, model, [one for one in known if not one.learning])
         ours.init_callback(model)
         both = CallbackList([callback, ours])
         both.model = model  # instead of `init_callback`, which would initialise the script's callback again
@@ -72,50 +67,44 @@ class ScriptModels:
         """Add a callback to a trainer of transformers that is about to train, if it is TRL's `GRPOTrainer` and has none."""
         from esper_telemetry.adapters.trl import METHODS, TelemetryCallback
 
-        if os.getpid() != self._pid:
-            return
         present = [part for part in trainer.callback_handler.callbacks if isinstance(part, TelemetryCallback)]
-        if present:  # one of ours continues its run
-            if not set(present) & set(self._trainers):
-                self.own = True
-                self._before_attach()
-            return
-        kind = type(trainer).__name__
-        if not all(hasattr(trainer, name) for name in METHODS):
-            if kind not in self._refused:
-                self._refused.add(kind)
-                self._say(f"{kind} is not watched: TelemetryCallback understands GRPOTrainer")
-            return
-        for idle in self._trainers:
-            idle.telemetry.close()
-        self._before_attach()
-        self._count += 1
-        ours = self.last = TelemetryCallback(self._make(self._count))
-        self._trainers = [ours]
-        trainer.add_callback(ours)
-        self._say(f"attached TelemetryCallback to {kind}; journal in {ours.telemetry.run_dir}")
+        if present and not set(present) & set(self._open):
+            self._leave_alone()
+        elif not present and self._understands(trainer, METHODS, "GRPOTrainer"):
+            idle = [one for one in self._open if isinstance(one, TelemetryCallback)]
+            trainer.add_callback(self._attach(TelemetryCallback, trainer, idle))
 
     def close(self, error: BaseException | None) -> None:
         """End all runs, by that exception or without one."""
-        for callback in self._trainers:
-            callback.telemetry.__exit__(type(error) if error else None, error, None)
         while self._open:
             self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
 
-    def _callback_of(self, model: Any, kind: str) -> TelemetryCallback:
-        from esper_telemetry.adapters.sb3.callback import TelemetryCallback
+    def _leave_alone(self) -> None:
+        """Leave the model to a callback of the script's own."""
+        if os.getpid() == self._pid:
+            self.own = True
+            self._before_attach()
 
-        for callback in self._open:
-            if callback.model is model:
-                return callback
-        for idle in [callback for callback in self._open if not callback.learning]:
-            self._open.remove(idle)
-            idle.telemetry.close()
+    def _understands(self, model: Any, required: Iterable[str], kinds: str) -> bool:
+        """Return True for a model with these attributes, in the script's own process; say once which kinds have them."""
+        name = type(model).__name__
+        fits = all(hasattr(model, attribute) for attribute in required)
+        if os.getpid() == self._pid and not fits and name not in self._refused:
+            self._refused.add(name)
+            self._say(f"{name} is not watched: TelemetryCallback understands {kinds}")
+        return fits and os.getpid() == self._pid
+
+    def _attach(self, kind: Callable[[Telemetry], Callback], model: Any, idle: Sequence[Any]) -> Callback:
+        """Return a new callback of that kind for a model, and end the runs of idle ones."""
+        for one in idle:
+            self._open.remove(one)
+            one.telemetry.close()
         self._before_attach()
         self._count += 1
-        ours = self.last = TelemetryCallback(self._make(self._count))
+        ours = kind(self._make(self._count))
+        self.last = ours
         self._open.append(ours)
-        self._say(f"attached TelemetryCallback to {kind}; journal in {ours.telemetry.run_dir}")
+        self._say(f"attached TelemetryCallback to {type(model).__name__}; journal in {ours.telemetry.run_dir}")
         return ours
 
 

@@ -9,13 +9,14 @@ Shapes: N rows of the minibatch, d entries of the parameters, one after the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm
+from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm, leaves_of
 from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.equations.objective import LossRows
@@ -40,11 +41,11 @@ def loss_terms(
 
     Args:
         loss: what the pass begins with.
-        reading: of the loss; None where it could not be read.
+        reading: of the loss; None if it could not be read.
         parameters: that the gradients belong to.
         settings: weights of the losses `value` and `entropy`.
 
-    Returns None where listeners in the network, or several processes, would notice the pass.
+    Returns None if listeners in the network, or several processes, would notice the pass.
     """
     modules = [value for value in variables.values() if isinstance(value, nn.Module)]
     hooked = any(part._backward_hooks or part._backward_pre_hooks for module in modules for part in module.modules())
@@ -82,20 +83,6 @@ def left_out(
     return {name: one for name, one in missing.items() if id(one) not in own | elsewhere}
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors in which the graph of a loss ends: those that its backward pass adds gradients to."""
-    waiting, visited, leaves = [loss.grad_fn], set[Any](), []
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
-
-
 def _terms(
     loss: Tensor, reading: LossReading, parameters: Sequence[Tensor], settings: Mapping[str, float]
 ) -> LossTerms | None:
@@ -108,33 +95,49 @@ def _terms(
         return None
     if entropy is not None and entropy.edge is None and entropy.weight:
         return None
-    scale = common_factor(policy, value, entropy, settings)
-    gradients = {"policy": _through(loss, policy.edge, _policy_source(reading), _policy_slope(reading), parameters)}
-    weights = {"policy": policy.weight / scale}
+    scale, count = common_factor(policy, value, entropy, settings), len(policy.advantages)
+    rows, weights = partial(_rows, policy, value), {"policy": policy.weight / scale}
+    source, policy_loss = policy.log_probs, lambda leaf: TERM_LOSSES["policy"](rows(log_probs=leaf))
+    if policy.log_ratio is not None:
+        sign = -1 if policy.inverted else 1
+        source, policy_loss = (
+            (sign * policy.log_ratio).exp(),
+            lambda leaf: TERM_LOSSES["policy"](rows(log_ratio=sign * leaf.log())),
+        )
+    sources: dict[str, tuple[GradientEdge, Tensor | None, Callable[[Tensor], Tensor]]] = {
+        "policy": (policy.edge, source, policy_loss)
+    }
     if value is not None:
-        gradients["value"] = _through(loss, value.edge, value.values, _value_slope(reading), parameters)
+        sources["value"] = value.edge, value.values, lambda leaf: TERM_LOSSES["value"](rows(values=leaf))
         weights["value"] = value.weight / scale or settings.get("value", 1.0)
     if entropy is not None and entropy.edge is not None and (entropy.weight or settings.get("entropy")):
-        negative = bool(entropy.negated)
-        own = _through(loss, entropy.edge, entropy.entropies, _entropy_slope(reading), parameters)
-        gradients["entropy"] = None if own is None else (-own if negative else own)
+        # mean over rows of the sum over the choices of a row; of a mean that the script has taken, itself
+        divisor = (count if entropy.entropies.numel() >= count else 1) * (-1 if entropy.negated else 1)
+        sources["entropy"] = entropy.edge, entropy.entropies, lambda leaf: -leaf.sum() / divisor
         weights["entropy"] = abs(entropy.weight / scale) or settings["entropy"]  # the bonus is subtracted
-    known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    if len(known) < len(gradients):
-        return None
+    known: dict[str, Tensor] = {}
+    for name, (edge, numbers, term) in sources.items():
+        gradient = _through(loss, edge, numbers, term, parameters)
+        if gradient is None:
+            return None
+        known[name] = gradient
     if policy.attached is not None:
-        own = _through(loss, policy.attached, *_attached_slope(policy, reading), parameters)
+        turn = -1 if policy.negated else 1
+        own = _through(
+            loss,
+            policy.attached,
+            turn * policy.advantages,
+            lambda leaf: TERM_LOSSES["policy"](rows(advantages=turn * leaf)),
+            parameters,
+        )
         known |= {} if own is None else {"advantages_attached": known["policy"] + own}
     return LossTerms({name: -one if reading.climbed else one for name, one in known.items()}, weights)
 
 
-def _rows(reading: LossReading, **changes: Any) -> LossRows:
+def _rows(policy: PolicyTerm, value: ValueTerm | None, **changes: Tensor) -> LossRows:
     """The rows of a minibatch, with leaves in place of some columns."""
-    policy, value = reading.policy, reading.value
-    assert policy is not None
     zeros = torch.zeros_like(policy.advantages)
     values = zeros if value is None or value.values is None else value.values
-    returns = zeros if value is None or value.returns is None else value.returns
     columns: dict[str, Any] = {
         "log_ratio": zeros if policy.log_ratio is None else policy.log_ratio,
         "log_probs": zeros if policy.log_probs is None else policy.log_probs,
@@ -142,52 +145,11 @@ def _rows(reading: LossReading, **changes: Any) -> LossRows:
         "entropy": zeros,
         "advantages": policy.advantages,
         "old_values": values if value is None or value.old_values is None else value.old_values,
-        "returns": returns,
+        "returns": zeros if value is None or value.returns is None else value.returns,
         "clip": policy.clip,
         "clip_value": None if value is None else value.clip,
     }
     return LossRows(**{**columns, **changes})
-
-
-def _policy_source(reading: LossReading) -> Tensor | None:
-    """The numbers [N] that the ratio, or the log-probability, has at its edge."""
-    assert reading.policy is not None
-    ratio = reading.policy.log_ratio
-    if ratio is None:
-        return reading.policy.log_probs
-    return (-ratio if reading.policy.inverted else ratio).exp()
-
-
-def _policy_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:
-    assert reading.policy is not None
-    is_ratio, sign = reading.policy.log_ratio is not None, -1 if reading.policy.inverted else 1
-
-    def loss(leaf: Tensor) -> Tensor:
-        changes = {"log_ratio": sign * leaf.log()} if is_ratio else {"log_probs": leaf}
-        return TERM_LOSSES["policy"](_rows(reading, **changes))
-
-    return loss
-
-
-def _attached_slope(policy: PolicyTerm, reading: LossReading) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The numbers that advantages with a graph have at its edge, and the policy loss of them."""
-    sign = -1 if policy.negated else 1
-    return sign * policy.advantages, lambda leaf: TERM_LOSSES["policy"](_rows(reading, advantages=sign * leaf))
-
-
-def _value_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:
-    return lambda leaf: TERM_LOSSES["value"](_rows(reading, values=leaf))
-
-
-def _entropy_slope(reading: LossReading) -> Callable[[Tensor], Tensor]:
-    assert reading.policy is not None
-    rows = len(reading.policy.advantages)
-
-    def loss(leaf: Tensor) -> Tensor:
-        """Mean over rows of the sum over the choices of a row; of a mean that the script has taken, itself."""
-        return -leaf.sum() / (rows if leaf.numel() >= rows else 1)
-
-    return loss
 
 
 def _through(

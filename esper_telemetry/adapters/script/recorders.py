@@ -6,10 +6,10 @@ Shapes: T steps, B environments, N rows, K parameters.
 from __future__ import annotations
 
 import math
-import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,60 +58,40 @@ EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_rew
 
 
 class Asked(NamedTuple):
-    """Log-probabilities that a distribution was asked for, and the actions; None of those that are no tensor."""
+    """Log-probabilities that a distribution was asked for, the actions, if they are a tensor, and its parameters, if they are known."""
 
     log_probs: Tensor
     actions: Tensor | None
+    columns: HeadColumns | None = None
 
     def copied(self) -> Asked:
-        """Return the same with a copy of the actions, whose memory a script may use again."""
-        return self._replace(actions=None if self.actions is None else self.actions.clone())
-
-
-class ActedSteps(NamedTuple):
-    """What was asked for before steps of the environments, and after the last one."""
-
-    before: Sequence[Asked]
-    after: Sequence[Asked]
-
-    def of(self, steps: int) -> list[Asked]:
-        """Return those of so many steps: a script that asks after each step has done so after the last one too."""
-        if not self.before or len(self.before) != steps - 1:
-            return list(self.before)
-        last = [one for one in self.after if one.log_probs.shape == self.before[-1].log_probs.shape]
-        return [*self.before, *(last if len(last) == 1 else ())]
-
-
-NOTHING_ACTED = ActedSteps((), ())
+        """Return the same without a graph, with a copy of the actions, whose memory a script may use again."""
+        actions = None if self.actions is None else self.actions.clone()
+        return Asked(self.log_probs.detach(), actions, self.columns)
 
 
 class DistributionLog:
     """Records what the script asks its distributions for. What is followed by a step of the environments belongs to the rollout, what has a
     graph before a loss to the minibatch.
+
+    Attributes:
+        chosen: actions [N, ...] of the last log-probabilities with a graph; None if they are no tensor.
     """
 
     def __init__(self) -> None:
-        self._rollout: list[HeadColumns] = []
-        self._recent: deque[tuple[HeadColumns, Tensor | None]] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._chosen: Tensor | None = None
-        self._returned: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
+        self._recent: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._entropies: deque[Tensor] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._entries = 0
-        self._asked: deque[Asked] = deque(maxlen=MAX_DISTRIBUTIONS)
-        self._acted: list[Asked] = []
         self._drawn: deque[Any] = deque(maxlen=MAX_DISTRIBUTIONS)
         self._drawn_from: list[HeadColumns] = []
+        self._acted: list[Asked] = []
+        self._entries = 0
+        self.chosen: Tensor | None = None
 
     def add(self, distribution: Any, log_probs: Tensor, actions: Any = None) -> None:
         """Record a distribution over rows that has returned log-probabilities of actions; of others only these are recorded."""
         chosen = actions.detach() if isinstance(actions, Tensor) else None
-        self._asked.append(Asked(log_probs.detach(), chosen))
-        if log_probs.requires_grad:
-            self._returned.append(log_probs)
-            self._chosen = chosen
-        columns = _columns_of(distribution)
-        if columns is not None:
-            self._recent.append((columns, log_probs if log_probs.requires_grad else None))
+        self.chosen = chosen if log_probs.requires_grad else self.chosen
+        self._recent.append(Asked(log_probs, chosen, _columns_of(distribution)))
 
     def add_sample(self, distribution: Any) -> None:
         """Record choices that were drawn from a distribution, for a script that asks for no log-probabilities in acting.
@@ -128,75 +108,57 @@ class DistributionLog:
 
     def after_env_step(self) -> None:
         """The environments have taken a step: what was recorded before it were the distributions that it acted on."""
-        for columns, _ in self._recent:
-            self._entries += sum(part.numel() for column in columns for part in column.values())
-            if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-                self._rollout.append(columns)
+        columns = [column for one in self._recent for column in one.columns or ()]
+        self._entries += sum(part.numel() for column in columns for part in column.values())
         if self._entries <= MAX_DISTRIBUTION_ENTRIES:
-            self._acted += [one.copied() for one in self._asked]
-            if not self._rollout and len(self._drawn_from) < MAX_DRAWN_STEPS:
+            self._acted += [one.copied() for one in self._recent]
+            is_known = bool(self._acted) and self._acted[-1].columns is not None
+            if not is_known and len(self._drawn_from) < MAX_DRAWN_STEPS:
                 self._drawn_from += [one for one in map(_columns_of, self._drawn) if one is not None]
         self._drawn.clear()
-        self._asked.clear()
         self._recent.clear()
-        self._returned.clear()
         self._entropies.clear()
-
-    def take_acted(self) -> ActedSteps:
-        """Return what was asked for in acting since the last call."""
-        acted, self._acted = self._acted, []
-        return ActedSteps(acted, [one.copied() for one in self._asked])
-
-    @property
-    def chosen(self) -> Tensor | None:
-        """Actions of the last log-probabilities with a graph, [N, D]; None where they are no vectors."""
-        return self._chosen if self._chosen is not None and self._chosen.dim() == 2 else None
 
     def take_graphs(self) -> DistributionGraphs:
-        """Return what was recorded with a graph since the last call."""
-        taken = DistributionGraphs(list(self._returned), list(self._entropies))
-        self._returned.clear()
+        """Return what was recorded with a graph: log-probabilities of the minibatch, and entropies since the last call."""
+        entropies = list(self._entropies)
         self._entropies.clear()
-        return taken
+        return DistributionGraphs([one.log_probs for one in self._recent if one.log_probs.requires_grad], entropies)
 
     def take_minibatch(self, rows: int, nodes: Container[Any]) -> HeadColumns:
         """Return the heads of so many rows whose log-probabilities are among these nodes, those of a loss; empty without any.
 
         What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
         """
-        taken, left = list[HeadColumns](), deque[tuple[HeadColumns, Tensor | None]](maxlen=MAX_DISTRIBUTIONS)
-        for columns, log_probs in self._recent:
-            if log_probs is None or log_probs.grad_fn not in nodes:
-                left.append((columns, log_probs))
-            else:
-                taken.append(_as_rows(columns, rows))
-        self._recent = left
-        return _merge([head for head in taken if _rows(head) == rows])
+        taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
+        left = [one for one in self._recent if all(one is not other for other in taken)]
+        self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
+        heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
+        return _merge([head for head in heads if _rows(head) == rows])
 
     def after_optimizer_step(self) -> None:
         """The minibatch is over: what is recorded from here on is of another one, or acts."""
         self._recent.clear()
-        self._asked.clear()
         self._drawn.clear()
 
-    def take_rollout(self, steps: int, envs: int) -> HeadColumns:
-        """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
-        heads = [_as_rows(head, envs) for head in self._rollout or self._drawn_from]
-        self._rollout, self._drawn_from = [], []
-        if len(heads) % max(steps, 1) > 0 and len(heads) % max(steps - 1, 1) == 0:  # asked after each step, not before
-            last = [head for head in (_as_rows(one, envs) for one, _ in self._recent) if _rows(head) == envs]
-            heads += last[: len(heads) // (steps - 1)]
-        complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
-        whole = [head for head, log_probs in self._recent if log_probs is None]
-        if complete and whole and not heads and all(_rows(head) == steps * envs != envs for head in whole):
-            return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in whole])
+    def take_rollout(self, steps: int, envs: int) -> tuple[list[Asked], HeadColumns]:
+        """Return what was asked for in acting since the last call, and the heads of the rollout, [T, B, ...] each, if they fit it."""
+        asked, drawn, complete = self._acted, self._drawn_from, self._entries <= MAX_DISTRIBUTION_ENTRIES
+        self._acted, self._drawn_from, self._entries = [], [], 0
+        if steps > 1 and len(asked) % steps and not len(asked) % (steps - 1):  # asked after each step, not before
+            last = [one.copied() for one in self._recent if one.log_probs.shape == asked[-1].log_probs.shape]
+            asked += last[: len(asked) // (steps - 1)]
+        heads = [_as_rows(one, envs) for one in [one.columns for one in asked if one.columns is not None] or drawn]
+        at_once = [one.columns for one in self._recent if one.columns is not None and not one.log_probs.requires_grad]
+        if complete and at_once and not heads and all(_rows(head) == steps * envs != envs for head in at_once):
+            return asked, _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in at_once])
         count = len(heads) // steps if steps else 0
         series = [heads[place : steps * count : count] for place in range(count)]
         shapes = [{tuple(column.shape) for part in head for column in part.values()} for head in heads[: steps * count]]
         regular = all(shape == shapes[place % count] for place, shape in enumerate(shapes)) if count else False
         if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
-            return HeadColumns()
-        return _merge([join_columns(columns, torch.stack) for columns in series])
+            return asked, HeadColumns()
+        return asked, _merge([join_columns(columns, torch.stack) for columns in series])
 
 
 def _columns_of(distribution: Any) -> HeadColumns | None:
@@ -306,11 +268,6 @@ class RecordedLstm(NamedTuple):
     inputs: Tensor
     trained_from_zero: bool = False
 
-    @property
-    def forgets(self) -> bool:
-        """True where training begins with zeros, and the rollout began with other states."""
-        return self.trained_from_zero and bool(self.states[0].any())
-
 
 class LstmLog:
     """Records the steps of the first LSTM that is stepped without gradients."""
@@ -346,10 +303,15 @@ class LstmLog:
             self._steps.append((torch.stack([part.detach() for part in states], 1), rows.detach().clone()))
 
     def take(self, steps: int, envs: int) -> RecordedLstm | None:
-        """Return what was recorded since the last call of a rollout's T steps; None where that does not fit it."""
+        """Return what was recorded since the last call of a rollout's T steps; None if that does not fit it."""
         recorded, self._steps, self._entries = self._steps[:steps], [], 0
         from_zero, self._trained_from_zero = self._trained_from_zero, None
-        if self._module is None or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
+        if (
+            self._module is None
+            or not recorded
+            or len(recorded) < steps
+            or any(states.shape[2] != envs for states, _ in recorded)
+        ):
             return None
         states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
         return RecordedLstm(self._module, states, inputs, bool(from_zero))
@@ -363,44 +325,58 @@ class StepGradients(NamedTuple):
     max_norm: float | None
 
 
+class ClipCall(NamedTuple):
+    """A call that clips gradients: `id` of its parameters, and the limit of their norm, None of one that clips by value."""
+
+    parameters: frozenset[int]
+    max_norm: float | None
+
+
 class ClipLog:
-    """Records gradient norms before the script clips, until its optimizer takes its step.
+    """Records calls that clip gradients, and the norms before the first one, until the optimizer of these gradients takes its step.
 
     Attributes:
-        max_norm: to which the script clipped last; None where it has not.
+        max_norm: to which the script clipped last; None if it has not.
     """
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self._norms: dict[int, Tensor] = {}
-        self._limits: list[float] = []
+        self._calls: list[ClipCall] = []
 
     @torch.no_grad()
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """Gradients are about to be clipped together; those that were clipped in this step before keep their norms."""
         self._add(parameters)
-        if max_norm is not None:
-            self._limits.append(max_norm)
-            self.max_norm = max_norm
+        self._calls.append(ClipCall(frozenset(map(id, parameters)), max_norm))
+        self.max_norm = self.max_norm if max_norm is None else max_norm
 
     def clear(self) -> None:
-        """Forget the norms: the step is not one of PPO."""
-        self._norms, self._limits = {}, []
+        """Forget the norms: they are recorded, or the step is not one of PPO."""
+        self._norms = {}
 
     @torch.no_grad()
     def take(self, parameters: Mapping[str, Tensor]) -> StepGradients | None:
-        """Return the norms of these parameters; None where none has a gradient. Clipped in several parts, they have no one limit."""
+        """Return the norms of these parameters; None if none has a gradient. Clipped in several parts, they have no one limit."""
         present = {name: p for name, p in parameters.items() if p.grad is not None}
         unclipped = self._add(present.values())
-        norms, limits = self._norms, self._limits
+        norms, own = self._norms, set(map(id, present.values()))
         self.clear()
         if not present:
             return None
+        limits = [call.max_norm for call in self._calls if call.max_norm is not None and own & call.parameters]
         stacked = torch.stack([norms[id(p)] for p in present.values()])
         return StepGradients(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
 
+    def take_calls(self, parameters: Sequence[Tensor]) -> list[ClipCall]:
+        """Return the calls for some of these parameters, whose optimizer has taken its step, and forget them."""
+        own = set(map(id, parameters))
+        taken = [call for call in self._calls if own & call.parameters]
+        self._calls = [call for call in self._calls if not own & call.parameters]
+        return taken
+
     def _add(self, parameters: Any) -> bool:
-        """Add the norms that are missing; return True where any was."""
+        """Add the norms that are missing; return True if any was."""
         gradients = {id(p): p.grad for p in parameters if p.grad is not None and id(p) not in self._norms}
         if gradients:
             self._norms.update(zip(gradients, gradient_norms(list(gradients.values())).unbind(), strict=True))
@@ -412,33 +388,27 @@ class _Running:
 
     Attributes:
         index: number of the environment, in the order in which they were stepped first.
-        last_call: number of its last step since the rollout began; None where there is none.
+        last_call: its last step since the rollout began; None without one.
     """
 
     def __init__(self, env: Any, size: int, index: int) -> None:
         self.index = index
-        self.last_call: int | None = None
+        self.last_call: EnvCall | None = None
         self.returns = np.zeros(size)
         self.lengths = np.zeros(size, dtype=int)
-        self._over: Any = None  # [size], bool: of the last step, where any was
+        self._over: Any = None  # [size], bool: of the last step, if any was
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
         self._resets_next = "NEXT_STEP" in mode or "NEXTSTEP" in mode
 
     def step(self, rewards: Any, ended: Any) -> list[tuple[float, int]]:
         """Add a step, [size] each, and return the episodes that ended; the step after an end may be a reset, which does not count."""
-        over, self._over = self._over, None
-        if over is None:
-            self.returns += rewards
-            self.lengths += 1
-        else:
-            self.returns += np.where(over, 0.0, rewards)
-            self.lengths += ~over
-            ended = ended & ~over
-        if not ended.any():
-            return []
+        over, self._over = np.zeros(len(ended), dtype=bool) if self._over is None else self._over, None
+        self.returns += np.where(over, 0.0, rewards)
+        self.lengths += ~over
+        ended = ended & ~over
         finished = [(float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(ended)]
         self.returns[ended], self.lengths[ended] = 0.0, 0
-        self._over = ended if self._resets_next else None
+        self._over = ended if self._resets_next and ended.any() else None
         return finished
 
     def reset(self) -> None:
@@ -446,122 +416,115 @@ class _Running:
         self.returns[:], self.lengths[:], self._over = 0.0, 0, None
 
 
-class RecordedEnds(NamedTuple):
-    """Steps of a rollout that ended an episode, [T, B] bool, as the environments returned them; `time_limits` are those by truncation."""
+@dataclass
+class EnvCall:
+    """A step of b environments together.
 
-    ended: Tensor
-    time_limits: Tensor
+    Attributes:
+        env: index of the environment that was called.
+        flags: [2, b], bool: terminated, truncated.
+        rewards: [b].
+        returned, received: observations and actions [b, n], in the entries of which checksums are taken; None for anything but numbers.
+        finals: last observations [n] of episodes by place, if the environment shows them.
+        reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
+    """
+
+    env: int
+    flags: Any
+    rewards: Any
+    returned: Any
+    received: Any
+    finals: dict[int, Any]
+    reset_to: Any = None
 
 
-class CallOrder(NamedTuple):
-    """Places of calls of environments in a rollout of T steps of B environments: the step and the first environment of each call."""
+class CollectedSteps:
+    """What the environments returned in a rollout of T steps of B environments.
 
-    steps: int
-    envs: int
-    places: list[tuple[int, int]]
+    Args:
+        calls: the same number of each environment, several ones of one row each.
+        space: of the actions.
 
-    def grid(self, rows: Sequence[Any]) -> Any:
-        """Return the rows of each call, [b, ...], as [T, B, ...]; None where they differ in shape."""
+    Attributes:
+        steps, envs: T, B.
+        in_turns: the environments took their steps together, or in turns.
+        ended: [T, B], bool: steps that ended an episode.
+        time_limits: [T, B], bool: those by truncation.
+        rewards: [T, B], float64.
+    """
+
+    def __init__(self, calls: Sequence[EnvCall], space: Any) -> None:
+        column = {env: place for place, env in enumerate(sorted({call.env for call in calls}))}
+        counts = Counter[int]()
+        self._calls, self._space = calls, space
+        self._places: list[tuple[int, int]] = []  # step and first environment of each call
+        for call in calls:
+            self._places.append((counts[call.env], column[call.env]))
+            counts[call.env] += 1
+        self.steps, self.envs = max(counts.values()), len(calls[0].rewards) if len(column) == 1 else len(column)
+        self.in_turns = self._places == sorted(self._places)
+        terminated, truncated = (self._grid([call.flags[place] for call in calls]) for place in (0, 1))
+        self.ended, self.time_limits = (
+            torch.from_numpy(terminated | truncated),
+            torch.from_numpy(truncated & ~terminated),
+        )
+        self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
+
+    @classmethod
+    def of(cls, calls: Sequence[EnvCall], space: Any) -> CollectedSteps | None:
+        """Return the steps of these calls; None unless all environments took the same number of steps."""
+        sizes = {(call.env, len(call.rewards)) for call in calls}
+        whole = len({env for env, _ in sizes}) == len(sizes) and (len(sizes) == 1 or {size for _, size in sizes} == {1})
+        counts = Counter(call.env for call in calls)
+        return cls(calls, space) if 0 < len(calls) < MAX_END_STEPS and whole and len({*counts.values()}) == 1 else None
+
+    def _grid(self, rows: Sequence[Any]) -> Any:
+        """Return the rows of each call, [b, ...], as [T, B, ...]; None if they differ in shape."""
         if any(one is None or one.shape[1:] != rows[0].shape[1:] for one in rows):
             return None
         table = np.zeros((self.steps, self.envs, *rows[0].shape[1:]), dtype=rows[0].dtype)
-        for (step, env), one in zip(self.places, rows, strict=True):
+        for (step, env), one in zip(self._places, rows, strict=True):
             table[step, env : env + len(one)] = one
         return table
 
-
-class TransitionLog:
-    """Copies what the steps of a script's environments returned and received, in the entries of which checksums are taken."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all steps."""
-        self._entries = 0
-        self._complete = True
-        self._returned: list[Any] = []
-        self._received: list[Any] = []
-        self._finals: list[tuple[int, int, Any]] = []
-        self._resets: dict[int, Any] = {}
-
-    def add(self, action: Any, result: Any, ended: Any) -> None:
-        """Record a step of B environments, whose flags `ended` are [B]; one whose observations are no arrays of numbers is left out."""
-        returned, *_, infos = result
-        envs = len(ended)
-        rows = _rows_of(returned, envs)
-        self._complete = self._complete and rows is not None and self._entries + rows.size <= MAX_STEP_ENTRIES
-        if not self._complete or rows is None:
-            return
-        self._entries += rows.size
-        finals: Any = infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
-        for place in np.flatnonzero(ended) if len(finals) == envs else ():
-            final = _rows_of(finals[place], 1)
-            if final is not None and final.shape[1] == rows.shape[1]:
-                self._finals.append((len(self._returned), int(place), final[0]))
-        self._returned.append(rows)
-        self._received.append(_rows_of(action, envs))
-
-    def reset(self, call: int, observations: Any) -> None:
-        """Record what a single environment returned when it was reset after that call: the observation to be acted on next."""
-        rows = _rows_of(observations, 1)
-        if rows is not None and call < len(self._returned) and rows.shape == self._returned[call].shape:
-            self._resets[call] = rows
-
-    def bounds(self, actions: Tensor, space: Any, order: CallOrder) -> Tensor | None:
-        """Return the bounds [2, D] of a space of vectors, where the environments received the stored actions [T, B, D], one of both perhaps
-        cut there; None where something else happens to actions on their way.
-        """
-        if getattr(space, "low", None) is None or not np.isfinite([space.low, space.high]).all():
+    def bounds(self, actions: Tensor) -> Tensor | None:
+        """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
+        if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
             return None
-        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
-        sent, arrived = actions.detach().cpu().double().numpy(), self._arrived(order)
+        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (self._space.low, self._space.high))
+        sent, arrived = actions.detach().cpu().double().numpy(), self._grid([call.received for call in self._calls])
         if arrived is None or arrived.shape != sent.shape or len(low) != sent.shape[-1]:
             return None
-        if not any(
-            np.allclose(*pair, atol=1e-6)
-            for pair in ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
-        ):
-            return None
-        return torch.from_numpy(np.stack([low, high]))
+        pairs = ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
+        same = any(np.allclose(*pair, atol=1e-6) for pair in pairs)
+        return torch.from_numpy(np.stack([low, high])) if same else None
 
-    def beside(self, stored: Tensor, actions: Tensor | None, order: CallOrder, rewards: Tensor) -> Transitions | None:
-        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None where these are of another shape."""
-        observations = stored.detach().cpu()
+    def transitions(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
+        """Return the steps beside the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""
+        calls, observations = self._calls, stored.detach().cpu()
         size = observations[0, 0].numel()
-        if not self._complete or len(self._returned) != len(order.places):
+        table = self._grid([call.returned if call.reset_to is None else call.reset_to for call in calls])
+        width = len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES)))
+        if table is None or table.shape != (*stored.shape[:2], width):
             return None
-        next_rows = [self._resets.get(call, rows) for call, rows in enumerate(self._returned)]
-        next_table = order.grid(next_rows)
-        if next_table is None or next_table.shape != (
-            *stored.shape[:2],
-            len(range(0, size, -(-size // MAX_CHECKSUM_ENTRIES))),
-        ):
-            return None
-        outcomes = torch.from_numpy(next_table).to(observations.dtype)
+        outcomes = torch.from_numpy(table).to(observations.dtype)
         ends = torch.full(outcomes.shape[:2], torch.nan, dtype=torch.float64)
-        finals = [*self._finals, *((call, 0, self._returned[call][0]) for call in self._resets)]
-        for call, place, final in finals:
-            step, env = order.places[call]
-            row = torch.from_numpy(final).to(observations.dtype).reshape(1, 1, -1)
-            ends[step, env + place] = checksums(row)[0, 0]
+        for (step, env), call in zip(self._places, calls, strict=True):
+            for place, final in (call.finals if call.reset_to is None else {0: call.returned[0]}).items():
+                ends[step, env + place] = checksums(torch.from_numpy(final).to(outcomes).reshape(1, 1, -1))[0, 0]
         sent = None if actions is None else actions.detach().cpu().double().reshape(*ends.shape, -1)
-        arrived = self._arrived(order)
-        if sent is None or arrived is None or arrived.shape != tuple(sent.shape):
-            sent = arrived = None
+        received = self._grid([call.received for call in calls])
+        if sent is None or received is None or received.shape != tuple(sent.shape):
+            sent = received = None
         return Transitions(
             inputs=checksums(observations),
             outcomes=checksums(outcomes),
             finals=ends,
-            rewards=rewards,
+            rewards=self.rewards,
             informative=informative(observations),
             sent=None if sent is None else checksums(sent),
-            received=None if arrived is None else checksums(torch.from_numpy(arrived).double()),
+            received=None if received is None else checksums(torch.from_numpy(received).double()),
         )
-
-    def _arrived(self, order: CallOrder) -> Any:
-        received = self._received
-        return order.grid(received) if len(received) == len(order.places) else None
 
 
 def _rows_of(value: Any, envs: int) -> Any:
@@ -574,7 +537,7 @@ def _rows_of(value: Any, envs: int) -> Any:
 
 
 class EpisodeLog:
-    """Counts episodes at the environments themselves: scripts written for Gymnasium 0.29 see none under 1.x.
+    """Records the steps of environments, and counts episodes there: scripts written for Gymnasium 0.29 see none under 1.x.
 
     Its environments are those that the script has stepped before it takes its first optimizer step.
 
@@ -583,6 +546,7 @@ class EpisodeLog:
         hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
         closed: no further environments join.
         inside: a step of an environment is under way.
+        seconds: spent in environments since the rollout began.
     """
 
     def __init__(self) -> None:
@@ -590,28 +554,12 @@ class EpisodeLog:
         self.inside = False
         self.hidden = False
         self.closed = False
-        self._seconds = self._began = 0.0
+        self.seconds = 0.0
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
-        self._ends: list[Any] = []
-        self._rewards: list[Any] = []
-        self._stepped: list[int] = []
-        self._transitions = TransitionLog()
-        self._calls = 0
+        self._calls: list[EnvCall] = []
+        self._count = self._entries = 0  # calls in the rollout, and entries of their observations
         self._reported = False
-
-    def enter(self) -> None:
-        """A call into an environment begins."""
-        self.inside, self._began = True, time.perf_counter()
-
-    def leave(self) -> None:
-        """It ends."""
-        self.inside = False
-        self._seconds += time.perf_counter() - self._began
-
-    def add_seconds(self, seconds: float) -> None:
-        """Count the time of a call that was not entered."""
-        self._seconds += seconds
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
@@ -626,28 +574,34 @@ class EpisodeLog:
         """
         if len(result) == 4:
             result = _with_two_flags(result)
-        _, rewards, terminated, truncated, infos = result
+        observations, rewards, *both, infos = result
         running = self._running[env]
-        flags = np.empty((2, np.asarray(terminated).size), dtype=bool)
-        flags[0], flags[1] = np.asarray(terminated).reshape(-1), np.asarray(truncated).reshape(-1)
+        flags = np.stack([np.asarray(one, dtype=bool).reshape(-1) for one in both])
         size, ended = flags.shape[1], flags[0] | flags[1]
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[env] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
-        if len(self._ends) < MAX_END_STEPS:
-            running.last_call = len(self._ends)
-            self._ends.append(flags)
-            self._rewards.append(paid)
-            self._stepped.append(running.index)
-            self._transitions.add(action, result, ended)
+        if len(self._calls) < MAX_END_STEPS:
+            rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
+            self._entries += 0 if rows is None else rows.size
+            finals: Any = (
+                infos.get("final_obs", infos.get("final_observation", ())) if isinstance(infos, Mapping) else ()
+            )
+            places = () if rows is None or len(finals) != size else np.flatnonzero(ended)
+            last = {int(place): final for place in places if (final := _rows_of(finals[place], 1)) is not None}
+            width = 0 if rows is None else rows.shape[1]
+            last = {place: final[0] for place, final in last.items() if final.shape[1] == width}
+            received = None if rows is None else _rows_of(action, size)
+            running.last_call = EnvCall(running.index, flags, paid, rows, received, last)
+            self._calls.append(running.last_call)
         self.steps += size
-        self._calls += 1
+        self._count += 1
         counted = running.step(paid, ended)
         reported = _reported_episodes(infos)
         self._reported = self._reported or reported is not None
         self.hidden = self.hidden or (bool(counted) and not foreign and "final_info" not in infos)
         episodes = (reported or []) if self._reported else counted
-        self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
+        self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
 
     def reset(self, env: Any, result: Any = None) -> None:
         """Restart all episodes of an environment, which returned that."""
@@ -655,63 +609,27 @@ class EpisodeLog:
         if running is None:
             return
         running.reset()
-        if len(running.returns) == 1 and not hasattr(env, "num_envs") and running.last_call is not None:
-            self._transitions.reset(running.last_call, result[0] if isinstance(result, tuple) else result)
+        call = running.last_call
+        if (
+            call is not None
+            and call.returned is not None
+            and len(running.returns) == 1
+            and not hasattr(env, "num_envs")
+        ):
+            rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
+            call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
 
-    def order(self) -> CallOrder | None:
-        """Return the places of the calls since the last `take` in a rollout; None unless all environments took the same number of steps."""
-        if not 0 < len(self._ends) < MAX_END_STEPS:
-            return None
-        widths = {index: self._ends[call].shape[1] for call, index in enumerate(self._stepped)}
-        if any(self._ends[call].shape[1] != widths[index] for call, index in enumerate(self._stepped)):
-            return None
-        if len(widths) > 1 and set(widths.values()) != {1}:
-            return None
-        column = {index: place for place, index in enumerate(sorted(widths))}
-        counts, places = dict.fromkeys(widths, 0), []
-        for index in self._stepped:
-            places.append((counts[index], column[index]))
-            counts[index] += 1
-        if len(set(counts.values())) > 1:
-            return None
-        return CallOrder(next(iter(counts.values())), sum(widths.values()), places)
-
-    def ends(self) -> RecordedEnds | None:
-        """Return the ends since the last `take`; None unless these are steps of B environments that step together."""
-        order = self.order()
-        if order is None:
-            return None
-        terminated, truncated = (
-            torch.from_numpy(order.grid([flags[place] for flags in self._ends])) for place in (0, 1)
-        )
-        return RecordedEnds(terminated | truncated, truncated & ~terminated)
-
-    def rewards(self) -> Tensor | None:
-        """Return the rewards since the last `take`, [T, B] float64, likewise."""
-        order = self.order()
-        return None if order is None else torch.from_numpy(order.grid(self._rewards))
-
-    def transitions(self, observations: Tensor | None, actions: Tensor | None) -> Transitions | None:
-        """Return the steps since the last `take` beside what the script has stored; None where they do not fit it."""
-        order, rewards = self.order(), self.rewards()
-        if order is None or rewards is None or observations is None or rewards.shape != observations.shape[:2]:
-            return None
-        return self._transitions.beside(observations, actions, order, rewards)
-
-    def bounds(self, actions: Tensor | None) -> Tensor | None:
-        """Return the bounds [2, D] of the actions since the last `take`; None where stored ones [T, B, D] need not be those in use."""
-        order = self.order()
+    def collected(self) -> CollectedSteps | None:
+        """Return the steps since the last `take`; None unless all environments took the same number of steps."""
         spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
-        return self._transitions.bounds(actions, spaces[0], order) if spaces and actions is not None and order else None
+        return CollectedSteps.of(self._calls, spaces[0] if spaces else None)
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
-        episodes, seconds = self._finished, self._seconds
-        self._finished, self._seconds, self._calls = [], 0.0, 0
-        self._ends, self._rewards, self._stepped = [], [], []
+        episodes, seconds = self._finished, self.seconds
+        self._finished, self.seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None
-        self._transitions.clear()
         return episodes, seconds
 
 

@@ -1,51 +1,43 @@
-"""The rollout that a script learns from, found among its variables by what they hold.
+"""The rollout that a script learns from: its own arrays, recognised by the numbers that reach the first loss.
 
-The environments say which rewards were paid and which episodes ended. The loss of the first minibatch, before any step, says which
-log-probabilities, values, returns and advantages it was computed from: the arrays with these numbers are the script's columns, whatever
-their names. Names decide where numbers do not.
+Taps say which rewards were paid, which episodes ended and which log-probabilities were acted on, in the order of time. The loss of the
+first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The arrays with these
+numbers are the script's columns, whatever their names. What the loss does not show follows from `returns - values = advantages`; names
+decide only what numbers do not.
 
 Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.columns import next_values
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.recorders import NOTHING_ACTED, ActedSteps, LastEstimate
-from esper_telemetry.adapters.script.variables import Aliases, Variables, as_column, stacked
-from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
+from esper_telemetry.adapters.script.recorders import Asked, LastEstimate
+from esper_telemetry.adapters.script.variables import Variables, stacked
 
-REWARDS: Aliases = (
-    *("rewards", "rews", "rewards_buf", "reward_buf", "rew_buf", "r_hoder", "b_rewards", "batch_rewards", "reward"),
-    *("rs", "r"),
-)
-VALUES: Aliases = (
-    *("values", "vals", "values_buf", "val_buf", "value_buf", "vs", "state_values", "old_values", "value_preds"),
-    *("b_values", "batch_values", "flat_values", "value_estimates"),
-)
-ADVANTAGES: Aliases = ("advantages", "b_advantages", "b_adv", "advs", "adv_buf", "advantages_buf", "batch_advantages")
-RETURNS: Aliases = ("returns", "rets", "ret_buf", "returns_buf", "b_returns", "batch_returns", "value_targets")
-LOG_PROBS: Aliases = (
-    *("logprobs", "log_probs", "logprobs_buf", "logp_buf", "old_logprobs", "old_log_probs", "logprob_a_hoder"),
-    *("b_logprobs", "b_log_probs", "batch_log_probs", "action_log_probs", "logps"),
-)
-DONES: Aliases = ("dones", "terminations", "dones_buf", "done_buf", "terminateds")
-NEXT_DONE: Aliases = ("next_done", "next_termination", "last_done")
-NEXT_VALUE: Aliases = ("next_value", "last_value", "next_values", "last_values", "bootstrap_value", "last_val")
-NEXT_VALUES: Aliases = ("next_values", "vs_", "values_next", "next_vals")
-ACTIONS: Aliases = ("actions", "acts", "actions_buf", "act_buf", "a_hoder", "b_actions")
-OBSERVATIONS: Aliases = (
-    *("obs", "observations", "states", "obs_buf", "observations_buf", "obs_buffer", "state_buf", "s_hoder", "b_obs"),
-)
+NAMES = {
+    "rewards": ("rewards", "rews", "r_hoder", "reward", "rs", "r"),
+    "values": ("values", "vals", "vs", "state_values", "old_values", "value_preds", "value_estimates"),
+    "advantages": ("advantages", "advs"),
+    "returns": ("returns", "rets", "value_targets"),
+    "log_probs": ("logprobs", "logp", "old_logprobs", "logprob_a_hoder", "action_log_probs"),
+    "next_values": ("next_values", "vs_", "values_next", "next_vals"),
+    "last_values": ("next_value", "last_value", "next_values", "last_values", "bootstrap_value", "last_val"),
+    "dones": ("dones", "terminations", "terminateds"),
+    "next_done": ("next_done", "next_termination", "last_done"),
+    "actions": ("actions", "acts", "a_hoder"),
+    "observations": ("obs", "observations", "states", "obs_buffer", "state_buf", "s_hoder"),
+}
+"""Names of the columns that numbers do not show; `Variables.find` also takes those with a prefix as in `b_rewards` or `rewards_buf`."""
 
 MAX_ARRAYS = 128
 """Arrays of a rollout's size that are compared."""
@@ -65,24 +57,32 @@ MIN_SAME_ROWS = 0.75
 MIN_DISTINCT = 8
 """Different numbers from which on finding them in an array is no chance."""
 
-SAME_SHAPE = 1 - 1e-6
-"""Correlation from which on two columns are the same up to a factor and an offset."""
-
-ROUNDED_LINE = 1e-5
+SAME_LINE = 1e-5
 """Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
 
 MIN_CORRELATION = 0.9
 """Correlation with the rewards that were paid from which on an array holds rewards, perhaps scaled or cut."""
+
+COLUMNS = ("inputs", "log_probs", "values", "returns", "advantages")
+"""Columns of a rollout that its minibatches have too; `inputs` are checksums of observations."""
+
+LOG_PROB_FORMS: tuple[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...] = (
+    (lambda numbers: numbers, lambda numbers: numbers),
+    (torch.exp, torch.log),
+    (torch.neg, torch.neg),
+)
+"""Forms in which scripts store log-probabilities, and the way back: themselves, probabilities, and negative ones."""
 
 
 class ScriptRollout(NamedTuple):
     """A rollout, [T, B] each; copies, because scripts reuse the memory.
 
     Attributes:
-        next_values: estimates of the state after each step, 0 where the script does not show that of an episode's last one.
+        terminated: bool: ends of episodes, without those by a time limit if the script estimates the states there.
+        time_limits: bool: those by a time limit otherwise; None if they are not known, or estimated.
+        next_values: estimates of the state after each step, 0 if the script does not show that of an episode's last one.
         last_values: [1, B], estimates of the states after the last step.
-        bootstraps: estimates of the last states of episodes that a time limit ended are among `next_values`.
-        returns_stored: the script has an array with the returns.
+        returns_known: the script has an array with the returns.
     """
 
     rewards: Tensor
@@ -91,33 +91,26 @@ class ScriptRollout(NamedTuple):
     returns: Tensor
     log_probs: Tensor
     ended: Tensor
+    terminated: Tensor
     next_values: Tensor
     last_values: Tensor
-    bootstraps: bool = False
-    returns_stored: bool = True
+    time_limits: Tensor | None = None
+    returns_known: bool = True
 
     def targets(self, targets: Tensor | None, rows: Tensor, in_use: Tensor | None = None) -> Tensor | None:
-        """Return the critic's targets [N] in these transitions: those of its loss, as stored where both are the same up to rounding.
+        """Return the critic's targets [N] in these transitions: those of its loss, as stored if both are the same up to rounding.
 
         A loss that has another column of the rollout for targets, or the advantages in use [N], is compared with the stored returns.
         """
         stored = self.returns.reshape(-1)[rows]
         if targets is None or len(targets) != len(stored):
-            return stored if targets is None and self.returns_stored else targets
-        values = self.values[: len(self.returns)]
-        differences = (values, self.advantages, self.returns - values) if self.returns_stored else ()
-        columns = (self.returns, *differences)
-        others = [column.reshape(-1)[rows].to(targets) for column in columns]
-        if in_use is not None and self.returns_stored and len(in_use) == len(targets):
-            others.append(in_use.to(targets))
-        for own in others:
-            if float((targets - own).abs().max()) <= SAME_NUMBER * float(own.abs().max()):
-                return stored.to(targets)
-        return targets
-
-
-COLUMNS = ("inputs", "log_probs", "values", "returns", "advantages")
-"""Columns of a rollout that its minibatches have too; `inputs` are checksums of observations."""
+            return stored if targets is None and self.returns_known else targets
+        others = [stored.to(targets)]
+        if self.returns_known:
+            columns = (self.values, self.advantages, self.returns - self.values)
+            others += [column.reshape(-1)[rows].to(targets) for column in columns]
+            others += [in_use.to(targets)] if in_use is not None and len(in_use) == len(targets) else []
+        return stored.to(targets) if any(_is_same(own, targets) for own in others) else targets
 
 
 class RolloutFinder:
@@ -125,14 +118,14 @@ class RolloutFinder:
 
     Args:
         variables: of the script.
-        ends: [T, B], bool: steps since the rollout before that ended an episode, as the environments returned them; None where they do
-            not say. Then there is no rollout without rewards [T, B].
+        ends: [T, B], bool: steps since the previous rollout that ended an episode, as the environments returned them; None if they do not
+            say. Then rewards and ends are those under such a name.
         paid: [T, B], rewards that the environments returned in these steps.
-        limits: [T, B], bool: of the ends those by a time limit.
+        limits: [T, B], bool: the ends by a time limit.
         reading: of the loss of the first minibatch, before any step.
-        estimates: outputs of the critic that need be in no variable any more.
+        estimates: outputs of the critic that may be in no variable any more.
         last_estimates: outputs after the last step of the environments.
-        acted: log-probabilities and actions of the steps in the order in which they were taken; nothing where that is not known.
+        acted: log-probabilities and actions of the steps in the order in which they were taken, as far as that is known.
     """
 
     def __init__(
@@ -145,316 +138,282 @@ class RolloutFinder:
         reading: LossReading | None = None,
         estimates: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
-        acted: ActedSteps = NOTHING_ACTED,
+        acted: Sequence[Asked] = (),
     ) -> None:
         self._variables = variables
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
-        ends, self._paid, self._limits = (
+        self.ended, self._paid, self._limits = (
             None if column is None else column.to(self._device) for column in (ends, paid, limits)
         )
-        self._estimates, self._last_estimates = estimates, last_estimates
-        asked = acted.of(0 if ends is None else len(ends))
-        self._acted = torch.cat([one.log_probs.reshape(-1) for one in asked]) if asked else None
-        self._taken = [one.actions for one in asked if one.actions is not None]
-        self._shuffle: Shuffle | None = None
-        self._mixed = False  # columns are shuffled in a way that numbers do not tell
-        rewards = None if ends is None else variables.find(REWARDS, _grid(*ends.shape))
-        if (
-            rewards is None
-            and (ends is None or reading is None)
-            and (other := variables.find(REWARDS, _grid())) is not None
-        ):
-            rewards, ends = other, None
-        self._ends = ends
-        shape = ends.shape if ends is not None else (0, 0) if rewards is None else rewards.shape
-        self.steps, self.envs = int(shape[0]), int(shape[1])
+        self.steps, self.envs = (0, 0) if ends is None else (len(ends), ends.shape[1])
         self._env_major = False
-        self._found: dict[str, Tensor] = {}
-        if ends is not None and reading is not None:
-            self._identify(list(self._arrays()), reading)
-        self.rewards = self._found.get("rewards", rewards)
+        if ends is None:
+            self._find_ends()
+        self._estimates, self._last_estimates = estimates, last_estimates
+        numbers = torch.cat([one.log_probs.reshape(-1) for one in acted]).to(self._device) if acted else torch.empty(0)
+        whole = len(numbers) and self.steps and not len(numbers) % (self.steps * self.envs)
+        self._acted = numbers.reshape(self.steps, self.envs, -1).sum(-1) if whole else None
+        self._taken = [one.actions for one in acted if one.actions is not None]
+        self._order: Tensor | None = None  # [R], transitions of the entries of arrays that the script has shuffled
+        self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
+        self._mixed = False  # columns are shuffled in a way that numbers do not tell
+        self._grids: list[Tensor] = []
+        self._columns: dict[str, Tensor] = {}
+        self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
+        if self.ended is not None:
+            arrays = list(self._arrays()) if reading is not None else []
+            self._env_major = self._is_env_major(arrays)
+            pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
+            self._grids = [grid for _, grid in pairs]
+            policy = None if reading is None else reading.policy
+            self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
+        self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
+        self.log_probs = self._acted if self.log_probs is None else self.log_probs
+
+    def _find_ends(self) -> None:
+        """Take the shape of a rollout, and its ends, from arrays with such names."""
+        rewards = self._variables.find(NAMES["rewards"], _as_table)
+        if rewards is None:
+            return
+        self.steps, self.envs = int(rewards.shape[0]), int(rewards.shape[1])
+        dones = self._variables.find(NAMES["dones"], self._in_grid)
+        next_done = self._variables.find(NAMES["next_done"], partial(self._in_grid, steps=1))
+        if dones is not None:  # with a flag of the step after the last, `dones[t]` says that step t begins an episode
+            self.ended = (dones if next_done is None else torch.cat([dones[1:], next_done])).bool()
 
     # arrays by what they hold
 
     def _arrays(self) -> Iterable[Tensor]:
         """Yield the arrays of a rollout's size, as their owner has shaped them."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
-        count = 0
         outputs = chain((one.output for one in self._last_estimates), self._estimates)
         for value in chain((value for _, value in self._variables.named_values()), outputs):
             array = stacked(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < MIN_DISTINCT:
                 continue
             key = (array.data_ptr(), array.shape)
-            if key in visited:
-                continue
-            visited.add(key)
-            count += 1
-            if count > MAX_ARRAYS:
+            if key not in visited:
+                visited.add(key)
+                yield array.to(self._device)
+            if len(visited) >= MAX_ARRAYS:
                 return
-            yield array.to(self._device)
 
-    def _identify(self, arrays: list[Tensor], reading: LossReading) -> None:
-        """Find the columns that the first minibatch was computed from."""
-        self._env_major = self._is_env_major(arrays)
-        pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
-        grids = [grid for _, grid in pairs]
-        policy, value = reading.policy, reading.value or reading.left_out
-        wanted: dict[str, Tensor | None] = {
-            "log_probs": None if policy is None else policy.old_log_probs,
-            "returns": None if value is None else value.returns,
-            "values": None if value is None else value.values,
-            "advantages": None if policy is None else policy.advantages,
-        }
-        tables = [_sorted(grid[: self.steps]) for grid in grids]
-        shuffled = self._identify_columns(pairs, tables, wanted)
-        if wanted["log_probs"] is not None and "log_probs" not in self._found:
-            for table in (torch.exp, torch.neg):  # probabilities, or negative log-probabilities
-                numbers = table(wanted["log_probs"])
-                held = [grid for grid in grids if len(grid) == self.steps and _share(numbers, grid) >= MIN_SHARE]
-                if held and "log_probs" not in self._found:
-                    self._found["log_probs"] = held[0].log() if table is torch.exp else -held[0]
-        self._restore_order(grids, tables, wanted)
-        self._identify_advantages(grids, wanted)
-        self._identify_sum(grids)
-        self._identify_returns()
-        self._identify_difference(grids)
-        self._identify_acting_values(grids)
-        values = self._found.get("values")
+    def _free(self) -> list[Tensor]:
+        """Arrays [T, B] that are no column yet."""
+        taken = self._columns.values()
+        return [grid for grid in self._grids if len(grid) == self.steps and all(grid is not one for one in taken)]
+
+    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]], *, has_ratio: bool) -> None:
+        """Find the columns, by what the first minibatch was computed from."""
+        columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
+        is_permuted = self._identify_shown(pairs, tables)
+        self._restore_order(tables)
+        self._identify_advantages()
+        self._identify_difference()
+        self._identify_acting_values()
+        values = columns.get("values")
         if values is not None and len(values) == self.steps:
-            longer = [grid for grid in grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values)]
-            self._found["values"] = longer[0] if longer else values
-        if "values" not in self._found and value is not None and value.values is not None and not shuffled:
-            whole = self._as_grid(value.values)
-            if whole is not None and whole.numel() == self.steps * self.envs:
-                self._found["values"] = whole
-        if "log_probs" not in self._found and policy is not None and policy.log_ratio is None:
-            # a policy gradient without a ratio stores none: those of its only pass are those that were acted on
-            log_probs = None if policy.log_probs is None else self._as_grid(policy.log_probs)
-            if log_probs is not None and log_probs.numel() == self.steps * self.envs:
-                self._found["log_probs"] = log_probs
-        self._identify_by_acting(grids)
-        self._identify_rewards(grids)
-        self._identify_next_values(grids)
+            longer = (grid for grid in self._grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values))
+            columns["values"] = next(longer, values)
+        for role in () if is_permuted else ("values", "log_probs")[: 1 if has_ratio else 2]:
+            column = self._shown.get(role)  # the script stores none: those of its only minibatch
+            if role not in columns and column is not None and column.numel() == self.steps * self.envs:
+                whole = self._as_grid(column)
+                columns |= {} if whole is None else {role: whole}
+        self._identify_rewards()
+        self._identify_next_values()
 
-    def _identify_columns(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor], wanted: Mapping[str, Tensor | None]
-    ) -> bool:
-        """Find the arrays, as [T, B] beside them, and sorted in `tables`, with the numbers of the first minibatch.
+    def _identify_shown(self, pairs: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor]) -> bool:
+        """Find the arrays, with [T, B] of them, and sorted in `tables`, that hold the numbers of the first minibatch.
 
-        Returns True where that is the whole rollout in another order.
+        Returns True if that is the whole rollout in another order.
         """
-        in_order, shuffled = set[str](), False
-        for role, column in wanted.items():
-            if column is None or not _tells(numbers := column.reshape(-1).double()):
-                continue
-            holding = [
-                (_is_same(column, array), -_held(numbers, tables[place]), place)
-                for place, (array, grid) in enumerate(pairs)
-                if all(grid is not found for found in self._found.values())
-            ]
-            best = min((one for one in holding if -one[1] >= MIN_SHARE), default=None)
-            if best is not None:
-                self._found[role] = pairs[best[2]][1]
-                in_order |= {role} if best[0] else set()
-                shuffled = shuffled or (not best[0] and column.numel() == self.steps * self.envs)
-        if shuffled:  # a minibatch of the whole rollout: arrays in its order are its own
-            self._found = {role: grid for role, grid in self._found.items() if role not in in_order}
-        return shuffled
+        columns, in_order, is_permuted = self._columns, set[str](), False
+        for role, column in self._shown.items():
+            for form, way_back in LOG_PROB_FORMS[: 3 if role == "log_probs" else 1]:
+                if column is None or role in columns:
+                    continue
+                numbers = form(column).reshape(-1).double()
+                if len(numbers.unique()) < min(MIN_DISTINCT, len(numbers)):
+                    continue
+                best = min(
+                    (
+                        (_is_same(form(column), array), -_held(numbers, tables[place]), place)
+                        for place, (array, grid) in enumerate(pairs)
+                        if all(grid is not one for one in columns.values())
+                    ),
+                    default=(False, 0.0, 0),
+                    key=lambda one: (one[1] > -MIN_SHARE, *one),
+                )
+                if -best[1] >= MIN_SHARE:
+                    columns[role] = way_back(pairs[best[2]][1])
+                    in_order |= {role} if best[0] else set()
+                    is_permuted |= not best[0] and column.numel() == self.steps * self.envs
+        if is_permuted:  # a minibatch of the whole rollout: arrays in its order are its own
+            for role in in_order:
+                del columns[role]
+        return is_permuted
 
-    def _restore_order(
-        self, grids: list[Tensor], tables: Sequence[Tensor], wanted: Mapping[str, Tensor | None]
-    ) -> None:
+    def _restore_order(self, tables: Sequence[Tensor]) -> None:
         """Put columns that the script has shuffled together back into the order in which actions were taken.
 
         A shuffled array has all log-probabilities in another order, and its rows are those of the minibatch in other columns too.
         """
-        own, size = wanted["log_probs"], self.steps * self.envs
-        if own is None or self._acted is None or self._acted.numel() % size:
+        own, acted, columns = self._shown.get("log_probs"), self._acted, self._columns
+        if own is None or acted is None:
             return
-        acted = self._acted.reshape(size, -1).sum(1).reshape(self.steps, self.envs).to(own.device)
-        ordered = _sorted(acted)
-        for grid, table in zip(grids, tables, strict=True):
-            if len(grid) == self.steps and not _is_same(acted, grid) and Shuffle.mixes(table, ordered):
-                self._shuffle, self._found["log_probs"] = Shuffle.between(grid, acted, own), acted
-                self._mixed = self._shuffle is None
-                break
-        if self._shuffle is None:
+        numbers = _sorted(acted)
+        pairs = zip(self._grids, tables, strict=True)
+        mixed = (grid for grid, table in pairs if len(grid) == self.steps and _is_same(numbers, table))
+        shuffled = next((grid for grid in mixed if not _is_same(acted, grid)), None)
+        if shuffled is None:
             return
-        restored = {
-            role: self._shuffle.undone(column.reshape(-1), numbers).reshape(column.shape)
+        columns["log_probs"] = acted
+        self._order = RowFinder({"log_probs": acted}).rows_of({"log_probs": shuffled})
+        self._entries = RowFinder({"log_probs": shuffled}).rows_of({"log_probs": own})
+        self._mixed = self._order is None or self._entries is None or not bool(numbers.diff().all())
+        if self._mixed:
+            return
+        restored: dict[str, Tensor] = {
+            role: self._in_time(columns[role].reshape(-1), self._shown.get(role)).reshape(columns[role].shape)
             for role in ("returns", "values", "advantages")
-            if (column := self._found.get(role)) is not None
-            and (numbers := wanted[role]) is not None
-            and len(column) == self.steps
+            if role in columns and len(columns[role]) == self.steps
         }
-        found = self._found | restored
-        if restored.keys() >= {"advantages"} and found.keys() >= {"returns", "values"}:  # they may have been left out
+        found = columns | restored
+        if "advantages" in restored and found.keys() >= {"returns", "values"}:  # they may have been left out
             difference = found["returns"] - found["values"][: self.steps]
-            if correlation(difference, self._found["advantages"]) > correlation(difference, restored["advantages"]):
+            if correlation(difference, columns["advantages"]) > correlation(difference, restored["advantages"]):
                 del restored["advantages"]
-        self._found |= restored
+        columns |= restored
 
-    def _identify_advantages(self, grids: list[Tensor], wanted: Mapping[str, Tensor | None]) -> None:
-        """Find the advantages that the loss has normalised: in the minibatch's rows they differ from its own by a factor and an offset."""
-        known: dict[str, Tensor] = {
-            role: self._found[role][: self.steps] for role in ("log_probs", "returns") if role in self._found
-        }
-        own = wanted["advantages"]
-        used = self._found.get("advantages")
+    def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
+        """Return an array [R, ...] in the order of time: itself unless it has the minibatch's rows [N, ...] where a shuffle puts them."""
+        if self._order is None or self._entries is None or rows is None:
+            return array
+        if rows.numel() != len(self._entries) * array[0].numel():
+            return array
+        rows = rows.reshape(-1, *array.shape[1:]).to(array)
+        limit = SAME_NUMBER * float(array.abs().max())
+        in_time, mixed = (
+            float(((array[places] - rows).abs() <= limit).double().mean())
+            for places in (self._order[self._entries], self._entries)
+        )
+        if mixed < MIN_SHARE or in_time >= MIN_SHARE:
+            return array
+        return torch.empty_like(array).index_copy_(0, self._order, array)
+
+    def _identify_advantages(self) -> None:
+        """Find the advantages before they were normalised: they differ from those in use by a factor and an offset."""
+        columns, own = self._columns, self._shown.get("advantages")
+        used = columns.get("advantages")
         if used is not None:  # normalised before the passes: the array from before that may be there too
-            free = [
-                grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
+            raw = [
+                grid for grid in self._free() if not torch.equal(grid, used) and _line_error(grid, used) <= SAME_LINE
             ]
-            raw = [grid for grid in free if not torch.equal(grid, used) and _is_line(grid, used)]
-            self._found["advantages"] = raw[0] if len(raw) == 1 else used
-        if own is None or not known or used is not None:
+            columns["advantages"] = raw[0] if len(raw) == 1 else used
             return
-        rows = RowFinder(known).rows_of(None, {role: wanted[role] for role in known})
-        if rows is None or len(rows) != own.numel():
-            return
-        for grid in grids:
-            is_free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
-            if is_free and correlation(grid.reshape(-1)[rows.to(grid.device)], own) > SAME_SHAPE:
-                self._found["advantages"] = grid
-                return
+        known: dict[str, Tensor] = {
+            role: columns[role][: self.steps] for role in ("log_probs", "returns") if role in columns
+        }
+        rows = RowFinder(known).rows_of({role: self._shown[role] for role in known}) if known else None
+        if rows is not None and own is not None and len(rows) == own.numel():
+            same = [grid for grid in self._free() if _line_error(grid.reshape(-1)[rows], own) <= SAME_LINE]
+            columns |= {"advantages": same[0]} if same else {}
 
-    def _identify_sum(self, grids: list[Tensor]) -> None:
-        """Find the returns and the advantages by their difference, the values of the first minibatch, whatever its loss makes of them."""
-        found = self._found.get("values")
-        if found is None or not _varies(found):
+    def _identify_difference(self) -> None:
+        """Find returns, values and advantages by `returns - values = advantages`, given one of the latter two.
+
+        The advantages may be normalised. A loss may have other targets than the returns: the array for which the equation holds counts.
+        """
+        columns = self._columns
+        varying = [grid for grid in self._grids if len(grid) == self.steps and _varies(grid)]
+        known = {role: [columns[role][: self.steps]] for role in ("values", "advantages") if role in columns}
+        whole = [columns[role][: self.steps] for role in ("returns", "values", "advantages") if role in columns]
+        is_done = len(whole) == 3 and _line_error(whole[0] - whole[1], whole[2]) <= SAME_LINE
+        if is_done or not known or not varying:
             return
-        values = found[: self.steps].double()
-        arrays = [grid for grid in grids if len(grid) == self.steps and grid is not found and _varies(grid)]
-        sums = [float(array.double().sum()) for array in arrays]
-        limit, total = SAME_NUMBER * float(values.abs().max()), float(values.sum())
-        for returns, own in zip(arrays, sums, strict=True):
-            most = max(limit, SAME_NUMBER * float(returns.abs().max()))
-            for advantages, other in zip(arrays, sums, strict=True):
-                near = advantages is not returns and abs(own - other - total) <= most * values.numel()
-                if near and float((returns.double() - advantages.double() - values).abs().max()) <= most:
-                    self._found["returns"] = returns
-                    self._found.setdefault("advantages", advantages)
+        for advantages in known.get("advantages", varying):
+            parts = varying  # of which none is the advantages times a factor
+            if "advantages" in known:
+                errors = _line_errors(torch.stack([grid.reshape(-1) for grid in varying]), advantages)
+                parts = [grid for grid, error in zip(varying, errors, strict=True) if error > SAME_LINE]
+            own = columns.get("returns")
+            candidates = sorted(parts, key=lambda grid: grid is not own)
+            for values in known.get("values", parts):
+                others = [grid for grid in candidates if grid is not values and grid is not advantages]
+                if not others or values is advantages:
+                    continue
+                differences = torch.stack([(grid.double() - values.double()).reshape(-1) for grid in others])
+                fits = (_line_errors(differences, advantages) <= SAME_LINE).nonzero()
+                if len(fits):
+                    columns["returns"] = others[int(fits[0])]
+                    columns.setdefault("values", values)
+                    columns.setdefault("advantages", advantages)
                     return
 
-    def _identify_returns(self) -> None:
-        """Take the array that is named so for the returns where the loss has the values or the advantages for targets."""
-        targets, named = self._found.get("returns"), self._variables.find(RETURNS, self._in_grid)
-        if targets is None or named is None or torch.equal(targets, named):
-            return
-        others = (self._variables.find(names, self._in_grid) for names in (VALUES, ADVANTAGES))
-        if any(other is not None and torch.equal(targets, other) for other in others):
-            self._found["returns"] = named
-
-    def _identify_difference(self, grids: list[Tensor]) -> None:
-        """Find the returns and the values whose difference the advantages are, perhaps normalised."""
-        advantages = self._found.get("advantages")
-        if advantages is None or ("returns" in self._found and "values" in self._found):
-            return
-        taken = list(self._found.values())
-        free = [grid for grid in grids if all(grid is not one for one in taken)]
-        parts: list[list[Tensor]] = []
-        for role in ("returns", "values"):
-            own = [self._found[role]] if role in self._found else free
-            parts.append([grid for grid in own if _varies(grid)])
-        alone = {id(grid): correlation(grid[: self.steps], advantages) for part in parts for grid in part}
-        best, pair = SAME_SHAPE, None
-        for returns in parts[0]:
-            for values in parts[1]:
-                difference = returns[: self.steps].double() - values[: self.steps].double()
-                same = correlation(difference, advantages)
-                if same > max(best, alone[id(returns)], alone[id(values)]):
-                    best, pair = same, (returns, values)
-        if pair is not None:
-            self._found["returns"], self._found["values"] = pair
-
-    def _identify_acting_values(self, grids: list[Tensor]) -> None:
+    def _identify_acting_values(self) -> None:
         """Find the values of acting where the critic of training is another one: their last row is its output before the last step."""
-        outputs = [
-            one.before for one in self._last_estimates if one.before is not None and one.before.numel() == self.envs
-        ]
-        held = [grid for grid in grids if any(_is_same(output, grid[self.steps - 1]) for output in outputs)]
-        free = [grid for grid in held if all(grid is not found for found in self._found.values())]
-        is_acting = any(grid is self._found.get("values") for grid in held)
-        self._found |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
+        outputs = [one.before for one in self._last_estimates if one.before is not None]
+        held = [grid for grid in self._grids if any(_is_same(output, grid[self.steps - 1]) for output in outputs)]
+        free = [grid for grid in held if any(grid is one for one in self._free())]
+        is_acting = any(grid is self._columns.get("values") for grid in held)
+        self._columns |= {"values": free[0]} if len(free) == 1 and not is_acting else {}
 
-    def _identify_by_acting(self, grids: list[Tensor]) -> None:
-        """Find what the loss does not tell: log-probabilities with few different numbers."""
-        if "log_probs" not in self._found and self._acted is not None and self._acted.numel() == self.steps * self.envs:
-            acted = self._acted.reshape(self.steps, self.envs)
-            held = [grid for grid in grids if len(grid) == self.steps and torch.equal(grid.to(acted), acted)]
-            self._found |= {"log_probs": held[0]} if held else {}
-
-    def _identify_rewards(self, grids: list[Tensor]) -> None:
+    def _identify_rewards(self) -> None:
         """Find the array with the rewards that were paid, or with numbers that follow them."""
-        if self._paid is None:
-            return
-        others = [
-            grid for grid in grids if len(grid) == self.steps and all(grid is not x for x in self._found.values())
-        ]
-        paid = self._paid.to(torch.float32)
 
         def accept(value: object) -> Tensor | None:
             grid = self._in_grid(value)  # a script may call its returns rewards
-            known = grid is None or any(torch.equal(grid, found[: self.steps]) for found in self._found.values())
-            return None if known else grid
+            taken = grid is None or any(torch.equal(grid, one[: self.steps]) for one in self._columns.values())
+            return None if taken else grid
 
-        named = self._variables.find(REWARDS, accept)
-        same = [grid for grid in others if torch.equal(grid.to(torch.float32), paid)]
-        if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
-            self._found["rewards"] = same[0]
-        elif named is not None:
-            self._found["rewards"] = named
-        else:
-            close = [(correlation(grid, paid), -place) for place, grid in enumerate(others)]
-            best = max(close, default=(0.0, 0))
-            self._found["rewards"] = others[-best[1]] if best[0] > MIN_CORRELATION else paid.clone()
+        named = self._variables.find(NAMES["rewards"], accept)
+        if self._paid is not None:
+            free, paid = self._free(), self._paid.to(torch.float32)
+            same = [grid for grid in free if torch.equal(grid.to(torch.float32), paid)]
+            if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
+                named = same[0]
+            elif named is None:
+                close = max(free, key=lambda grid: correlation(grid, paid), default=paid)
+                named = close if correlation(close, paid) > MIN_CORRELATION else paid.clone()
+        self._columns |= {} if named is None else {"rewards": named}
 
-    def _identify_next_values(self, grids: list[Tensor]) -> None:
+    def _identify_next_values(self) -> None:
         """Find the array with the values of the next states: within episodes they are those of the next step, or 0 but at time limits."""
-        values, ends, limits = self._found.get("values"), self._ends, self._limits
+        values, ends, limits = self._columns.get("values"), self.ended, self._limits
         if values is None or ends is None or self.steps < 2:
             return
         if limits is not None and bool(limits.any()):
-            for grid in grids:
-                free = len(grid) == self.steps and all(grid is not found for found in self._found.values())
-                if (
-                    free
-                    and torch.equal(grid != 0, limits.to(grid.device))
-                    and not torch.equal(grid, (grid != 0).to(grid))
-                ):
-                    self._found["limit_values"] = grid  # flags have the same zeros
-        if len(values) != self.steps:
-            return
+            at_limits = (grid for grid in self._free() if torch.equal(grid != 0, limits))
+            numbers = [grid for grid in at_limits if not torch.equal(grid, limits.to(grid))]  # no flags
+            self._columns |= {"limit_values": numbers[-1]} if numbers else {}
         within = ~ends[:-1].to(values.device)
-        for grid in grids:
-            if len(grid) == self.steps and bool(within.any()) and not torch.equal(grid, values):
+        if len(values) != self.steps or not bool(within.any()):
+            return
+        for grid in self._grids:
+            if len(grid) == self.steps and not torch.equal(grid, values):
                 difference = (grid[:-1] - values[1:]).abs()[within]
                 if float(difference.max()) <= SAME_NUMBER * max(1.0, float(values.abs().max())):
-                    self._found["next_values"] = grid
+                    self._columns["next_values"] = grid
 
-    def _is_env_major(self, arrays: list[Tensor]) -> bool:
-        """Return True where flat arrays hold one environment after the other: most of those that are also there as [T, B], or as paid."""
+    def _is_env_major(self, arrays: Sequence[Tensor]) -> bool:
+        """Return True if flat arrays hold one environment after the other: those known as [T, B] too show it."""
+        size = self.steps * self.envs
         if 1 in (self.steps, self.envs):
             return False
-        whole = [array.reshape(-1).float() for array in arrays if array.numel() == self.steps * self.envs]
-        flat = [one for one, array in zip(whole, arrays, strict=False) if array.dim() == 1]
-        grids = [
-            array.reshape(self.steps, self.envs).float() for array in arrays if _is_shaped(array, self.steps, self.envs)
-        ]
-        grids += [] if self._paid is None else [self._paid.float()]
-        if self._acted is not None and self._acted.numel() == self.steps * self.envs:
-            acted = self._acted.reshape(self.steps, self.envs).float()
-            grids += [acted, -acted]
+        flat = [array.float() for array in arrays if array.dim() == 1 and array.numel() == size]
+        grids = [array for array in arrays if [one for one in array.shape if one != 1] == [self.steps, self.envs]]
+        grids += [one for one in (self._paid, self._acted) if one is not None]
+        grids += [] if self._acted is None else [-self._acted]
         votes = 0
         for grid in grids:
-            by_time, by_env = grid.reshape(-1), grid.T.reshape(-1)
+            by_time, by_env = (one.reshape(-1).float() for one in (grid, grid.reshape(self.steps, self.envs).T))
             if not torch.equal(by_time, by_env):
-                votes += sum(torch.equal(one, by_env) for one in flat) - sum(torch.equal(one, by_time) for one in flat)
+                votes += sum(torch.equal(one, by_env) - torch.equal(one, by_time) for one in flat)
         return votes > 0
 
     def _as_grid(self, array: Tensor) -> Tensor | None:
-        """Return an array as [T, B], or as [T + 1, B]; None where it does not fit."""
+        """Return an array as [T, B], or as [T + 1, B]; None if it does not fit."""
         steps, envs = self.steps, self.envs
         rows = array.numel() // envs
         if array.numel() not in (steps * envs, (steps + 1) * envs):
@@ -468,36 +427,30 @@ class RolloutFinder:
             return None
         return array.reshape(envs, steps).T if self._env_major else array.reshape(steps, envs)
 
-    def _in_grid(self, value: object) -> Tensor | None:
-        """Accept an array of R numbers, as [T, B]."""
-        array = stacked(value)
-        fits = array is not None and array.numel() == self.steps * self.envs
-        return self._as_grid(array.to(self._device)) if array is not None and fits else None
+    def _in_grid(self, value: object, steps: int | None = None) -> Tensor | None:
+        """Accept an array of R numbers, as [T, B]; of another number of steps, as [T + 1, B] or [1, B]."""
+        array, steps = stacked(value), self.steps if steps is None else steps
+        if array is None or array.dim() == 0 or not self.steps or array.numel() != steps * self.envs:
+            return None
+        array = array.to(self._device)
+        return array.reshape(1, self.envs) if steps == 1 else self._as_grid(array)
 
-    def find(self, role: str, names: Aliases) -> Tensor | None:
+    def find(self, role: str) -> Tensor | None:
         """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""
-        column = self._found.get(role)
-        if column is not None:
-            return column[: self.steps]
-        return self._variables.find(names, self._in_grid) if self.steps else None
+        column = self._columns.get(role)
+        return self._variables.find(NAMES[role], self._in_grid) if column is None else column[: self.steps]
 
-    # columns
-
-    @property
-    def log_probs(self) -> Tensor | None:
-        """Log-probabilities at collection."""
-        return self.find("log_probs", LOG_PROBS)
+    # actions and observations
 
     def actions(self, chosen: Tensor | None) -> Tensor | None:
-        """Return actions [T, B, D], copied: under such a name, or those of a minibatch [N, D]."""
+        """Return actions [T, B, D], copied: under such a name, those with the chosen ones [N, ...] of the minibatch, or those taken."""
 
         def accept(value: object) -> Tensor | None:
             array = self._by_step(value)
             return None if array is None or array.dim() > 3 else array.reshape(self.steps, self.envs, -1)
 
-        named = self._variables.find(ACTIONS, accept)
-        array = self._holding(chosen, accept) if named is None else named
-        return self._taken_actions() if array is None else self._in_time(array, chosen).clone()
+        array = self._stored("actions", chosen, accept)
+        return self._taken_actions() if array is None else array.clone()
 
     def _taken_actions(self) -> Tensor | None:
         """Actions [T, B, D] that distributions were asked for in acting; None unless that was one for each step."""
@@ -506,33 +459,31 @@ class RolloutFinder:
         return torch.stack([one.reshape(self.envs, -1) for one in self._taken]) if whole and same else None
 
     def observations(self, inputs: Tensor | None) -> Tensor | None:
-        """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of a minibatch."""
+        """Return observations [T, B, ...], the script's own: under such a name, or those with the inputs [N, ...] of the minibatch."""
 
         def accept(value: object) -> Tensor | None:
             array = self._by_step(value)
             return array if array is not None and array.dim() > 2 and array[0, 0].numel() > 1 else None
 
-        named = self._variables.find(OBSERVATIONS, accept)
-        array = self._holding(inputs, accept) if named is None else named
-        return None if array is None else self._in_time(array, inputs)
+        return self._stored("observations", inputs, accept)
 
-    def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
-        """Return an array [T, B, ...] in the order of time, by rows [N, ...] of a minibatch."""
-        if self._shuffle is None or rows is None or rows.numel() != len(self._shuffle.entries) * array[0, 0].numel():
-            return array
-        return self._shuffle.undone(array.flatten(0, 1), rows).reshape(array.shape)
+    def _stored(self, role: str, own: Tensor | None, accept: Callable[[object], Tensor | None]) -> Tensor | None:
+        """Return the array [T, B, ...] with such a name, else one with the rows [N, ...] of the minibatch, in the order of time."""
+        array = self._variables.find(NAMES[role], accept)
+        if array is None and own is not None:
+            places = [one for one in (self.first_rows(), self._entries) if one is not None]
+            values = (value for _, value in self._variables.named_values()) if places else ()
+            candidates = (one for value in values if (one := accept(value)) is not None)
+            fitting = (one for one in candidates if any(_has_rows(one.flatten(0, 1), rows, own) for rows in places))
+            array = next(fitting, None)
+        return None if array is None else self._in_time(array.flatten(0, 1), own).reshape(array.shape)
 
-    def _holding(self, rows: Tensor | None, accept: Callable[[object], Tensor | None]) -> Tensor | None:
-        """Return the array [T, B, ...] with all of these rows [N, ...]."""
-        if rows is None or not self.steps or not len(rows):
-            return None
-        width, sums = rows[0].numel(), checksums(rows.reshape(1, len(rows), -1).float())[0]
-        for _, value in self._variables.named_values():
-            array = accept(value) if isinstance(value, list | deque | Tensor | np.ndarray) else None
-            fits = array is not None and array[0, 0].numel() == width and array.is_floating_point()
-            if array is not None and fits and bool(torch.isin(sums, checksums(array.float())).all()):
-                return array
-        return None
+    def first_rows(self) -> Tensor | None:
+        """Transitions [N] of the first minibatch."""
+        if self._order is not None and self._entries is not None:
+            return self._order[self._entries]
+        known = {role: self._columns[role][: self.steps] for role in COLUMNS if role in self._columns}
+        return RowFinder(known).rows_of({role: self._shown.get(role) for role in known}) if known else None
 
     def _by_step(self, value: object) -> Tensor | None:
         """Accept an array [T, B, ...] or [R, ...]."""
@@ -548,55 +499,38 @@ class RolloutFinder:
             return array.reshape(envs, steps, *array.shape[1:]).transpose(0, 1)
         return array.reshape(steps, envs, *array.shape[1:])
 
-    @property
-    def ended(self) -> Tensor | None:
-        """Steps that ended an episode, bool: where there is a flag of the step after the last, `dones[t]` says that step t begins one."""
-        if self._ends is not None:
-            return self._ends
-        dones, next_done = self.find("dones", DONES), self._variables.find(NEXT_DONE, as_column(self.envs))
-        if dones is None:
-            return None
-        return (dones if next_done is None else torch.cat([dones[1:], next_done.reshape(1, self.envs)])).bool()
+    # the whole
 
     def rollout(self, gamma: float | None = None) -> ScriptRollout | None:
-        """Return all parts; None where one is missing.
+        """Return all parts; None if one is missing.
 
-        The discount factor gives the values after the last step where the script does not keep them.
+        The discount factor gives the values after the last step if the script does not keep them.
         """
-        values, last = self._values()
-        returns, advantages = self.find("returns", RETURNS), self.find("advantages", ADVANTAGES)
-        log_probs, ended, rewards = self.log_probs, self.ended, self.rewards
-        if self._mixed:
-            return None
+        values, advantages, returns = (self.find(role) for role in ("values", "advantages", "returns"))
+        log_probs, ended, rewards, limits = self.log_probs, self.ended, self.rewards, self._limits
         if advantages is None and returns is not None and values is not None:
             advantages = returns - values
-        if rewards is None or values is None or advantages is None or log_probs is None or ended is None:
+        if self._mixed or rewards is None or values is None or advantages is None or log_probs is None or ended is None:
             return None
-        ended, returns_stored = ended.to(values.device), returns is not None
         rewards, advantages = rewards.to(values), advantages.to(values)
+        ended, limits = ended.to(values.device), None if limits is None else limits.to(values.device)
+        stored = returns is not None
         returns = advantages + values if returns is None else returns.to(values)
-        following = self._found.get("next_values")
-        shown = self._variables.find(NEXT_VALUES, self._in_grid) if following is None else following
-        mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
-        implied = None if not gamma else ((advantages + values if mistaken else returns) - rewards) / gamma
-        limits = None if self._limits is None else self._limits.to(values.device)
-        if last is None and shown is not None:
-            last = torch.where(ended[-1], values[-1], shown[-1].to(values))
-        if last is None:
-            last = self._estimated_last(values[-1])
-        if last is None:
-            last = None if implied is None else _last_values(implied[-1], values[-1], ended[-1])
+        is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
+        implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
+        last = self._last_values(values, ended, implied)
         if last is None:
             return None
         after = next_values(values, last, ended)
-        final = self._found.get("limit_values") if following is None else following
+        following = self._columns.get("next_values")
+        final = self._columns.get("limit_values") if following is None else following
         if following is None and final is not None and limits is not None:
             # what is added to the rewards may be γ times the values, or values that lack γ: numbers do not tell
             added = (returns - rewards - final.to(values))[limits].abs()
             final = None if float(added.max()) <= SAME_NUMBER * float(returns.abs().max()) else final
-        bootstraps = limits is not None and final is not None and bool(limits.any())
         if limits is not None and final is not None:
             after = torch.where(limits, final.to(values), after)
+        bootstraps = limits is not None and final is not None and bool(limits.any())
         return ScriptRollout(
             rewards=rewards.clone(),
             values=values.clone(),
@@ -604,74 +538,81 @@ class RolloutFinder:
             returns=returns.clone(),
             log_probs=log_probs.clone(),
             ended=ended,
+            terminated=ended & ~limits if limits is not None and bootstraps else ended,
             next_values=after,
             last_values=last.clone().reshape(1, self.envs),
-            bootstraps=bootstraps,
-            returns_stored=returns_stored,
+            time_limits=None if bootstraps else limits,
+            returns_known=stored,
         )
 
-    def _estimated_last(self, values: Tensor) -> Tensor | None:
-        """The critic's outputs [B] after the last step: of the layer that gave the values [B] before it; None where that is not certain."""
+    def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
+        """Values [B] after the last step: of the script's arrays, of the critic's outputs, or those that the last returns imply."""
+        whole = self._columns.get("values")
+        whole = (
+            self._variables.find(NAMES["values"], partial(self._in_grid, steps=self.steps + 1))
+            if whole is None
+            else whole
+        )
+        if whole is not None and len(whole) == self.steps + 1:
+            return whole[-1].to(values)
+        last = self._variables.find(NAMES["last_values"], partial(self._in_grid, steps=1))
+        # a loop from the last step to the first one keeps the value of the second step under this name
+        if last is not None and not (self.steps > 1 and torch.equal(last[0].to(values), values[0])):
+            return last[0].to(values)
+        shown = self._columns.get("next_values")
+        shown = self._variables.find(NAMES["next_values"], self._in_grid) if shown is None else shown
+        if shown is not None:
+            return torch.where(ended[-1], values[-1], shown[-1].to(values))
+        # of the layer that gave the values before it, or of the only one
         sized = [one for one in self._last_estimates if one.output.numel() == self.envs]
-        acting = [one for one in sized if one.before is not None and _is_same(values, one.before)]
+        acting = [one for one in sized if one.before is not None and _is_same(values[-1], one.before)]
         fresh = [one for one in sized if one.before is None]
         certain = acting or (fresh if len(fresh) == 1 else [])
-        return certain[0].output.reshape(-1).to(values) if certain else None
-
-    def _values(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the values of the rollout, and those after its last step, if they are known."""
-        found = self._found.get("values")
-        if found is None:
-            found = self._variables.find(VALUES, _grid(self.steps + 1, self.envs)) if self.steps else None
-        if found is None:
-            found = self._variables.find(VALUES, self._in_grid) if self.steps else None
-        if found is not None and len(found) == self.steps + 1:
-            return found[:-1], found[-1]
-        last = self._variables.find(NEXT_VALUE, as_column(self.envs))
-        if last is not None and found is not None and self.steps > 1 and torch.equal(last.to(found), found[0]):
-            last = None  # a loop from the last step to the first one keeps the value of the step after under this name
-        return found, last
+        if certain:
+            return certain[0].output.reshape(-1).to(values)
+        if implied is None:
+            return None
+        # R = r + γ V; no critic gives 0: a script that leaves the values out is to differ from its equation
+        alive = ~ended[-1]
+        is_left_out = bool(alive.any()) and float(implied[alive].abs().max()) <= SAME_NUMBER
+        return values[-1] if is_left_out else torch.where(alive, implied, values[-1])
 
 
-def _last_values(implied: Tensor, values: Tensor, ended: Tensor) -> Tensor:
-    """Values [B] after the last step, as the last returns imply them: R = r + gamma V; those of the last states acted in where all are 0.
+def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
+    """The columns of a first minibatch that its rollout has too; a policy gradient without a ratio learns from those of acting."""
+    policy, value = reading.policy, reading.value or reading.left_out
+    log_probs = None if policy is None else policy.log_probs if policy.log_ratio is None else policy.old_log_probs
+    return {
+        "log_probs": log_probs,
+        "returns": None if value is None else value.returns,
+        "values": None if value is None else value.values,
+        "advantages": None if policy is None else policy.advantages,
+    }
 
-    No critic gives 0: a script that leaves them out is to differ from its equation.
-    """
-    left_out = bool((~ended).any()) and float(implied[~ended].abs().max()) <= SAME_NUMBER
-    return values if left_out else torch.where(ended, values, implied)
+
+def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
+    """Return True if these rows of an array [R, ...] are those [N, ...] of a minibatch."""
+    chosen = array[rows.to(array.device)].reshape(-1).to(own)
+    return torch.equal(chosen, own.reshape(-1))
 
 
-def _same_rows(one: Tensor, other: Tensor) -> bool:
-    """Return True for the same transitions, up to some that are equal."""
-    return len(one) == len(other) and float((one == other).double().mean()) >= MIN_SAME_ROWS
+def _as_table(value: object) -> Tensor | None:
+    """Accept [T, B], also as [T, B, 1]."""
+    array = stacked(value)
+    array = array.squeeze(-1) if array is not None and array.dim() == 3 and array.shape[-1] == 1 else array
+    return array if array is not None and array.dim() == 2 else None
 
 
 def _varies(array: Tensor) -> bool:
     return bool((array != array.reshape(-1)[0]).any())
 
 
-def _is_shaped(array: Tensor, steps: int, envs: int) -> bool:
-    return [size for size in array.shape if size != 1] == [steps, envs]
-
-
 def _is_same(column: Tensor, array: Tensor) -> bool:
-    """Return True where an array has the numbers of a column in its order."""
+    """Return True if an array has the numbers of a column in its order."""
     if array.numel() != column.numel():
         return False
     limit = SAME_NUMBER * float(column.abs().max())
     return bool(((array.reshape(-1).to(column) - column.reshape(-1)).abs() <= limit).all())
-
-
-def _share(column: Tensor, array: Tensor) -> float:
-    """Share of the numbers of a column that an array holds, up to rounding; 0 where they hardly differ."""
-    numbers = column.reshape(-1).double()
-    return _held(numbers, _sorted(array)) if _tells(numbers) else 0.0
-
-
-def _tells(numbers: Tensor) -> bool:
-    """Return True for numbers of which enough differ to tell an array that holds them."""
-    return len(numbers.unique()) >= min(MIN_DISTINCT, len(numbers))
 
 
 def _sorted(array: Tensor) -> Tensor:
@@ -679,85 +620,36 @@ def _sorted(array: Tensor) -> Tensor:
 
 
 def _held(numbers: Tensor, table: Tensor) -> float:
-    """Share of these numbers that a sorted table holds, up to rounding; 0 where it is not finite: NaN and infinity come first or last."""
+    """Share of these numbers that a sorted table holds, up to rounding; 0 if it is not finite: NaN and infinity come first or last."""
     if not bool(table[[0, -1]].isfinite().all()):
         return 0.0
     limit = SAME_NUMBER * float(table[[0, -1]].abs().max())
-    return float((nearest(numbers, table)[1] <= limit).double().mean())
-
-
-def nearest(numbers: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in a sorted table of the entries next to these numbers, and their distances."""
     right = torch.searchsorted(table, numbers.contiguous()).clamp(max=len(table) - 1)
-    left = (right - 1).clamp(min=0)
-    is_left = (numbers - table[left]).abs() <= (table[right] - numbers).abs()
-    places = torch.where(is_left, left, right)
-    return places, (table[places] - numbers).abs()
+    near = torch.stack([table[right], table[(right - 1).clamp(min=0)]])
+    return float(((near - numbers).abs().amin(0) <= limit).double().mean())
 
 
-def _is_line(one: Tensor, other: Tensor) -> bool:
-    """Return True where the second array is the first times a number, plus another one, up to rounding: correlations do not tell arrays
-    whose difference is small.
+def _line_errors(rows: Tensor, other: Tensor) -> Tensor:
+    """Largest differences [K] of an array from each of `rows` [K, R] times a positive number, plus another one, next to its largest entry.
+
+    Correlations do not tell arrays whose difference is small.
     """
-    first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
-    size = float(first @ first)
-    difference = second - (float(first @ second) / size if size > 0 else 0.0) * first
-    return size > 0 and float(difference.abs().max()) <= ROUNDED_LINE * float(second.abs().max())
+    first, second = rows.double(), other.double().reshape(-1)
+    first, second = first - first.mean(1, keepdim=True), second - second.mean()
+    slopes = (first @ second) / first.square().sum(1)
+    errors = (second - slopes[:, None] * first).abs().amax(1) / second.abs().max()
+    return torch.where((slopes > 0) & errors.isfinite(), errors, torch.inf)
+
+
+def _line_error(one: Tensor, other: Tensor) -> float:
+    return float(_line_errors(one.reshape(1, -1), other))
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
-    """Correlation of the entries of two arrays; 0 where one of them does not vary."""
+    """Correlation of the entries of two arrays; 0 if one of them does not vary."""
     first, second = (x.double().reshape(-1) - x.double().mean() for x in (one, other))
     size = float(first.norm() * second.norm())
     return float(first @ second) / size if size > 0 else 0.0
-
-
-class Candidates(NamedTuple):
-    """Transitions [N] of a minibatch, and by place all those that are equal to the one there."""
-
-    rows: Tensor
-    equal: Mapping[int, Tensor]
-
-
-class Shuffle(NamedTuple):
-    """The order of arrays that a script has shuffled together.
-
-    Attributes:
-        steps: [R], transitions, counted time by time, of the entries of a shuffled array.
-        entries: [N], of a shuffled array that the rows of a minibatch are.
-    """
-
-    steps: Tensor
-    entries: Tensor
-
-    @staticmethod
-    def mixes(shuffled: Tensor, ordered: Tensor) -> bool:
-        """Return True where both have the same numbers, which are sorted."""
-        return float((shuffled - ordered).abs().max()) <= SAME_NUMBER * float(ordered.abs().max())
-
-    @classmethod
-    def between(cls, shuffled: Tensor, ordered: Tensor, rows: Tensor) -> Shuffle | None:
-        """Return the shuffle of one column, in rows [N] of a minibatch; None where equal numbers do not tell."""
-        mixed, (numbers, order) = shuffled.reshape(-1).double(), ordered.reshape(-1).double().sort()
-        places = nearest(mixed, numbers)[0]
-        if len(places.unique()) < len(places):
-            return None
-        table, entries = mixed.sort()
-        return cls(order[places], entries[nearest(rows.reshape(-1).double(), table)[0]])
-
-    def undone(self, column: Tensor, rows: Tensor) -> Tensor:
-        """Return a column [R, ...] in the order of time: itself unless the minibatch's rows [N, ...] are where a shuffle has them."""
-        rows = rows.reshape(-1, *column.shape[1:]).to(column)
-        if len(rows) != len(self.entries):
-            return column
-        limit = SAME_NUMBER * float(column.abs().max())
-        in_time, mixed = (
-            float(((column[places] - rows).abs() <= limit).double().mean())
-            for places in (self.steps[self.entries], self.entries)
-        )
-        if mixed < MIN_SHARE or in_time >= MIN_SHARE:
-            return column
-        return torch.empty_like(column).index_copy_(0, self.steps, column)
 
 
 class RowFinder:
@@ -775,74 +667,67 @@ class RowFinder:
             for name, column in self._columns.items()
         }
         self._shape = next(iter(columns.values())).shape
-        self._turns: dict[int, int] = {}
+        self._turns = Counter[int]()
 
-    def rows_of(self, named: Tensor | None, columns: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return the transitions [N] of a minibatch, counted time by time; None where they are not certain.
+    def rows_of(self, columns: Mapping[str, Tensor | None], indices: Iterable[Tensor] = ()) -> Tensor | None:
+        """Return the transitions [N] of a minibatch, counted time by time; None if they are not certain.
+
+        A script may mix up one of its columns: then the transitions are those of most others.
 
         Args:
-            named: [N], rows by a variable of the script's; None without one. Scripts may count one environment after the other.
             columns: [N] each, numbers of the minibatch by role; None for those that are not known.
+            indices: [N] each, whole numbers of the script that may be its rows, perhaps counted one environment after the other.
         """
-        own = {
-            name: column.reshape(-1).double()
-            for name, column in columns.items()
-            if column is not None and name in self._columns
-        }
-        if named is None:
-            return self._rows_with(own) if own else None
+        known = {name: column for name, column in columns.items() if column is not None and name in self._columns}
+        own = {name: column.reshape(-1).double().to(self._columns[name].device) for name, column in known.items()}
         steps, envs = self._shape
-        if not own or int(named.max()) >= steps * envs:
-            return named
-        by_env = named % steps * envs + named.div(steps, rounding_mode="floor")
-        fitting = next((rows for rows in (named, by_env) if self._agree(rows, own)), None)
-        return self._rows_with(own) if fitting is None else fitting
+        for index in indices:
+            for rows in (index, index % steps * envs + index.div(steps, rounding_mode="floor")):
+                if self._agree(rows, own):
+                    return rows
+        enough = self._shape.numel() // 2
+        matches: list[tuple[Tensor, dict[int, Tensor]]] = []
+        for name in COLUMNS:  # that tell most transitions apart
+            match = self._matches(name, own) if name in own and self._apart[name] > enough else None
+            if match is not None:
+                shares = [
+                    float((match[0] == other).double().mean()) for other, _ in matches if len(other) == len(match[0])
+                ]
+                if any(share >= MIN_SAME_ROWS for share in shares):  # the same, up to some that are equal
+                    return self._in_turns(*match)
+                matches.append(match)
+        if matches:
+            return self._in_turns(*matches[0]) if len(matches) == 1 else None
+        for name in sorted(own, key=lambda name: -self._apart[name]):
+            match = self._matches(name, own)
+            if match is not None:
+                return self._in_turns(*match)
+        return None
 
     def _agree(self, rows: Tensor, own: Mapping[str, Tensor]) -> bool:
-        """Return True where these transitions have the numbers of a minibatch in one of its columns."""
+        """Return True if these transitions have the numbers of a minibatch in one of its columns."""
+        if int(rows.min()) < 0 or int(rows.max()) >= self._shape.numel():
+            return False
         for name, column in own.items():
-            table = self._columns[name]
             if len(rows) == len(column):
-                distances = (column - table[rows.to(table.device)]).abs()
-                if float((distances <= self._limits[name]).double().mean()) >= MIN_SHARE:
+                apart = (column - self._columns[name][rows.to(column.device)]).abs()
+                if float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE:
                     return True
         return False
 
-    def _rows_with(self, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The transitions with these numbers, by the columns that tell most transitions apart.
+    def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """Return the transitions with these numbers in one column, and by place all that are equal to the one there.
 
-        A script may mix up one of its columns: then the transitions are those of most others.
+        If several have a number, they are those that are nearest in all columns.
         """
-        enough = self._shape.numel() // 2
-        distinct = [name for name in COLUMNS if name in own and self._apart[name] > enough]
-        found: list[Candidates] = []
-        for name in distinct:
-            candidates = self._candidates(name, own)
-            if candidates is not None:
-                if any(_same_rows(candidates.rows, other.rows) for other in found):
-                    return self._in_turns(candidates)
-                found.append(candidates)
-        if found:
-            return self._in_turns(found[0]) if len(found) == 1 else None
-        for name in sorted(own, key=lambda name: -self._apart[name]):
-            candidates = self._candidates(name, own)
-            if candidates is not None:
-                return self._in_turns(candidates)
-        return None
-
-    def _candidates(self, first: str, own: Mapping[str, Tensor]) -> Candidates | None:
-        """The transitions with these numbers in one column; where several have a number, those that are nearest in all columns."""
         table, order = self._columns[first].sort(stable=True)
         limit = self._limits[first]
         low = torch.searchsorted(table, (own[first] - limit).contiguous())
         high = torch.searchsorted(table, (own[first] + limit).contiguous(), right=True)
-        if bool((low == high).any()):
-            return None
-        rows = order[low]
         several = (high - low > 1).nonzero().reshape(-1).tolist()
-        if len(several) > MAX_SHARED_NUMBERS:
+        if bool((low == high).any()) or len(several) > MAX_SHARED_NUMBERS:
             return None
-        equal: dict[int, Tensor] = {}
+        rows, equal = order[low], dict[int, Tensor]()
         for place in several:
             candidates = order[low[place] : high[place]]
             distances = torch.zeros_like(candidates, dtype=torch.float64)
@@ -851,31 +736,12 @@ class RowFinder:
                 # A column counts once, however far off: in one that a script has permuted, another row's number may be the nearest.
                 distances += (apart / max(self._limits[name], torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
             equal[place] = candidates[distances == distances.min()]
-            rows[place] = equal[place][0]
-        return Candidates(rows, equal)
+        return rows, equal
 
-    def _in_turns(self, candidates: Candidates) -> Tensor:
+    def _in_turns(self, rows: Tensor, equal: Mapping[int, Tensor]) -> Tensor:
         """Return the transitions, of equal ones one after the other: a pass has each of them once."""
-        for place, equal in candidates.equal.items():
-            key = int(equal[0])
-            turn = self._turns.get(key, 0)
-            candidates.rows[place] = equal[turn % len(equal)]
-            self._turns[key] = turn + 1
-        return candidates.rows
-
-
-def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object], Tensor | None]:
-    """Accept [T, B], also as [T, B, 1]; of that shape where one is given, and then also [T] of one environment, as a list too."""
-
-    def accept(value: object) -> Tensor | None:
-        if steps is None or envs != 1:
-            tensor = stacked(value)
-            if tensor is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
-                tensor = tensor.squeeze(-1)
-            fits = tensor is not None and tensor.dim() == 2 and (steps is None or tuple(tensor.shape) == (steps, envs))
-            return tensor if fits else None
-        tensor = stacked(value)
-        fits = tensor is not None and tensor.numel() == steps and steps in (*tensor.shape, 1)
-        return tensor.reshape(steps, 1) if tensor is not None and fits else None
-
-    return accept
+        for place, candidates in equal.items():
+            key = int(candidates[0])
+            rows[place] = candidates[self._turns[key] % len(candidates)]
+            self._turns[key] += 1
+        return rows

@@ -3,99 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from esper_telemetry.adapters.script.loss_graph import LossReading
-from esper_telemetry.adapters.script.rollouts import SAME_SHAPE, ScriptRollout, correlation
-from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_number, settings_of
+from esper_telemetry.adapters.script.rollouts import SAME_LINE, ScriptRollout
+from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
 from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
-from esper_telemetry.metrics.integrity.targets.advantages import compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (
-        *(
-            "clip_coef",
-            "clip_eps",
-            "clip_range",
-            "clip_param",
-            "clip_epsilon",
-            "eps_clip",
-            "clip_ratio",
-            "clip_rate",
-            "ratio_clip",
-            "clip",
-        ),
-        "CLIP",
-        "clipping",
-        "policy_clip",
-        "ppo_clip",
-        "ε",
+        *("clip_coef", "clip_eps", "clip_range", "clip_param", "clip_epsilon", "eps_clip", "clip_ratio", "clip_rate"),
+        *("ratio_clip", "clip", "clipping", "policy_clip", "ppo_clip", "ε"),
     ),
-    "gamma": ("gamma", "GAMMA", "discount", "discount_factor", "gam", "γ"),
+    "gamma": ("gamma", "discount", "discount_factor", "gam", "γ"),
     "gae_lambda": (
-        *("gae_lambda", "lam", "lambda_", "gae_lam", "lambd", "lmbda", "LAMBDA", "lambda_gae_adv", "gae_tau", "λ"),
+        *("gae_lambda", "lam", "lambda", "gae_lam", "lambd", "lmbda", "lambda_gae_adv", "gae_tau", "λ"),
         *("trace", "trace_decay", "lamda"),
     ),
-    "num_steps": ("num_steps", "n_steps", "NUM_STEPS", "rollout_length"),
-    "num_envs": ("num_envs", "n_envs", "NUM_ENVS"),
-    "num_epochs": (
-        "update_epochs",
-        "num_epochs",
-        "n_epochs",
-        "epochs",
-        "EPOCHS",
-        "K_epochs",
-        "ppo_epoch",
-        "ppo_epochs",
-    ),
-    "num_minibatches": ("num_minibatches", "n_minibatches", "MINIBATCHES"),
-    "learning_rate": ("learning_rate", "lr", "LEARNING_RATE", "LR"),
-    "value_coef": ("vf_coef", "value_coef", "critic_coef", "VF_COEF", "value_loss_coef", "value_weight", "c_v", "c1"),
-    "entropy_coef": ("ent_coef", "entropy_coef", "ENT_COEF", "entropy_weight", "c_e", "c2", "entropy_beta"),
-    "total_steps": ("total_timesteps", "total_steps", "TOTAL_STEPS", "TOTAL_TIMESTEPS", "max_steps"),
-    "target_kl": ("target_kl", "TARGET_KL"),
+    "num_steps": ("num_steps", "n_steps", "rollout_length"),
+    "num_envs": ("num_envs", "n_envs"),
+    "num_epochs": ("update_epochs", "num_epochs", "n_epochs", "epochs", "K_epochs", "ppo_epoch"),
+    "num_minibatches": ("num_minibatches", "n_minibatches", "minibatches"),
+    "learning_rate": ("learning_rate", "lr"),
+    "value_coef": ("vf_coef", "value_coef", "critic_coef", "value_loss_coef", "value_weight", "c_v", "c1"),
+    "entropy_coef": ("ent_coef", "entropy_coef", "entropy_weight", "c_e", "c2", "entropy_beta"),
+    "total_steps": ("total_timesteps", "total_steps", "max_steps"),
+    "target_kl": ("target_kl",),
     "mean_noise": ("rpo_alpha",),  # of the policy's means in training alone, https://arxiv.org/abs/2212.07536
-    "env": ("env_id", "env_name", "ENV_ID", "env"),
+    "env": ("env_id", "env_name", "env"),
 }
 """Settings that alarms read."""
 
 MIN_TRACE_DECAY = 0.5
 """Smallest `tau` that is the lambda of advantages."""
 
-MIN_DISCOUNT, MAX_DISCOUNTS = 0.5, 6
-"""Numbers of a source above which, and how many of them, are tried as discount factors and lambdas without a name."""
-
-MAX_EXPLAINED_PAIRS = 6
-"""Pairs of both with which known mistakes are tried: 0.07 s each for 2,048 transitions, once in a run."""
+MIN_STEPS = 8
+"""Steps within episodes from which on discounts are read from advantages."""
 
 MAX_NORM: Aliases = (
-    "max_grad_norm",
-    "MAX_GRAD_NORM",
-    "max_gradient_norm",
-    "grad_clip",
-    "clip_grad_norm",
-    "grad_clip_norm",
-    "max_norm",
+    *("max_grad_norm", "max_gradient_norm", "grad_clip", "clip_grad_norm", "grad_clip_norm", "max_norm"),
 )
-SCALERS: Aliases = ("scaler", "grad_scaler", "amp_scaler")
-NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
-ANNEALS: Aliases = (
-    "anneal_lr",
-    "anneal_learning_rate",
-    "lr_anneal",
-    "use_linear_lr_decay",
-    "linear_lr_decay",
-    "ANNEAL_LR",
-)
+NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "norm_advantages")
+ANNEALS: Aliases = ("anneal_lr", "anneal_learning_rate", "lr_anneal", "use_linear_lr_decay", "linear_lr_decay")
 UPDATES: Aliases = (
     *("num_updates", "n_updates", "total_updates", "max_updates", "num_iterations", "n_iterations", "total_iterations"),
-    *("NUM_UPDATES", "N_UPDATES", "UPDATES", "ITERATIONS", "NUM_ITERATIONS"),
+    *("updates", "iterations"),
 )
 MIN_UPDATES = 4
 """Smallest number under such a name that is one of updates to come; below it may be a count of those that are over."""
@@ -122,16 +79,6 @@ def stated_numbers(variables: Variables) -> dict[str, float]:
 
 def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[LossReading] = ()) -> dict[str, Any]:
     """Return the facts that alarms read, as far as the script's settings, and its first losses, say them."""
-
-    def number(value: object) -> float | int | None:
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def flag(value: object) -> bool | None:
-        return value if isinstance(value, bool) else None
-
-    def text(value: object) -> str | None:
-        return value if isinstance(value, str) else None
-
     facts: dict[str, Any] = {
         "precision": "fp32",
         "max_grad_norm": max_norm,
@@ -139,14 +86,13 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
         "columns_by_name": True,
     }
     for fact, names in FACTS.items():
-        accept: Callable[[object], Any] = text if fact == "env" else number
-        value = variables.find(names, accept)
+        value = variables.find(names, partial(_plain, kinds=(str,) if fact == "env" else (int, float)))
         if value is not None:
             facts[fact] = value
     decay = None if "gae_lambda" in facts else variables.find(("tau",), _trace_decay)
     if decay is not None:
         facts["gae_lambda"] = decay
-    normalizes = variables.find(NORMALIZES, flag)
+    normalizes = variables.find(NORMALIZES, as_flag)
     if normalizes is not None:
         facts.update(normalize_advantages=normalizes, normalize_minibatches=normalizes)
     for reading in readings:
@@ -154,9 +100,13 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
             facts.setdefault("clip", round(reading.policy.clip, 6))
         if reading.value is not None and reading.value.clip is not None:
             facts["clip_value"] = round(reading.value.clip, 6)
-    if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
+    if variables.find(CLIPS_VALUES, as_flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
+
+
+def _plain(value: object, kinds: tuple[type, ...]) -> Any:
+    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
 
 
 def _trace_decay(value: object) -> float | None:
@@ -165,57 +115,30 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(
-    rollout: ScriptRollout, limits: Tensor | None, facts: Mapping[str, Any], fractions: Sequence[float]
-) -> dict[str, float]:
-    """Return the discount factor and the lambda of a script that gives them no name: those of its numbers that explain its advantages.
+def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the discount factor and the lambda with which the advantages of a rollout [T, B] follow from its rewards and values.
 
-    Args:
-        rollout: of the first update.
-        limits: [T, B], bool: steps that a time limit ended; None where that is not known.
-        facts: of the settings that are known.
-        fractions: numbers between 0 and 1 in the script's source.
+    Within episodes s A_t + m = r_t - V_t + γ V_{t+1} + γ λ (s A_{t+1} + m), with s = 1 and m = 0 unless the advantages are normalised.
+    Least squares give s, γ, γ λ s and m - γ λ m. Steps next to ends are left out: mistakes are common there.
     """
-    likely = sorted((one for one in fractions if MIN_DISCOUNT < one < 1), reverse=True)[:MAX_DISCOUNTS]
-    gammas, lambdas = ([float(facts[name])] if name in facts else likely for name in ("gamma", "gae_lambda"))
-    estimates = {
-        pair: _gae_inputs(rollout, limits, *pair)
-        for pair in product(gammas, lambdas if "gae_lambda" in facts else [*lambdas, 1.0])
-    }
-    followed = {pair: correlation(gae(inputs), inputs.claimed) for pair, inputs in estimates.items()}
-    best = max(followed, key=followed.__getitem__, default=None)
-    if best is not None and followed[best] > SAME_SHAPE:  # the advantages may be normalised
-        return dict(zip(("gamma", "gae_lambda"), best, strict=True))
-    explained: dict[tuple[float, float], frozenset[str]] = {}
-    stated = {"gamma", "gae_lambda"} & facts.keys()
-    for pair in [pair for pair in estimates if stated or pair[0] > pair[1]][:MAX_EXPLAINED_PAIRS]:
-        found = compare_advantages(estimates[pair], precision="fp32").explanations
-        if found and all(one.fitted is None for one in found):
-            explained[pair] = frozenset(one.hypothesis.name for one in found)
-    if len(set(explained.values())) != 1:
+    rewards, values, advantages = (one.double().cpu() for one in (rollout.rewards, rollout.values, rollout.advantages))
+    inside = ~rollout.ended[:-1].cpu()
+    inside[1:] &= inside[:-1].clone()
+    target = (rewards - values)[:-1][inside]
+    columns = torch.stack([advantages[:-1], -values[1:], -advantages[1:], torch.ones_like(values[1:])], -1)[inside]
+    if len(columns) < MIN_STEPS or not bool(columns.isfinite().all()) or torch.linalg.matrix_rank(columns) < 4:
         return {}
-    return dict(zip(("gamma", "gae_lambda"), next(iter(explained)), strict=True))
-
-
-def _gae_inputs(rollout: ScriptRollout, limits: Tensor | None, gamma: float, gae_lambda: float) -> GaeInputs:
-    """The columns of a rollout; where a script hides what follows time limits, they are ends like others."""
-    next_values, terminated = rollout.next_values, rollout.ended
-    if limits is not None:
-        limits = limits.to(terminated.device)
-        terminated = terminated & ~limits
-        next_values = next_values if rollout.bootstraps else next_values.where(~limits, 0.0)
-    inputs = GaeInputs(
-        rewards=rollout.rewards.double(),
-        values=rollout.values.double(),
-        next_values=next_values.double(),
-        ended=rollout.ended,
-        terminated=terminated,
-        following=next_values.double(),
-        claimed=rollout.advantages.double(),
-        gamma=gamma,
-        gae_lambda=gae_lambda,
-    )
-    return following_values(inputs, rollout.last_values.double().reshape(-1))
+    size, gamma, carried, _ = torch.linalg.lstsq(columns, target).solution.tolist()
+    gamma = float(facts.get("gamma", gamma))
+    gae_lambda = float(facts.get("gae_lambda", carried / (size * gamma)))
+    for digits in range(2, 6):  # the shortest numbers are those of the script
+        pair = (round(gamma, digits), round(gae_lambda, digits))
+        rest = target - pair[0] * columns[:, 1]
+        own = torch.stack([columns[:, 0] + pair[0] * pair[1] * columns[:, 2], columns[:, 3]], -1)
+        error = (rest - own @ torch.linalg.lstsq(own, rest).solution).abs().max() / target.abs().max()
+        if error <= SAME_LINE and all(0 <= one <= 1 for one in pair):
+            return dict(zip(("gamma", "gae_lambda"), pair, strict=True))
+    return {}
 
 
 def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -242,9 +165,9 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
 
     Args:
         rate: of the first step.
-        collected: transitions of the first rollout, by which a number of updates is one of steps; 0 where it is not known.
+        collected: transitions of the first rollout, by which a number of updates is one of steps; 0 if it is not known.
     """
-    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    anneals = variables.find(ANNEALS, as_flag)
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
     total = facts.get("total_steps")
     total = total if isinstance(total, int) else (updates or 0) * collected

@@ -181,16 +181,30 @@ class Taps:
         self._calls += 1
         self.call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
 
-    def _contained(self, install: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`install` without its exceptions: the version of a library may be an unusual one, and the script goes on."""
+    def _contained(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function without its exceptions, which end all taps: the script goes on, whatever the version of a library."""
 
-        def contained(subject: Any) -> None:
-            try:
-                install(subject)
-            except Exception as error:
-                self.error = self.error or error
+        def contained(*args: Any) -> Any:
+            if self.error is None:
+                try:
+                    return function(*args)
+                except Exception as error:
+                    self.error = error
+            return None
 
         return contained
+
+    def _observed(self, function: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
+        """Return a function that calls `record` after each call, with the listener, the result and the arguments."""
+
+        @functools.wraps(function)
+        def observed(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            if self.script is not None and not _compiling():
+                self._call_briefly(lambda script: record(script, result, *args, **options))
+            return result
+
+        return observed
 
     def _tap_torch(self, torch: Any) -> None:
         from torch.optim import optimizer
@@ -203,17 +217,26 @@ class Taps:
         def after_step(optimizer: Any, *_: Any) -> None:
             self.call(lambda script: script.after_step(optimizer))
 
+        def log_prob(script: ScriptListener, result: Any, distribution: Any, value: Any = None) -> None:
+            script.distributions.add(distribution, result, value)
+
+        def entropy(script: ScriptListener, result: Any, _: Any) -> None:
+            script.distributions.add_entropy(result)
+
+        def sample(script: ScriptListener, _: Any, distribution: Any, *__: Any, **___: Any) -> None:
+            script.distributions.add_sample(distribution)
+
         self.script = self._make()
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
         self._patches.replace(torch.Tensor, "backward", self._backward)
         for kind in _subclasses(torch.distributions.Distribution):
-            for name, wrap in (("log_prob", self._log_prob), ("entropy", self._entropy), ("sample", self._sample)):
-                if name in vars(kind):
-                    self._patches.replace(kind, name, wrap)
+            for record in (log_prob, entropy, sample):
+                if record.__name__ in vars(kind):
+                    self._patches.replace(kind, record.__name__, functools.partial(self._asked, record=record))
         self._patches.replace(torch.nn.Linear, "forward", self._linear)
-        self._patches.replace(torch.nn.LSTM, "__init__", self._lstm)
+        self._patches.replace(torch.nn.LSTM, "__init__", lambda make: self._observed(make, self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
         after = optimizer.register_optimizer_step_post_hook(after_step)
         self._removers += [before.remove, after.remove]
@@ -249,31 +272,19 @@ class Taps:
 
         return passed
 
-    def _log_prob(self, log_prob: Callable[..., Any]) -> Callable[..., Any]:
-        def record(script: ScriptListener, distribution: Any, result: Any, *args: Any, **options: Any) -> None:
-            script.distributions.add(distribution, result, args[0] if args else options.get("value"))
-
-        return self._asked(log_prob, record)
-
-    def _entropy(self, entropy: Callable[..., Any]) -> Callable[..., Any]:
-        return self._asked(entropy, lambda script, _, result: script.distributions.add_entropy(result))
-
-    def _sample(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        return self._asked(sample, lambda script, distribution, *_: script.distributions.add_sample(distribution))
-
-    def _asked(self, method: Callable[..., Any], record: Callable[..., None]) -> Callable[..., Any]:
+    def _asked(self, method: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
         """Record what a distribution returns to the script, and not what it asks the distribution that it is made of."""
 
         @functools.wraps(method)
-        def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
+        def tapped(*args: Any, **options: Any) -> Any:
             if self._asking or _compiling():
-                return method(distribution, *args, **options)
+                return method(*args, **options)
             self._asking = True
             try:
-                result = method(distribution, *args, **options)
+                result = method(*args, **options)
             finally:
                 self._asking = False
-            self._call_briefly(lambda script: record(script, distribution, result, *args, **options))
+            self._call_briefly(lambda script: record(script, result, *args, **options))
             return result
 
         return tapped
@@ -293,17 +304,8 @@ class Taps:
 
         return passed
 
-    def _lstm(self, make: Callable[..., None]) -> Callable[..., None]:
-        """Calls of modules are tapped from the first LSTM on, so that scripts without one pay nothing."""
-
-        @functools.wraps(make)
-        def made(module: Any, *args: Any, **options: Any) -> None:
-            make(module, *args, **options)
-            self.call(self._tap_modules)
-
-        return made
-
-    def _tap_modules(self, script: ScriptListener) -> None:
+    def _tap_modules(self, script: ScriptListener, *_: Any, **__: Any) -> None:
+        """Tap calls of modules from the first LSTM on, so that scripts without one pay nothing."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         def before_forward(module: Any, arguments: tuple[Any, ...]) -> None:
@@ -352,12 +354,14 @@ class Taps:
             before, began = script.environments.steps, time.perf_counter()
             result = step(env, *args, **options)
             if script.environments.steps == before:
-                seconds = time.perf_counter() - began
-                action = args[0] if args else options.get("action", options.get("actions"))
-                self._call_briefly(lambda script: script.after_foreign_step(env, result, action, seconds))
+                self._after_step(env, result, _action(*args, **options), began, foreign=True)
             return result
 
         return stepped
+
+    def _after_step(self, env: Any, result: Any, action: Any, began: float, *, foreign: bool = False) -> None:
+        seconds = time.perf_counter() - began
+        self._call_briefly(lambda script: script.after_env_step(env, result, action, seconds, foreign=foreign))
 
     def _subclass(self, base: type, _: Callable[..., None]) -> Any:
         """Tap environments that are defined or imported later."""
@@ -372,36 +376,31 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if (
-                script is None or script.environments.inside
-            ):  # a wrapper, or a vector environment, takes the step of another one
+            if script is None or not script.listens or script.environments.inside:  # a wrapper steps another one
                 return step(env, *args, **options)
-            if script.open:
-                self.call(lambda script: script.end_update())
-            self._call_briefly(lambda script: script.environments.enter())
+            self._end_update()
+            script.environments.inside, began = True, time.perf_counter()
             try:
                 result = step(env, *args, **options)
             finally:
-                self._call_briefly(lambda script: script.environments.leave())
-            action = args[0] if args else options.get("action", options.get("actions"))
-            if isinstance(result, Iterator):  # as `zip` returns: it can be read once
-                parts = tuple(result)
-                self._call_briefly(lambda script: script.after_env_step(env, parts, action))
-                return iter(parts)
-            self._call_briefly(lambda script: script.after_env_step(env, result, action))
-            return result
+                script.environments.inside = False
+            parts = tuple(result) if isinstance(result, Iterator) else result  # as `zip` returns: it can be read once
+            self._after_step(env, parts, _action(*args, **options), began)
+            return result if parts is result else iter(parts)
 
         return stepped
 
-    def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(reset)
-        def began(env: Any, *args: Any, **options: Any) -> Any:
-            result = reset(env, *args, **options)
-            if self.script is not None and not self.script.environments.inside:
-                self._call_briefly(lambda script: script.environments.reset(env, result))
-            return result
+    def _end_update(self) -> None:
+        """End the update that is open: the script collects again."""
+        if self.script is not None and self.script.open:
+            self.call(lambda script: script.end_update())
 
-        return began
+    def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+        def record(script: ScriptListener, result: Any, env: Any, *_: Any, **__: Any) -> None:
+            if not script.environments.inside:
+                script.environments.reset(env, result)
+
+        return self._observed(reset, record)
 
     def _tap_connections(self, module: Any) -> None:
         """Tap the pipes to environments in other processes: their answers to ("step", action) are what `step` returned."""
@@ -411,9 +410,14 @@ class Taps:
             @functools.wraps(send)
             def tapped(connection: Any, message: Any) -> Any:
                 script = self.script
-                if script is not None and not script.environments.inside and _is_step(message):
-                    if script.open:
-                        self.call(lambda script: script.end_update())
+                is_step = (
+                    isinstance(message, tuple)
+                    and len(message) == 2
+                    and isinstance(message[0], str)
+                    and message[0] == "step"
+                )
+                if script is not None and not script.environments.inside and is_step:
+                    self._end_update()
                     sent[connection] = message[1]
                 return send(connection, message)
 
@@ -441,12 +445,8 @@ class Taps:
             @functools.wraps(prepare)
             def prepared(model: Any, *args: Any, **options: Any) -> Any:
                 callback = prepare(model, *args, **options)
-                if self.error is None:
-                    try:
-                        return self._join(model, callback)
-                    except Exception as error:  # whatever it is, the script goes on
-                        self.error = error
-                return callback
+                joined = self._contained(lambda: self._join(model, callback))()
+                return callback if joined is None else joined
 
             return prepared
 
@@ -458,11 +458,7 @@ class Taps:
         def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(train)
             def trained(trainer: Any, *args: Any, **options: Any) -> Any:
-                if self.error is None:
-                    try:
-                        self._watch(trainer)
-                    except Exception as error:  # whatever it is, the script goes on
-                        self.error = error
+                self._contained(self._watch)(trainer)
                 return train(trainer, *args, **options)
 
             return trained
@@ -470,15 +466,12 @@ class Taps:
         self._model_patches.replace(module.Trainer, "train", wrap)
 
     def _tap_writer(self, module: Any) -> None:
-        def wrap(add: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(add)
-            def added(writer: Any, tag: Any, scalar_value: Any, *args: Any, **options: Any) -> Any:
-                self._call_briefly(lambda script: script.scalars.add(tag, scalar_value))
-                return add(writer, tag, scalar_value, *args, **options)
+        def record(
+            script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any
+        ) -> None:
+            script.scalars.add(tag, scalar_value)
 
-            return added
-
-        self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
+        self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
 
 
 def _may_be_environment(value: Any) -> bool:
@@ -494,8 +487,9 @@ def _may_be_environment(value: Any) -> bool:
     )
 
 
-def _is_step(message: Any) -> bool:
-    return isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str) and message[0] == "step"
+def _action(*args: Any, **options: Any) -> Any:
+    """The action among the arguments of an environment's `step`."""
+    return args[0] if args else options.get("action", options.get("actions"))
 
 
 def _step_result(answer: Any) -> tuple[Any, ...] | None:

@@ -10,13 +10,13 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ T = TypeVar("T")
 Aliases = tuple[str, ...]
 """Names that scripts have for the same thing, the commonest first."""
 
-ROWS: Aliases = ("mb_inds", "mb_indices", "mb_idx", "minibatch_ind", "inds", "indices", "idx", "rows", "index")
 GLOBAL_STEP: Aliases = (
     *("global_step", "global_steps", "total_steps_done", "num_timesteps", "timestep", "env_steps", "step_count"),
     "agent_steps",
@@ -67,25 +66,12 @@ MAX_CONTAINER_DEPTH = 3
 MAX_MEMBERS = 256
 """Members of a container that is searched; one with more holds data, not names."""
 
+MAX_INDICES = 8
+"""Vectors of whole numbers that are compared with the rows of a minibatch."""
+
 HOLDER_WORDS = {
-    *(
-        "buf",
-        "buffer",
-        "batch",
-        "mb",
-        "minibatch",
-        "t",
-        "th",
-        "tensor",
-        "arr",
-        "array",
-        "lst",
-        "list",
-        "all",
-        "flat",
-        "b",
-    ),
-    *("np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
+    *("buf", "buffer", "batch", "mb", "minibatch", "t", "th", "tensor", "arr", "array", "lst", "list", "all", "flat"),
+    *("b", "np", "hist", "memory", "mem", "rollout", "data", "seq", "my"),
 }
 """Parts of names that say how something is held, not what it is."""
 
@@ -159,6 +145,12 @@ class Variables:
             for name, value in list(scope.items())
             if type(value) is int
         }
+
+    def indices(self, count: int) -> list[Tensor]:
+        """Copies of the vectors of so many whole numbers, among which those with the rows of a minibatch may be."""
+        arrays = (value for value in self.values() if isinstance(value, np.ndarray | Tensor))
+        whole = (one for one in arrays if one.ndim == 1 and len(one) == count and one.dtype in (torch.long, np.int64))
+        return [torch.as_tensor(one).clone() for one in islice(whole, MAX_INDICES)]
 
     def tensors(self) -> Iterator[Tensor]:
         """All variables that are tensors."""
@@ -252,24 +244,14 @@ def calling_variables() -> Variables:
     return Variables(scopes)
 
 
-class SourceNumbers(NamedTuple):
-    """Numbers in a script's source: those with a name, by assignments, defaults of arguments and calls; and all fractions."""
-
-    named: Mapping[str, float]
-    fractions: Sequence[float]
-
-    @classmethod
-    def read(cls) -> SourceNumbers:
-        """Return those of the files of the script's frames."""
-        named, fractions = dict[str, float](), dict[float, None]()
-        for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(Path(path).read_bytes())
-                for name, number in _named_numbers(tree):
-                    named.setdefault(name, number)
-                constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-                fractions |= dict.fromkeys(value for value in constants if isinstance(value, float) and 0 < value < 1)
-        return cls(named, list(fractions))
+def source_numbers() -> dict[str, float]:
+    """Return the numbers with a name in the files of the script's frames: by assignments, defaults of arguments and calls."""
+    named: dict[str, float] = {}
+    for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
+        with suppress(OSError, SyntaxError, ValueError):
+            for name, number in _named_numbers(ast.parse(Path(path).read_bytes())):
+                named.setdefault(name, number)
+    return named
 
 
 def _named_numbers(tree: ast.AST) -> Iterator[tuple[str, float]]:
@@ -344,21 +326,14 @@ def as_tensor(value: object) -> Tensor | None:
     return value.detach() if value.is_floating_point() else value.detach().float()
 
 
-def as_column(length: int | None = None) -> Callable[[object], Tensor | None]:
-    """Accept one number per row, [N], also as [N, 1] and [T, b]; of that length where one is given."""
-
-    def accept(value: object) -> Tensor | None:
-        column = as_tensor(value)
-        if column is None or column.dim() == 0 or (length is not None and column.numel() != length):
-            return None
-        return column.reshape(-1)
-
-    return accept
-
-
 def as_integer(value: object) -> int | None:
     """Accept a whole number."""
     return None if isinstance(value, bool) or not isinstance(value, int | np.integer) else int(value)
+
+
+def as_flag(value: object) -> bool | None:
+    """Accept True and False."""
+    return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
@@ -383,19 +358,6 @@ def stacked(value: object) -> Tensor | None:
     return as_tensor(value)
 
 
-def find_rows(variables: Variables, count: int) -> Tensor | None:
-    """Return the rows of a minibatch with so many, by the variable that the script holds them in."""
-
-    def accept(value: object) -> Tensor | None:
-        if isinstance(value, np.ndarray) and value.dtype.kind == "i":
-            value = torch.as_tensor(value)
-        if isinstance(value, Tensor) and value.dtype is torch.long and value.dim() == 1 and len(value) == count:
-            return value.clone()
-        return None
-
-    return variables.find(ROWS, accept)
-
-
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
     """Return names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
     places = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
@@ -412,7 +374,7 @@ def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the parameters that serve the actor, the critic or both, by their names; empty where the names do not say."""
+    """Return the parameters that serve the actor, the critic or both, by their names; empty if the names do not say."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group = "critic" if re.search(CRITIC, name) else "actor" if re.search(ACTOR, name) else "shared"
