@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.metrics.gradients.health import finite_norms
-from esper_telemetry.updates.data import GradientSample, UpdateData
 from esper_telemetry.updates.evidence import layer_table
+from esper_telemetry.updates.update import GradientSample, Update
 
 LIMITS = {"does not clip": 1e6, "clips": 1e-3}
 """Limits of the global norm."""
@@ -64,7 +64,7 @@ class Gradients:
         gradients = self.now()
         names = tuple(str(index) for index in range(len(gradients)))
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        return layer_table(UpdateData(sample=GradientSample(names, tuple(map(Tensor.numel, gradients)), (flat,))))
+        return layer_table(Update(sample=GradientSample(names, tuple(map(Tensor.numel, gradients)), (flat,))))
 
     def check_equal(self, limit: float) -> None:
         """Raises AssertionError where the two clip differently by a bit."""

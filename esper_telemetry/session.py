@@ -72,12 +72,12 @@ from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flatten
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 from esper_telemetry.sinks.end_block import RunEnd, print_end
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
-from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.extensions import Capture, UpdateExtension, progress_of
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
 from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.sources import ObservedSource
+from esper_telemetry.updates.update import Update
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -148,7 +148,7 @@ class TelemetrySession:
         self._collected = self._flushes = 0
         self._flushed_at = time.perf_counter()
         self._candidates: list[Candidates] = []
-        self._take_open_update: Callable[[], UpdateData] = UpdateData
+        self._take_open_update: Callable[[], Update] = Update
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = self._reports_at_close = self._was_interrupted = False
         self._usage = UsageWarnings(options.budget)
@@ -221,7 +221,7 @@ class TelemetrySession:
 
     # What trainers and adapters call.
 
-    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], UpdateData]) -> None:
+    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], Update]) -> None:
         """Prepare for a trainer that submits whole updates; called when one is attached.
 
         Args:
@@ -279,7 +279,7 @@ class TelemetrySession:
         self._receive_reports()
         self._response.begin_update(late=self.sampling.is_late)
 
-    def submit(self, update: UpdateData) -> None:
+    def submit(self, update: Update) -> None:
         """Add a whole update, to be measured when it is flushed, by the pipeline.
 
         Its tensors must stay as they are until `flush` returns; a device may write to them afterwards. Updates of several ranks are
@@ -288,7 +288,7 @@ class TelemetrySession:
         if self._active:
             self._serve(partial(self._submit, update))
 
-    def _submit(self, update: UpdateData) -> None:
+    def _submit(self, update: Update) -> None:
         with self.clock:
             if not self._peers and not (update.on_device and (update.sampled or not self._ships)):
                 self._open.updates.append(update)
@@ -315,7 +315,7 @@ class TelemetrySession:
         with self.clock:
             self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
 
-    def _measure_update(self, update: UpdateData) -> None:
+    def _measure_update(self, update: Update) -> None:
         for measurements, epochs in self._containment.steps(measure(update, self.facts, self.update_level)):
             self._measure(measurements, epochs)
 

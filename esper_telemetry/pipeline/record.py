@@ -54,7 +54,6 @@ from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents, entries, read_contents
 from esper_telemetry.pipeline.snapshot import SNAPSHOT_RECORDS, RunState, SnapshotFile
 from esper_telemetry.pipeline.window import LoggedValues, Window
-from esper_telemetry.updates.data import UpdateData, copied
 from esper_telemetry.updates.environments import EVENT as ENVIRONMENTS
 from esper_telemetry.updates.environments import EnvironmentTable
 from esper_telemetry.updates.evidence import (
@@ -67,6 +66,7 @@ from esper_telemetry.updates.evidence import (
 )
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
+from esper_telemetry.updates.update import Update, copied
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
 """End of the journal that a run without a snapshot evaluates again when it resumes: some 200 records, a second."""
@@ -220,8 +220,8 @@ class FlushedUpdate(NamedTuple):
     level: Level
     partial: bool = False
     logged: Mapping[str, float] = {}
-    updates: tuple[UpdateData, ...] = ()
-    evidence_updates: tuple[UpdateData, ...] = ()
+    updates: tuple[Update, ...] = ()
+    evidence_updates: tuple[Update, ...] = ()
     seq: int = 0
     measured: Values = NO_VALUES
     cost: FlushCost = FlushCost()
@@ -586,8 +586,8 @@ class OpenUpdate:
     def __init__(self) -> None:
         self.window = Window()
         self.logged = LoggedValues()
-        self.updates: list[UpdateData] = []
-        self.evidence_updates: list[UpdateData] = []
+        self.updates: list[Update] = []
+        self.evidence_updates: list[Update] = []
 
     def __bool__(self) -> bool:
         return bool(self.window or self.logged or any(self.updates))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.pipeline.record import FlushedUpdate
-from esper_telemetry.updates.data import UpdateData, mapped
+from esper_telemetry.updates.update import Update, mapped
 
 MAX_MINIBATCH_ROWS: Final = 1 << 16
 """Rows of minibatches that travel, of an update on a GPU: a core measures about 500,000 in a second, and updates take a fifth of that."""
@@ -54,7 +54,7 @@ class _Copier:
         self.copies = 0
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def copy(self, update: UpdateData) -> UpdateData:
+    def copy(self, update: Update) -> Update:
         return mapped(update, self._to_host)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _stride(counts: Sequence[int]) -> int:
     return -(-sum(counts) // MAX_MINIBATCH_ROWS)
 
 
-def thinned(update: UpdateData, stride: int) -> UpdateData:
+def thinned(update: Update, stride: int) -> Update:
     """Return the update with the first minibatch, every `stride`-th after it, and the last one; without the numbers of their rows.
 
     Minibatches stay whole, because their ratios, losses and normalisation do. Which rows come again can no longer be told.

@@ -66,7 +66,7 @@ from esper_telemetry.pipeline.record import (
     PipelineSettings,
     SinkBacklog,
 )
-from esper_telemetry.updates.data import KINDS
+from esper_telemetry.updates.update import KINDS
 
 try:
     import fcntl

@@ -32,9 +32,9 @@ from esper_telemetry.metrics.gradients.actor_critic import MAX_COMPARED_HEADS
 from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.data import GradientSample, Minibatches
 from esper_telemetry.updates.pickles import pickled_policy
 from esper_telemetry.updates.replays import CollectionProbe, FirstPasses, UpdateReplay, update_replay, used_advantages
+from esper_telemetry.updates.update import GradientSample, Minibatches
 
 Event = TypeVar("Event")
 

@@ -38,16 +38,6 @@ from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.recording.probes import MAX_TRAVELLING_ENTRIES, GradientProbe, ReplayProbe, TimedListener
 from esper_telemetry.recording.step_probe import StepProbe
 from esper_telemetry.session import TelemetrySession
-from esper_telemetry.updates.data import (
-    CollectedRows,
-    Episodes,
-    GradientSample,
-    Layer,
-    Minibatches,
-    RolloutContext,
-    TrainingProgress,
-    UpdateData,
-)
 from esper_telemetry.updates.equations import collection_checks
 from esper_telemetry.updates.extensions import SupportsProgress, UpdateExtension, update_extensions
 from esper_telemetry.updates.failure import Candidate, of_backward, of_minibatches, of_rollout
@@ -62,6 +52,16 @@ from esper_telemetry.updates.joining import (
     without_critic,
 )
 from esper_telemetry.updates.sources import CheckpointedSource, EventSource, ExtendedSource
+from esper_telemetry.updates.update import (
+    CollectedRows,
+    Episodes,
+    GradientSample,
+    Layer,
+    Minibatches,
+    RolloutContext,
+    TrainingProgress,
+    Update,
+)
 
 JoinRows: TypeAlias = Callable[[Sequence[Any]], Minibatches]
 """Joins the rows of an update's minibatches, of which there is at least one."""
@@ -115,7 +115,7 @@ class UpdateRecorder:
         self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
-        self._listens_to_trunk = self._keeps_critic = self._sampled = False
+        self._listens_to_trunk = self._keeps_critic = self._sampled = self._begun = False
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
         kinds = (*update_extensions(), *(source.extensions if isinstance(source, ExtendedSource) else ()))
@@ -171,7 +171,7 @@ class UpdateRecorder:
         known = {**rate_fields(optimizers, parameters, groups), **fields}
         self.hooks.emit(UpdateEnd(*progress, seconds=seconds, cpu_seconds=cpu_seconds, **known))
 
-    def take(self, progress: TrainingProgress | None = None) -> UpdateData:
+    def take(self, progress: TrainingProgress | None = None) -> Update:
         """Return the data of the update since the last call."""
         self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         rollout = self._rollouts[-1] if self._rollouts else None
@@ -188,7 +188,7 @@ class UpdateRecorder:
             take = partial(self._history.take, categorical=categorical, layers=self._layers, sampled=self._sampled)
             self._telemetry.attempt(lambda event: compared.append(take(event)), rollout)
         trimmed, context = compared[0] if compared else (None, RolloutContext())
-        update = UpdateData(
+        update = Update(
             rollout=trimmed,
             context=context,
             episodes=self._take_episodes(progress),
@@ -203,7 +203,7 @@ class UpdateRecorder:
             extensions=self._take_extensions(),
             sampled=self._sampled,
         )
-        self._layers, self._features, self._sampled = (), None, False
+        self._layers, self._features, self._sampled, self._begun = (), None, False, False
         if self._backwards:
             self._last_backward = self._backwards[-1]
         lists: list[list[Any]] = [self._rollouts, self._episodes, self._rows, self._trunk, self._backwards]
@@ -253,8 +253,8 @@ class UpdateRecorder:
             self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
-        if self._join is not None:  # of an update that was never ended
-            self._rows.clear()
+        if self._join is not None:  # rows that come before their rollout
+            self._drop_open_update()
         self._telemetry.start(config=event.config, facts=event.facts)
         facts = Facts.of(event.facts)
         self._step_probe.precision = facts.precision
@@ -267,6 +267,9 @@ class UpdateRecorder:
         self._keeps_critic = level >= Level.DEBUG or (level is Level.NORMAL and clips_values)
 
     def _begin(self, event: RolloutEnd | UpdateStart) -> None:
+        if self._begun:
+            self._drop_open_update()
+        self._begun = True
         self._telemetry.begin_update(event.env_step)
         self._collected = event.update
         self._sampled = self._telemetry.sampling.begin(raised=self._telemetry.escalated)
@@ -278,6 +281,12 @@ class UpdateRecorder:
                 self._telemetry.measure(collection_checks(event.actions, self._telemetry.facts))
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
+
+    def _drop_open_update(self) -> None:
+        """Drop the minibatches of an update that an exception ended, so that they do not join the next one."""
+        self._begun = False
+        for events in (self._rows, self._backwards, self._trunk):
+            events.clear()
 
     def _end(self, event: UpdateEnd) -> None:
         """Submit the update."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.update import Update
 
 MAX_ENVIRONMENTS: Final = 64
 EVENT: Final = "environments"
@@ -25,7 +25,7 @@ class EnvironmentTable:
         self._unknown = np.nan if resumed else 0.0
         self._columns: dict[str, npt.NDArray[np.float64]] = {}
 
-    def add(self, update: UpdateData) -> dict[str, Any] | None:
+    def add(self, update: Update) -> dict[str, Any] | None:
         """Return the table after a rollout: columns by environment, None where a number is not known.
 
         None for a run with a single environment, on a device, or whose extensions have a table of their own.

@@ -50,13 +50,13 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     compare_transitions,
     informative,
 )
-from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.target_equations import certain, target_checks
+from esper_telemetry.updates.update import Minibatches, Update
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 
 
-def equation_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
+def equation_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
     """Yield the check of every equation whose columns the update has; `facts` are those of the run."""
     yield from target_checks(update, facts)
     if update.rollout is not None:
@@ -319,7 +319,7 @@ class LossClaims(NamedTuple):
         return torch.stack(parts).sum(0) if parts else None
 
 
-def loss_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
+def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
     """Yield the checks of the losses that the trainer computed, and of its minibatches; `facts` are those of the run."""
     batches = update.minibatches
     if batches is None:

@@ -20,8 +20,8 @@ from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
-from esper_telemetry.updates.data import BackwardGradients, Minibatches, UpdateData
 from esper_telemetry.updates.extensions import Capture, SupportsAlarmEvidence, SupportsEvents
+from esper_telemetry.updates.update import BackwardGradients, Minibatches, Update
 
 SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
 """Bins of the histogram by decade up to 1e-6, and from 10 on."""
@@ -99,12 +99,12 @@ class Flight:
     worst: tuple[WorstRow, ...] = ()
 
 
-def flight_of(update: UpdateData, facts: Facts, *, rows: int = MAX_ROWS) -> Flight:
+def flight_of(update: Update, facts: Facts, *, rows: int = MAX_ROWS) -> Flight:
     """Return every step of an update and its `rows` largest |log-ratio|; those that are not finite come first."""
     return Flight(tuple(_steps(update, facts)), tuple(_worst_rows(update, rows)))
 
 
-def _steps(update: UpdateData, facts: Facts) -> Iterator[StepEvidence]:
+def _steps(update: Update, facts: Facts) -> Iterator[StepEvidence]:
     norms = [row for part in update.gradients for row in _step_norms(part, facts)]
     epochs: Sequence[int] = [epoch for part in update.gradients for epoch in part.epochs]
     divergences: list[float | None] = []
@@ -148,7 +148,7 @@ def _valid(minibatches: Minibatches) -> Tensor:
     return torch.ones_like(minibatches.log_ratio, dtype=torch.bool) if valid is None else valid
 
 
-def _worst_rows(update: UpdateData, count: int) -> Iterator[WorstRow]:
+def _worst_rows(update: Update, count: int) -> Iterator[WorstRow]:
     minibatches = update.minibatches
     if minibatches is None:
         return
@@ -212,7 +212,7 @@ class LayerLine:
     decades: tuple[int, ...]
 
 
-def layer_table(update: UpdateData) -> tuple[LayerLine, ...]:
+def layer_table(update: Update) -> tuple[LayerLine, ...]:
     """Return one line per tensor, in the order of the network; nothing where no gradient was kept whole."""
     sample = update.sample
     if sample is None or not sample.minibatches:
@@ -259,7 +259,7 @@ class NormLine:
     norm_max: float | None
 
 
-def norm_table(update: UpdateData) -> tuple[NormLine, ...]:
+def norm_table(update: Update) -> tuple[NormLine, ...]:
     """Return one line per tensor with a gradient, in the order of the network; every update has it."""
     lines: list[NormLine] = []
     for part in update.gradients:
@@ -293,7 +293,7 @@ class StabilityReport:
     largest: dict[str, float]
 
 
-def stability_report(update: UpdateData) -> StabilityReport:
+def stability_report(update: Update) -> StabilityReport:
     """Return the tensors of an update that are not finite, in the order in which they were computed."""
     offenders: list[Offender] = []
     largest: dict[str, float] = {}
@@ -308,7 +308,7 @@ def stability_report(update: UpdateData) -> StabilityReport:
     return StabilityReport(offenders[0].name if offenders else "", tuple(offenders), largest)
 
 
-def _tensors(update: UpdateData) -> Iterator[tuple[str, Tensor]]:
+def _tensors(update: Update) -> Iterator[tuple[str, Tensor]]:
     if update.rollout is not None:
         for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
             yield name, getattr(update.rollout, name)
@@ -339,7 +339,7 @@ class AlarmedUpdate:
     """
 
     record: Record
-    updates: tuple[UpdateData, ...]
+    updates: tuple[Update, ...]
     facts: Facts
     pairs: Mapping[str, Mapping[str, Any]]
     health_cause: str | None = None
@@ -397,7 +397,7 @@ def weak_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str,
     return {name: why for name, why in pairs.items() if why["cause"] not in CAUSES_WITHOUT_EVIDENCE}
 
 
-def _flight(update: UpdateData, facts: Facts) -> dict[str, Any]:
+def _flight(update: Update, facts: Facts) -> dict[str, Any]:
     """All steps, or as many as there may be, evenly spaced from the first to the last; and the worst transitions."""
     flight = flight_of(update, facts)
     steps = flight.steps
@@ -406,7 +406,7 @@ def _flight(update: UpdateData, facts: Facts) -> dict[str, Any]:
     return {"steps": [asdict(step) for step in steps], "worst": [asdict(row) for row in flight.worst]}
 
 
-def _stability(update: UpdateData, _: Facts) -> dict[str, Any]:
+def _stability(update: Update, _: Facts) -> dict[str, Any]:
     """The first tensors that are not finite, and the largest of those that are."""
     report = stability_report(update)
     if not report.offenders:
@@ -416,7 +416,7 @@ def _stability(update: UpdateData, _: Facts) -> dict[str, Any]:
     return {"stability": asdict(StabilityReport(report.first, report.offenders[:MAX_OFFENDERS], largest))}
 
 
-def _layers(update: UpdateData, _: Facts) -> dict[str, Any]:
+def _layers(update: Update, _: Facts) -> dict[str, Any]:
     """The whole table of a sampled update, else the norms; of many tensors those with the largest, or no finite, norm."""
     lines: tuple[LayerLine | NormLine, ...] = layer_table(update) or norm_table(update)
     by_size = sorted(lines, key=lambda line: -(float("inf") if line.norm_max is None else line.norm_max))
@@ -424,7 +424,7 @@ def _layers(update: UpdateData, _: Facts) -> dict[str, Any]:
     return {"layers": [asdict(line) for line in lines if line.name in names]}
 
 
-COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Facts], dict[str, Any]]]] = {
+COLLECTORS: Final[Mapping[str, Callable[[Update, Facts], dict[str, Any]]]] = {
     "transitions": _flight,
     "layers": _layers,
     "stability": _stability,
@@ -432,9 +432,7 @@ COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Facts], dict[str, Any]]]] =
 """Builders of evidence from an update, by the names under which alarms choose them."""
 
 
-def captures(
-    update: UpdateData, facts: Facts, pairs: Mapping[str, Mapping[str, Any]] | None = None
-) -> Iterator[Capture]:
+def captures(update: Update, facts: Facts, pairs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Capture]:
     """Yield the evidence that the journal keeps of an update at DEBUG: all of it; `pairs` as in `AlarmedUpdate`."""
     yield Capture("stability", asdict(stability_report(update)))
     yield Capture("flight", asdict(flight_of(update, facts)))
@@ -446,7 +444,7 @@ def captures(
         yield from extension.evidence(facts)
 
 
-def update_events(update: UpdateData, facts: Facts) -> Iterator[Capture]:
+def update_events(update: Update, facts: Facts) -> Iterator[Capture]:
     """Yield the events of plugins that the journal keeps of every update."""
     for extension in update.extensions:
         if isinstance(extension, SupportsEvents):

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import error_line, error_text
 from esper_telemetry.events import BackwardEnd, RolloutEnd
-from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.update import Minibatches
 
 logger = logging.getLogger("esper_telemetry")
 

@@ -27,9 +27,9 @@ from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
-from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.failure import Candidate
 from esper_telemetry.updates.sources import ObservedSource
+from esper_telemetry.updates.update import BackwardGradients, Update
 
 logger = logging.getLogger("esper_telemetry")
 
@@ -341,9 +341,9 @@ class WatchedModels:
         for tap in list(self._taps):
             self._remove(tap)
 
-    def take(self, *, whole: bool) -> UpdateData:
+    def take(self, *, whole: bool) -> Update:
         """Return the gradients of all steps since the last call: a `whole` update or what there is of it."""
-        return UpdateData(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
+        return Update(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the parameters that optimizers train, as they are, then their gradients."""

@@ -1,4 +1,4 @@
-"""Measures one update: pure functions from `UpdateData` to metric functions with their arguments, so that any process can do it.
+"""Measures one update: pure functions from `Update` to metric functions with their arguments, so that any process can do it.
 
 Costly metrics are sampled by update, not by minibatch: a sampled update has whole gradients, optimizer states and more columns, and the
 metrics here are those of whatever columns there are.
@@ -103,7 +103,11 @@ from esper_telemetry.metrics.values import (
     value_fit,
     value_movement,
 )
-from esper_telemetry.updates.data import (
+from esper_telemetry.updates.equations import equation_checks
+from esper_telemetry.updates.joining import rows_that_count
+from esper_telemetry.updates.replays import replay_measurements
+from esper_telemetry.updates.steps import step_checks
+from esper_telemetry.updates.update import (
     BackwardGradients,
     CollectedRows,
     GradientSample,
@@ -111,14 +115,10 @@ from esper_telemetry.updates.data import (
     Normalizer,
     RecurrentState,
     TrainingProgress,
-    UpdateData,
+    Update,
     columns_in_grid,
     in_grid,
 )
-from esper_telemetry.updates.equations import equation_checks
-from esper_telemetry.updates.joining import rows_that_count
-from esper_telemetry.updates.replays import replay_measurements
-from esper_telemetry.updates.steps import step_checks
 
 HEAD_GROUP = "head:"
 """Beginning of the names of parameter groups that are the policy's heads."""
@@ -138,7 +138,7 @@ class Measurements(NamedTuple):
     epochs: int | Sequence[int] = 0
 
 
-def measure(update: UpdateData, facts: Facts, level: Level) -> Iterator[Measurements]:
+def measure(update: Update, facts: Facts, level: Level) -> Iterator[Measurements]:
     """Yield everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
@@ -205,7 +205,7 @@ def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[Measurement]
             yield partial(normalizer_drift, name, now.mean, now.std, *now.previous)
 
 
-def _actions(update: UpdateData, rollout: RolloutEnd) -> Iterator[Measurement]:
+def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
     """Measure masked choices, the change of each head's mix of actions since the last rollout, and Gaussian actions at their bounds."""
     context, actions = update.context, rollout.actions
     counted = {head: rows_that_count(rollout.valid, rollout.relevance.get(head)) for head in actions}
@@ -256,7 +256,7 @@ def _gates(memory: RecurrentState, valid: Tensor | None, bptt_length: int | None
     return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)
 
 
-def _episodes(update: UpdateData) -> Iterator[Measurement]:
+def _episodes(update: Update) -> Iterator[Measurement]:
     episodes, rollout = update.episodes, update.rollout
     if episodes is not None:
         recent = partial(episode_stats, recent_returns=episodes.recent_returns, recent_ends=episodes.recent_ends)
@@ -288,7 +288,7 @@ def _minibatches(minibatches: Minibatches, facts: Facts, coefficients: Mapping[s
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
-def _used_advantages(minibatches: Minibatches, update: UpdateData, facts: Facts) -> MetricGroup:
+def _used_advantages(minibatches: Minibatches, update: Update, facts: Facts) -> MetricGroup:
     """Measure normalised advantages beside the raw ones, which are paired by rank where the source does not say which rows they are.
 
     Normalisation over a rollout keeps the order, so the share of signs that it flips needs no columns of the rollout.
@@ -420,7 +420,7 @@ def _progress(progress: TrainingProgress) -> Iterator[Measurement]:
         yield partial(buffer_age, end.update, progress.collected)
 
 
-def nonfinite_in(update: UpdateData) -> Numerics:
+def nonfinite_in(update: Update) -> Numerics:
     """Entries that are not finite in the rollout, the forward passes, the losses, the gradients and, where kept, the weights.
 
     Of gradients whose norms alone are known, each tensor counts once per step.
@@ -431,7 +431,7 @@ def nonfinite_in(update: UpdateData) -> Numerics:
     return Numerics(Sum(total))
 
 
-def _parts(update: UpdateData) -> Iterator[tuple[list[Tensor], Tensor | None]]:
+def _parts(update: Update) -> Iterator[tuple[list[Tensor], Tensor | None]]:
     """Tensors, with the rows of them that count."""
     rollout, minibatches, sample = update.rollout, update.minibatches, update.sample
     if rollout is not None:

@@ -51,7 +51,7 @@ from esper_telemetry.metrics.representation import (
 from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
 
 if TYPE_CHECKING:
-    from esper_telemetry.updates.data import Minibatches
+    from esper_telemetry.updates.update import Minibatches
 
 MAX_COMPARED_TRANSITIONS = 512
 """Transitions whose features before and after an update are compared."""

@@ -22,11 +22,11 @@ from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, com
 from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
 from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
-from esper_telemetry.updates.data import (
+from esper_telemetry.updates.update import (
     TARGET_COLUMNS,
     CollectedRows,
     Minibatches,
-    UpdateData,
+    Update,
     columns_in_grid,
     in_grid,
 )
@@ -45,7 +45,7 @@ OTHER_ROWS = "other_rows"
 """Hypothesis that a script shows as well which shuffles all of its columns."""
 
 
-def target_checks(update: UpdateData, facts: Facts) -> Iterator[Measurement]:
+def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
     """Yield the checks of a rollout's targets; `facts` are those of the run."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
     if rollout is None or not rollout.advantages.numel():

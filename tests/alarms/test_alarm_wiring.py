@@ -24,7 +24,7 @@ from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.update import Update
 
 SPIKE = ScriptedAlarm("policy/kl_spike", remaining=3)
 CLEAR = ScriptedAlarm("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
@@ -166,7 +166,7 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
     telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: ScriptedAlarm("grad/explode"), 5: CLEAR}))
     telemetry.on_alarm(heard.append)
     session = session_of(telemetry)
-    session.expect_updates(candidates=tuple, open_update=UpdateData)
+    session.expect_updates(candidates=tuple, open_update=Update)
     session.start()
     assert session._recorder is not None
     worker = session._recorder.pipeline

@@ -23,7 +23,9 @@ from esper_telemetry.metrics.lstm.gates import lstm_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.pipeline.window import Window
-from esper_telemetry.updates.data import (
+from esper_telemetry.updates.evidence import captures, flight_of, layer_table, stability_report
+from esper_telemetry.updates.groups import measure
+from esper_telemetry.updates.update import (
     ActionChoices,
     BackwardGradients,
     CollectedRows,
@@ -35,10 +37,8 @@ from esper_telemetry.updates.data import (
     RecurrentState,
     RolloutContext,
     TrainingProgress,
-    UpdateData,
+    Update,
 )
-from esper_telemetry.updates.evidence import captures, flight_of, layer_table, stability_report
-from esper_telemetry.updates.groups import measure
 
 KINDS = ("normal", "constant", "zero", "huge", "tiny", "nan", "infinite", "mixed")
 FACTS = Facts(
@@ -92,14 +92,14 @@ class Numbers:
 
 
 @st.composite
-def updates_of_anything(draw: st.DrawFn) -> UpdateData:
+def updates_of_anything(draw: st.DrawFn) -> Update:
     """A whole update: T steps in B environments, M minibatches of a few rows, K gradients."""
     x = Numbers(draw)
     steps, envs = x.size(1, 2, 5), x.size(1, 3)
     counts = tuple(x.size(1, 2, 4) for _ in range(x.size(1, 2)))
     numels = tuple(x.size(1, 6) for _ in range(3))
     end = UpdateEnd(3, 99, 9, float(x(1)), {}, coefficients={"value": 0.5, "entropy": 0.01})
-    return UpdateData(
+    return Update(
         rollout=rollout(x, steps, envs),
         context=context(x, steps, envs),
         episodes=episodes(x),
@@ -232,7 +232,7 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
     return (found,) if isinstance(found, MetricGroup) else tuple(found)
 
 
-def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
+def recorded(updates: Iterable[Update]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
     series, result = RunHistory(FACTS), []
     for update in updates:
@@ -251,7 +251,7 @@ def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
 
 @given(st.lists(updates_of_anything(), min_size=1, max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[UpdateData]) -> None:
+def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[Update]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for record in recorded(updates):
@@ -262,5 +262,5 @@ def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
     """Nobody tells of distributions, losses or gradients: what remains is measured."""
     bare = Minibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 
-    assert recorded([UpdateData()])[0].keys() <= {"telemetry/undefined"}
-    assert recorded([UpdateData(minibatches=bare)])[0]["policy/kl"] == 0.0
+    assert recorded([Update()])[0].keys() <= {"telemetry/undefined"}
+    assert recorded([Update(minibatches=bare)])[0]["policy/kl"] == 0.0

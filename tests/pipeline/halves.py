@@ -17,7 +17,7 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthUpdate
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates.data import (
+from esper_telemetry.updates.update import (
     ActionChoices,
     BackwardGradients,
     CollectedRows,
@@ -26,7 +26,7 @@ from esper_telemetry.updates.data import (
     Minibatches,
     RecurrentState,
     RolloutContext,
-    UpdateData,
+    Update,
 )
 
 ENVS = 4
@@ -35,12 +35,12 @@ FIRST = 1
 SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16,)}
 
 
-def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]]:
+def updates(env: str, **settings: Any) -> tuple[list[Update], dict[str, Any]]:
     """Return some updates of one process, and the facts of its run; losses and logits in float64, so that parts of them add up."""
     trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
-    submitted: list[UpdateData] = []
+    submitted: list[Update] = []
 
-    def keep(update: UpdateData) -> None:
+    def keep(update: Update) -> None:
         if update and update.minibatches:
             losses = {name: loss.double() for name, loss in update.minibatches.losses.items()}
             logits = {head: scores.double() for head, scores in update.minibatches.logits.items()}
@@ -54,7 +54,7 @@ def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]
     return submitted, trainer.facts(4 * 48 * ENVS)
 
 
-def half(update: UpdateData, rank: int) -> UpdateData:
+def half(update: Update, rank: int) -> Update:
     """The data of one rank: its environments, its rows of every minibatch, the gradients of all."""
     assert update.rollout and update.minibatches and update.episodes
     return update._replace(
@@ -181,7 +181,7 @@ def _growth(growth: GrowthUpdate, rank: int) -> GrowthUpdate:
     return replace(growth, steps=replace(growth.steps, **columns))
 
 
-def recorded(run_dir: Path, updates: list[UpdateData], facts: Mapping[str, Any]) -> None:
+def recorded(run_dir: Path, updates: list[Update], facts: Mapping[str, Any]) -> None:
     """Writes a run of these updates, summarised where the trainer is."""
     with Telemetry(run_dir=run_dir) as telemetry:
         session_of(telemetry).start(facts=facts)

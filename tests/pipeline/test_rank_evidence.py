@@ -10,15 +10,15 @@ from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates import UpdateData
-from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates import Update
+from esper_telemetry.updates.update import Minibatches
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 
 
-def jumping(log_ratio: torch.Tensor) -> UpdateData:
+def jumping(log_ratio: torch.Tensor) -> Update:
     """An update of one minibatch."""
-    return UpdateData(
+    return Update(
         minibatches=Minibatches(
             epochs=(0,),
             counts=(len(log_ratio),),

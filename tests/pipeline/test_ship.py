@@ -18,7 +18,7 @@ from esper_telemetry.pipeline import ship as ship_module
 from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
-from esper_telemetry.updates.data import BackwardGradients, Minibatches, UpdateData
+from esper_telemetry.updates.update import BackwardGradients, Minibatches, Update
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -96,16 +96,16 @@ def minibatches(counts: tuple[int, ...]) -> Minibatches:
 
 
 @pytest.fixture
-def on_gpu() -> Iterator[UpdateData]:
+def on_gpu() -> Iterator[Update]:
     """An update of seven minibatches."""
     with pretended_gpu():
         columns = minibatches((3, 3, 3, 3, 3, 3, 1))
         for tensor in (columns.log_ratio, columns.advantages, *columns.losses.values(), *columns.logits.values()):
             mark(tensor, GPU)
-        yield UpdateData(minibatches=columns._replace(rows=None))
+        yield Update(minibatches=columns._replace(rows=None))
 
 
-def test_what_the_trainer_writes_afterwards_changes_no_copy(on_gpu: UpdateData) -> None:
+def test_what_the_trainer_writes_afterwards_changes_no_copy(on_gpu: Update) -> None:
     assert on_gpu.minibatches is not None
     shipment = ship(FlushedUpdate(Axes(1, 1, 1, 0.0), Level.NORMAL, updates=(on_gpu,)))
     on_gpu.minibatches.log_ratio.zero_()
@@ -117,12 +117,12 @@ def test_what_the_trainer_writes_afterwards_changes_no_copy(on_gpu: UpdateData) 
     assert shipment.arrival is not None
 
 
-def test_a_tensor_that_several_parts_hold_is_copied_once(on_gpu: UpdateData) -> None:
+def test_a_tensor_that_several_parts_hold_is_copied_once(on_gpu: Update) -> None:
     assert ship(FlushedUpdate(Axes(1, 1, 1, 0.0), Level.NORMAL, updates=(on_gpu, on_gpu))).update.copies == 4
 
 
 def test_of_a_large_update_whole_minibatches_travel_the_first_and_the_last_among_them() -> None:
-    thin = thinned(UpdateData(minibatches=minibatches((3, 3, 3, 3, 3, 3, 1))), 4).minibatches
+    thin = thinned(Update(minibatches=minibatches((3, 3, 3, 3, 3, 3, 1))), 4).minibatches
 
     assert thin is not None
     assert (thin.epochs, thin.counts, thin.rows) == ((0, 4, 6), (3, 3, 1), None)
@@ -144,11 +144,11 @@ def test_a_record_says_how_many_minibatches_stand_for_one(tmp_path: Path, monkey
     assert Counter(alarm.type for alarm in run.alarms if alarm.type.startswith(("integrity/", "telemetry/"))) == {}
 
 
-def test_an_update_of_backward_passes_alone_is_on_the_device_too(on_gpu: UpdateData) -> None:
+def test_an_update_of_backward_passes_alone_is_on_the_device_too(on_gpu: Update) -> None:
     norms = torch.ones(2, 3)
     mark(norms, GPU)
     passes = BackwardGradients((0, 0), ("a", "b", "c"), (1, 1, 1), norms, None)
-    update = UpdateData(gradients=(passes,))
+    update = Update(gradients=(passes,))
 
     assert update.on_device
     (shipped,) = ship(FlushedUpdate(Axes(1, 1, 1, 0.0), Level.NORMAL, updates=(update,))).update.updates

@@ -27,7 +27,7 @@ from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates.data import Minibatches, TrainingProgress, UpdateData
+from esper_telemetry.updates.update import Minibatches, TrainingProgress, Update
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -38,14 +38,14 @@ LARGE = {f"text_{number}": f"{number} " * 12_000 for number in range(10, 110)}
 
 def submit(telemetry: Telemetry, update: int) -> None:
     progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
-    session_of(telemetry).submit(UpdateData(progress=progress))
+    session_of(telemetry).submit(Update(progress=progress))
     telemetry.flush(env_step=update)
 
 
 def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
     """Return a telemetry whose updates a worker measures, and the worker's process."""
     telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
-    session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+    session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
     session_of(telemetry).start()
     return telemetry, worker_of(telemetry).pid
 
@@ -97,7 +97,7 @@ def test_a_worker_that_dies_or_hangs_costs_a_warning(
     assert len([record for record in caplog.records if "summarises updates" in record.message]) == 1
 
 
-def broken(update: int) -> UpdateData:
+def broken(update: int) -> Update:
     """An update whose returns do not fit its values, as a bug would leave them."""
     steps = torch.zeros(4, 2)
     flags = torch.zeros(4, 2, dtype=torch.bool)
@@ -117,7 +117,7 @@ def broken(update: int) -> UpdateData:
         valid=None,
     )
     progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
-    return UpdateData(rollout=rollout, progress=progress)
+    return Update(rollout=rollout, progress=progress)
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -125,7 +125,7 @@ def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
     tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry(run_dir=tmp_path, offload=offload)
-    session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+    session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
     with caplog.at_level(logging.WARNING, "esper_telemetry"):
         for update in range(1, 4):
             session_of(telemetry).submit(broken(update))
@@ -171,13 +171,11 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
         assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
 
 
-def wide(update: int) -> UpdateData:
+def wide(update: int) -> Update:
     """An update of six megabytes."""
     rows = torch.full((750_000,), 0.01)
     minibatches = Minibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
-    return UpdateData(
-        minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0)
-    )
+    return Update(minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0))
 
 
 def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tmp_path: Path) -> None:
@@ -276,15 +274,15 @@ import os, signal, sys
 from esper_telemetry import Telemetry
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.events import UpdateEnd
-from esper_telemetry.updates.data import TrainingProgress, UpdateData
+from esper_telemetry.updates.update import TrainingProgress, Update
 telemetry = Telemetry(["tensorboard"], run_dir=sys.argv[1])
-session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+session_of(telemetry).expect_updates(candidates=tuple, open_update=Update)
 session_of(telemetry).start()
 if os.fork() == 0:  # a process that holds every pipe open
     signal.pause()
 for update in range(1, 31):
     progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
-    session_of(telemetry).submit(UpdateData(progress=progress))
+    session_of(telemetry).submit(Update(progress=progress))
     telemetry.flush(env_step=update)
 os.kill(os.getpid(), signal.SIGKILL)
 """

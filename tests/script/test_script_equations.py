@@ -23,8 +23,8 @@ from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.equations import equation_checks
+from esper_telemetry.updates.update import Minibatches, Update
 
 STALE = (
     (
@@ -460,7 +460,7 @@ def first_minibatch(
     minibatches = Minibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
-    update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+    update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
     facts = Facts(columns_by_name=True, policy=policy)
     groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
     keys = {key: value for group in groups for key, value in group.values().items()}
@@ -508,7 +508,7 @@ def test_returns_of_normalised_advantages_are_named_where_a_script_does_not_say_
     def names(advantages: Tensor) -> set[str]:
         columns = (zeros, values, advantages, advantages + values, zeros - 1, never, never)
         rollout = RolloutEnd(1, 1, *columns, next_values=values.roll(-1, 0), actions={}, gamma=0.9)
-        groups = equation_checks(UpdateData(rollout=rollout, sampled=True), Facts(columns_by_name=True))
+        groups = equation_checks(Update(rollout=rollout, sampled=True), Facts(columns_by_name=True))
         keys = [key for check in groups for group in check() for key in group.values()]  # type: ignore[union-attr]  # all return groups
         return {key for key in keys if "returns_" in key}
 
@@ -536,7 +536,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
             logits={"action": logits.flatten(0, 1)},
             rows=torch.arange(8),
         )
-        update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+        update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
         facts = Facts(columns_by_name=True, clip=0.2)
         groups = [group for check in equation_checks(update, facts) for group in check()]  # type: ignore[union-attr]  # all return groups
         return any(key.endswith("policy_loss_log_prob") for group in groups for key in group.values())

@@ -14,8 +14,8 @@ from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.updates.data import Minibatches, UpdateData
 from esper_telemetry.updates.target_equations import target_checks
+from esper_telemetry.updates.update import Minibatches, Update
 
 CHANGES = {
     "healthy": ("", "", set()),
@@ -98,7 +98,7 @@ FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
 def values_of(rollout: RolloutEnd, minibatches: Minibatches | None = None) -> dict[str, float]:
-    update = UpdateData(rollout=rollout, minibatches=minibatches, sampled=True)
+    update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
     groups = [group for check in target_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}
 

@@ -30,8 +30,8 @@ from esper_telemetry.metrics.gradients import health
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import FailingSink, MemorySink
-from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.update import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: 
     memory = MemorySink()
     with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
         tensors = [Candidate("weights", torch.ones(2)), Candidate("rewards", torch.tensor([[0.0, math.nan]]), 1)]
-        session_of(telemetry).expect_updates(candidates=lambda: tensors, open_update=UpdateData)
+        session_of(telemetry).expect_updates(candidates=lambda: tensors, open_update=Update)
         telemetry.log({"a/b": 1.0})
         raise RuntimeError("boom")
 

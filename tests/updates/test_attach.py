@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.events import Hooks, RolloutEnd
+from esper_telemetry.events import Hooks, OptimizerStep, RolloutEnd
 from esper_telemetry.ppo.replay import TrainerReplay
 
 TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
@@ -214,3 +214,27 @@ def test_the_run_carries_the_trainers_config_and_facts(tmp_path: Path) -> None:
     assert info.config["num_epochs"] == 2
     assert info.facts["max_grad_norm"] == 0.5
     assert info.facts["groups"]["critic"]
+
+
+def test_minibatches_of_an_update_that_an_exception_ended_do_not_join_the_next_one(tmp_path: Path) -> None:
+    """Two epochs of two minibatches: an update breaks off at its third step."""
+
+    def interrupt(event: OptimizerStep) -> None:
+        if event.step == 2:
+            remove()
+            raise RuntimeError("the user's own")
+
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        source = trainer()
+        attach(telemetry, source)
+        source.learn(1)
+        remove = source.hooks.on(OptimizerStep, interrupt)
+        with pytest.raises(RuntimeError, match="own"):
+            source.learn(source.env_steps + 1)
+        source.learn(source.env_steps + 1)
+
+    records = read_run(tmp_path / "run").records
+    assert [record.axes.update for record in records] == [1, 3]
+    assert [record.values["integrity/rows_repeated"] for record in records] == [0, 0]
+    rows = [record.values["adv/minibatch_rows"] for record in records]
+    assert max(rows) < 1.5 * min(rows)

@@ -20,9 +20,9 @@ from esper_telemetry.journal import plain
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.recording import recorder as recorder_module
-from esper_telemetry.updates.data import BackwardGradients, GradientSample, Minibatches, UpdateData
 from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
+from esper_telemetry.updates.update import BackwardGradients, GradientSample, Minibatches, Update
 
 
 def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
@@ -50,7 +50,7 @@ def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
     """Rows 0 and 1 are of step 0, the others of step 1; row 2, the largest, does not count."""
     valid = torch.tensor([True, True, False, True, True])
-    update = UpdateData(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
+    update = Update(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
 
     worst = flight_of(update, Facts(), rows=3).worst
 
@@ -63,14 +63,14 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
 
 
 def test_a_ratio_that_is_no_number_is_worse_than_any() -> None:
-    worst = flight_of(UpdateData(minibatches=minibatches([0.1, 5.0, math.nan])), Facts()).worst
+    worst = flight_of(Update(minibatches=minibatches([0.1, 5.0, math.nan])), Facts()).worst
 
     assert math.isnan(worst[0].log_ratio) and worst[1].log_ratio == 5.0
 
 
 def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
     """Transition 5 of three environments is step 1 of environment 2; -1.5 then, -1.5 + 2 now, of which 1.75 is the slot's."""
-    update = UpdateData(
+    update = Update(
         rollout=rollout(
             torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -1.5]]),
             actions={"op": torch.tensor([[0, 0, 0], [0, 0, 3]]), "slot": torch.tensor([[0, 0, 0], [0, 0, 7]])},
@@ -96,7 +96,7 @@ def test_the_report_names_the_first_tensor_in_forward_order() -> None:
     """Two values are not finite; the losses behind them are not either, and come later."""
     values = torch.tensor([[1.0, math.nan], [-4.0, math.inf]])
     losses = {"value": torch.tensor([math.nan, 2.0])}
-    update = UpdateData(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
+    update = Update(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
     update.minibatches.losses.update(losses)  # type: ignore[union-attr]  # a plain dictionary here
 
     report = stability_report(update)
@@ -110,14 +110,14 @@ def test_the_report_names_the_first_tensor_in_forward_order() -> None:
 
 
 def test_a_healthy_update_has_no_offender() -> None:
-    report = stability_report(UpdateData(rollout=rollout(torch.zeros(2, 2))))
+    report = stability_report(Update(rollout=rollout(torch.zeros(2, 2))))
 
     assert (report.first, report.offenders) == ("", ())
 
 
 def test_what_is_not_finite_counts_wherever_it_is() -> None:
     """A reward, two log-ratios of which one does not count, a loss and two norms: five."""
-    update = UpdateData(
+    update = Update(
         rollout=rollout(torch.zeros(2, 2), rewards=torch.tensor([[0.0, math.nan], [0.0, 0.0]])),
         minibatches=minibatches([math.inf, 0.0, math.nan], valid=torch.tensor([True, True, False])),
         gradients=(BackwardGradients((0, 0), ("w",), (3,), torch.tensor([[math.nan], [math.inf]]), None),),
@@ -125,7 +125,7 @@ def test_what_is_not_finite_counts_wherever_it_is() -> None:
     update.minibatches.losses["value"] = torch.tensor([math.nan, 1.0])  # type: ignore[union-attr, index]  # a dictionary here
 
     assert nonfinite_in(update).values() == {"numerics/nonfinite": 5.0}
-    assert nonfinite_in(UpdateData(rollout=rollout(torch.zeros(2, 2)))).values() == {"numerics/nonfinite": 0.0}
+    assert nonfinite_in(Update(rollout=rollout(torch.zeros(2, 2)))).values() == {"numerics/nonfinite": 0.0}
 
 
 def test_every_layer_has_a_line() -> None:
@@ -134,13 +134,13 @@ def test_every_layer_has_a_line() -> None:
         names=("w", "b"), numels=(4, 2), minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),)
     )
 
-    w, b = layer_table(UpdateData(sample=sample))
+    w, b = layer_table(Update(sample=sample))
 
     assert (w.norm, w.min, w.max, w.zero_frac, w.nan) == (5.0, -4.0, 3.0, 0.25, 1)
     assert w.mean == pytest.approx(-1 / 3)
     assert (w.decades[0], w.decades[13], w.decades[17]) == (1, 2, 1)
     assert (b.small_frac, b.large_frac, b.nan, b.infinite) == (0.5, 0.5, 0, 0)
-    assert layer_table(UpdateData()) == ()
+    assert layer_table(Update()) == ()
 
 
 AXES = Axes(update=7, env_step=700, gradient_step=14, wall_time=1.0)
@@ -151,7 +151,7 @@ def alarm(kind: str, key: str = "policy/kl") -> Alarm:
     return Alarm(7, AXES, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, key, since=7)
 
 
-def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
+def evidence(kind: str, update: Update | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
     """Evidence of an alarm of that type in update 7, as JSON."""
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
@@ -175,7 +175,7 @@ def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> N
 
 
 def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> None:
-    pieces = evidence("policy/kl_spike", UpdateData(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
+    pieces = evidence("policy/kl_spike", Update(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
 
     assert [row["log_ratio"] for row in pieces["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
     assert [step["step"] for step in pieces["steps"]] == [0, 1]
@@ -183,7 +183,7 @@ def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> 
 
 def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() -> None:
     values = torch.tensor([[1.0, math.nan]])
-    pieces = evidence("numerics/nonfinite", UpdateData(rollout=rollout(torch.zeros(1, 2), values=values)))
+    pieces = evidence("numerics/nonfinite", Update(rollout=rollout(torch.zeros(1, 2), values=values)))
 
     assert pieces["stability"]["first"] == "values"
     assert pieces["stability"]["offenders"][0]["indices"] == [[0, 1]]
@@ -212,7 +212,7 @@ def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update(
     """Norms 1 and 3 of w over two steps; of b one is not finite."""
     part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None)
     pieces = evidence(
-        "grad/explode", UpdateData(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
+        "grad/explode", Update(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
     )
 
     assert pieces["layers"] == [
@@ -239,7 +239,7 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
         epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
     )
     spoilt = torch.full((2000, 8), math.nan)
-    update = UpdateData(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
+    update = Update(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
     values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
 
     pieces = evidence(kind, update, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})

@@ -20,9 +20,9 @@ from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import cell_weights, gates_of
 from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
-from esper_telemetry.updates.data import UpdateData, in_grid
 from esper_telemetry.updates.groups import measure
 from esper_telemetry.updates.joining import RolloutHistory, joined_minibatches
+from esper_telemetry.updates.update import Update, in_grid
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -183,7 +183,7 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     history = RolloutHistory()
     rollout, context = history.take(event, categorical=["arg"], layers=())
     groups: list[MetricGroup | Postponed] = []
-    for part in measure(UpdateData(rollout=rollout, context=context), Facts(), Level.NORMAL):
+    for part in measure(Update(rollout=rollout, context=context), Facts(), Level.NORMAL):
         Containment().measure(part.functions, groups.append)
     (values,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
 

@@ -29,8 +29,8 @@ from esper_telemetry.recording import probes
 from esper_telemetry.recording import recorder as recorder_module
 from esper_telemetry.recording.probes import GradientProbe
 from esper_telemetry.updates import groups
-from esper_telemetry.updates.data import GradientSample
 from esper_telemetry.updates.replays import FirstPasses
+from esper_telemetry.updates.update import GradientSample
 
 ALIGNMENT = {"grad/align/mean_pair_cos", "grad/align/direction_variance", "grad/sign/agreement"}
 ENTRIES = {"grad/zero_frac", "grad/sign/pos_frac", *(f"grad/concentration/{n}" for n in ("entropy", "participation"))}

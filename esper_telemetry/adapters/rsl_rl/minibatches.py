@@ -20,7 +20,7 @@ from esper_telemetry.adapters.taps import ErrorHandler, Tap
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardEnd, BeforeUpdate, OptimizerStep
 from esper_telemetry.recording.recorder import UpdateRecorder
-from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.update import Minibatches
 
 
 class StorageMinibatch(NamedTuple):

@@ -20,8 +20,8 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, RecurrentForward, Remover, RolloutEnd, RunStart
 from esper_telemetry.recording.recorder import record_updates
 from esper_telemetry.telemetry import Telemetry, session_of
-from esper_telemetry.updates.data import Minibatches
 from esper_telemetry.updates.sources import ObservedSource
+from esper_telemetry.updates.update import Minibatches
 
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""

@@ -60,7 +60,7 @@ from esper_telemetry.events import (
 from esper_telemetry.recording.recorder import UpdateRecorder, record_updates
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
-from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.update import Minibatches
 
 
 class ModelListener:

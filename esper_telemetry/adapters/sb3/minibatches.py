@@ -36,7 +36,7 @@ from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.event_parts import FirstMinibatch, UsedAdvantages
 from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd
 from esper_telemetry.recording.recorder import UpdateRecorder
-from esper_telemetry.updates.data import Minibatches
+from esper_telemetry.updates.update import Minibatches
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
     "old_log_prob", "advantages", "old_values", "returns", "actions"

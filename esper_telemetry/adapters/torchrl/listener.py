@@ -36,8 +36,8 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, Hooks, OptimizerStep, Remover, RolloutEnd, RunStart, UpdateStart
 from esper_telemetry.recording.recorder import record_updates
 from esper_telemetry.telemetry import Telemetry, session_of
-from esper_telemetry.updates.data import Minibatches
 from esper_telemetry.updates.joining import joined_column
+from esper_telemetry.updates.update import Minibatches
 
 PREFIX = "torchrl"
 """First segment of the keys of what a `Trainer` logs itself."""

@@ -1,6 +1,6 @@
 """Records of one update: its events as they came, all minibatches joined, nothing measured yet.
 
-`UpdateData` holds the events `RolloutEnd`, `Minibatches` and `UpdateEnd` themselves, so their columns are declared once. The records
+`Update` holds the events `RolloutEnd`, `Minibatches` and `UpdateEnd` themselves, so their columns are declared once. The records
 beside them are named tuples, because those are built and pickled for the worker in half the time of frozen dataclasses.
 Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K parameters.
 """
@@ -273,7 +273,7 @@ class TrainingProgress(NamedTuple):
     sample_every: int | None = None
 
 
-class UpdateData(NamedTuple):
+class Update(NamedTuple):
     """One update as far as it got; parts that did not happen are None or empty.
 
     Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
@@ -329,7 +329,7 @@ class UpdateData(NamedTuple):
 
 KINDS: Final = (
     *(RolloutEnd, Minibatches, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
-    *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
+    *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, Update),
     *(
         ActionTotal,
         AdamState,
