@@ -2,7 +2,7 @@
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
 `BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `HeadsBackward` (of several heads), `TrunkBackward`,
-`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `Minibatches`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
+`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `AfterUpdate` and at last `UpdateEnd`. An evaluation comes between two updates.
 
 Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
 of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may

@@ -1,6 +1,6 @@
 """Records of one update: its events as they came, all minibatches joined, nothing measured yet.
 
-`Update` holds the events `RolloutEnd`, `Minibatches` and `UpdateEnd` themselves, so their columns are declared once. The records
+`Update` holds the events `RolloutEnd` and `UpdateEnd` themselves, so their columns are declared once. The records
 beside them are named tuples, because those are built and pickled for the worker in half the time of frozen dataclasses.
 Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K parameters.
 """
@@ -177,8 +177,8 @@ class CollectedRows(NamedTuple):
 
 
 class BackwardGradients(NamedTuple):
-    """Backward passes with gradients in the same parameters, stacked: a pickle of one tensor costs a fraction of that of one per pass, as
-    `BackwardsEnd` has them, and the parameters of that event do not travel.
+    """Backward passes with gradients in the same parameters, stacked: a pickle of one tensor costs a fraction of a pickle of each
+    pass's own, and the parameters of `BackwardEnd` do not travel.
 
     Attributes:
         epochs: epoch of each of the M passes.
