@@ -27,7 +27,7 @@ from esper_telemetry.pipeline.channel import (
     shared_file,
 )
 from esper_telemetry.pipeline.worker import PAYLOAD
-from esper_telemetry.updates import data
+from esper_telemetry.updates import update as update_module
 
 SIZE = 16 * ALIGNMENT
 
@@ -171,10 +171,10 @@ def test_tensors_replace_their_placeholders() -> None:
 
 
 def test_the_vocabulary_has_every_type_of_an_update() -> None:
-    classes = [kind for _, kind in inspect.getmembers(data, inspect.isclass)]
+    classes = [kind for _, kind in inspect.getmembers(update_module, inspect.isclass)]
     kinds = {kind for kind in classes if issubclass(kind, tuple) or is_dataclass(kind)}
 
-    assert kinds == set(data.KINDS)
+    assert kinds == set(update_module.KINDS)
     assert kinds | {Axes} <= set(PAYLOAD.reductions)
 
 
