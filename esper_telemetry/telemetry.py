@@ -34,7 +34,7 @@ from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
 from esper_telemetry.recording.pairs import measure_pair
-from esper_telemetry.recording.recorder import record_updates
+from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.protocol import require_package
 from esper_telemetry.sinks.registry import SinkLike
@@ -357,7 +357,7 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
         )
     if telemetry.level is Level.OFF:
         return lambda: None
-    return record_updates(session_of(telemetry), source).stop
+    return UpdateRecorder(session_of(telemetry), source).stop
 
 
 def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:

@@ -1,7 +1,7 @@
 """Columns that adapters share: tensors of another trainer in the terms of `events`.
 
 An adapter reads values, actions, distributions and episode ends from a trainer that it does not own. The functions here turn them into the
-columns of `RolloutEnd`, `MinibatchEnd`, `Minibatches` and `EpisodeEnd`; `docs/writing_an_adapter.md` says which columns there are.
+columns of `RolloutEnd`, `MinibatchEnd`, `JoinedMinibatches` and `EpisodeEnd`; `docs/writing_an_adapter.md` says which columns there are.
 
 Shapes: T steps, B environments, N rows, A actions, D action dimensions.
 """

@@ -36,7 +36,7 @@ class Facts(Mapping[str, Any]):
     num_envs: int | None = None  # environments of all ranks
     horizon: int | None = None  # time limit of an episode, in steps
     reward_threshold: float | None = None  # return of an episode that solves the task
-    heads: Mapping[str, str] | None = None  # kind of the distribution by head of the policy: categorical, gaussian, ...
+    heads: Mapping[str, str] | None = None  # kind of the distribution by head of the policy: categorical or continuous
     squashed: bool | None = None  # actions are kept within their bounds by a tanh
     inverts_squash: bool | None = None  # log-probabilities are computed from actions after the tanh
     correlated_noise: bool | None = None  # the noise of actions lasts for several steps

@@ -69,7 +69,7 @@ class PPO:
         coefficients: weights of the losses in this update.
         steps: the steps of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: counts since the run began.
-        joins: types of events that it emits once per update only; none since 0.3.
+        joins: types of events that it emits once per update in place of one per minibatch: none.
 
     Raises:
         ValueError: the minibatches do not divide a rollout, or ranks might take different numbers of steps.

@@ -34,7 +34,7 @@ from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_s
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.pickles import pickled_policy
 from esper_telemetry.updates.replays import CollectionProbe, FirstPasses, UpdateReplay, update_replay, used_advantages
-from esper_telemetry.updates.update import GradientSample, Minibatches
+from esper_telemetry.updates.update import GradientSample, JoinedMinibatches
 
 Event = TypeVar("Event")
 
@@ -282,7 +282,7 @@ class ReplayProbe:
         replay, self._replay = self._replay, None
         return replay
 
-    def after_minibatches(self, minibatches: Minibatches) -> None:
+    def after_minibatches(self, minibatches: JoinedMinibatches) -> None:
         """Compare the first minibatch of a sampled update with what was acted on."""
         self._telemetry.measure(self._collection.after_minibatches(minibatches, self._telemetry.precision))
 

@@ -56,14 +56,14 @@ from esper_telemetry.updates.update import (
     CollectedRows,
     Episodes,
     GradientSample,
+    JoinedMinibatches,
     Layer,
-    Minibatches,
     RolloutContext,
     TrainingProgress,
     Update,
 )
 
-JoinRows: TypeAlias = Callable[[Sequence[Any]], Minibatches]
+JoinRows: TypeAlias = Callable[[Sequence[Any]], JoinedMinibatches]
 """Joins the rows of an update's minibatches, of which there is at least one."""
 
 RECENT_EPISODES = 100
@@ -89,19 +89,17 @@ class UpdateRecorder:
     that the run has one.
 
     Args:
-        telemetry: receives the updates.
-        source: emits the events.
+        telemetry: receives the updates, at a level above OFF.
+        source: emits the events. The checkpoints of a `CheckpointedSource` keep what later updates are compared with.
         join: joins the minibatches of a source that passes rows of its own to `minibatch`, and emits no `MinibatchEnd`.
 
     Attributes:
         hooks: of the source.
-        removers: are called by `stop`.
     """
 
     def __init__(self, telemetry: TelemetrySession, source: EventSource, join: JoinRows | None = None) -> None:
         self._telemetry = telemetry
         self.hooks = source.hooks
-        self.removers: list[Remover] = []
         contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
         self._replay_probe = ReplayProbe(telemetry, contained())
         self._gradient_probe = GradientProbe(contained())
@@ -136,11 +134,14 @@ class UpdateRecorder:
         listener.on(UpdateEnd, self._end)
         listener.on(EvaluationEnd, self._evaluated)
         listener.on(Rollback, self._rolled_back)
+        telemetry.expect_updates(candidates=self.nonfinite_candidates, open_update=self.take)
+        self._leave_checkpoints: Remover = lambda: None
+        if isinstance(source, CheckpointedSource):
+            self._leave_checkpoints = source.checkpointables.join("telemetry", self)
 
     def stop(self) -> None:
         """Listen to nothing any more."""
-        while self.removers:
-            self.removers.pop()()
+        self._leave_checkpoints()
         for part in (self._listener, self._replay_probe, self._gradient_probe, self._step_probe):
             part.stop()
 
@@ -324,11 +325,11 @@ class UpdateRecorder:
         features = event.outputs[0].detach()
         self._features = (features if event.valid is None else features[event.valid])[:MAX_FEATURE_ROWS]
 
-    def _joined(self) -> Minibatches | None:
+    def _joined(self) -> JoinedMinibatches | None:
         """The minibatches so far, with columns of the critic if they are measured; None without any."""
         if not self._rows:
             return None
-        minibatches: list[Minibatches] = []
+        minibatches: list[JoinedMinibatches] = []
         with_critic = self._keeps_critic or self._sampled
         join = self._join or partial(joined_minibatches, with_critic=with_critic)
         self._telemetry.attempt(lambda rows: minibatches.append(join(rows)), self._rows)
@@ -371,15 +372,3 @@ class UpdateRecorder:
         self._recent.extend(zip([MAX_ROLLOUT_STEPS * update + step for step in times], returns, strict=True))
         recent_ends = tuple([end for end, _ in self._recent]) if self._telemetry.ranks > 1 else None
         return Episodes(returns, lengths, tuple([value for _, value in self._recent]), recent_ends)
-
-
-def record_updates(telemetry: TelemetrySession, source: EventSource, join: JoinRows | None = None) -> UpdateRecorder:
-    """Record the updates of a source in a run that is not at OFF; see `UpdateRecorder`.
-
-    What later updates are compared with joins the checkpoints of a `CheckpointedSource` until `UpdateRecorder.stop`.
-    """
-    recorder = UpdateRecorder(telemetry, source, join)
-    telemetry.expect_updates(candidates=recorder.nonfinite_candidates, open_update=recorder.take)
-    if isinstance(source, CheckpointedSource):
-        recorder.removers.append(source.checkpointables.join("telemetry", recorder))
-    return recorder

@@ -51,7 +51,7 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     informative,
 )
 from esper_telemetry.updates.target_equations import certain, target_checks
-from esper_telemetry.updates.update import Minibatches, Update
+from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 ROUNDING = "a small difference in the first minibatch may be that of the device's arithmetic"
 
@@ -96,7 +96,7 @@ def collection_checks(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Ite
         yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
-def _first_minibatch(rollout: RolloutEnd, minibatches: Minibatches, facts: Facts) -> Iterator[MetricGroup]:
+def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts: Facts) -> Iterator[MetricGroup]:
     """Compare what training computes in its first minibatch, before any step, with what was stored: a script's policy cannot be asked.
 
     A difference without an explanation counts where log-probabilities have it, by more than rounding: values may be stored in other units.
@@ -265,7 +265,7 @@ class LossClaims(NamedTuple):
         facts: of the run.
     """
 
-    batches: Minibatches
+    batches: JoinedMinibatches
     rollout: RolloutEnd | None
     raw_advantages: Tensor | None
     weights: Mapping[str, float]
@@ -508,7 +508,7 @@ def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
     return passes if several and all(torch.equal(one, visited[0]) for one in visited) else []
 
 
-def _minibatches(batches: Minibatches, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
+def _minibatches(batches: JoinedMinibatches, rollout: RolloutEnd, *, shuffled: bool, ends_early: bool) -> EquationCheck:
     """Compare the rows of each pass with a permutation; a source that does not count passes gives them all as one.
 
     An only pass without all rows may be one that ended early, unless some come again.

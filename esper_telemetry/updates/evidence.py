@@ -21,7 +21,7 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.updates.extensions import Capture, SupportsAlarmEvidence, SupportsEvents
-from esper_telemetry.updates.update import BackwardGradients, Minibatches, Update
+from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update
 
 SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
 """Bins of the histogram by decade up to 1e-6, and from 10 on."""
@@ -143,7 +143,7 @@ def _table(mean: Mean | None) -> list[list[float | None]]:
     return [[None if n != n else n for n in row] for row in defined.reshape(len(defined), -1).tolist()]
 
 
-def _valid(minibatches: Minibatches) -> Tensor:
+def _valid(minibatches: JoinedMinibatches) -> Tensor:
     valid = minibatches.valid
     return torch.ones_like(minibatches.log_ratio, dtype=torch.bool) if valid is None else valid
 
@@ -165,7 +165,7 @@ def _worst_rows(update: Update, count: int) -> Iterator[WorstRow]:
             yield worst
 
 
-def _with_place(worst: WorstRow, minibatches: Minibatches, rollout: RolloutEnd, row: int) -> WorstRow:
+def _with_place(worst: WorstRow, minibatches: JoinedMinibatches, rollout: RolloutEnd, row: int) -> WorstRow:
     """Return the row with its place in the rollout, and the columns collected there."""
     assert minibatches.rows is not None
     place = divmod(int(minibatches.rows[row]), rollout.log_probs.shape[1])

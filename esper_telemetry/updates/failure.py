@@ -20,7 +20,7 @@ from torch import Tensor
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import error_line, error_text
 from esper_telemetry.events import BackwardEnd, RolloutEnd
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 logger = logging.getLogger("esper_telemetry")
 
@@ -163,7 +163,7 @@ def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
         yield Candidate("states", event.states)
 
 
-def of_minibatches(event: Minibatches) -> Iterator[Candidate]:
+def of_minibatches(event: JoinedMinibatches) -> Iterator[Candidate]:
     """Yield the results of the forward passes, and the losses."""
     for name, scores in event.logits.items():
         yield Candidate(f"logits of {name}", scores)

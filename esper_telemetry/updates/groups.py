@@ -111,7 +111,7 @@ from esper_telemetry.updates.update import (
     BackwardGradients,
     CollectedRows,
     GradientSample,
-    Minibatches,
+    JoinedMinibatches,
     Normalizer,
     RecurrentState,
     TrainingProgress,
@@ -265,7 +265,9 @@ def _episodes(update: Update) -> Iterator[Measurement]:
             yield partial(episode_ends, rollout.ended, rollout.terminated, episodes.lengths, valid=rollout.valid)
 
 
-def _minibatches(minibatches: Minibatches, facts: Facts, coefficients: Mapping[str, float]) -> Iterator[Measurement]:
+def _minibatches(
+    minibatches: JoinedMinibatches, facts: Facts, coefficients: Mapping[str, float]
+) -> Iterator[Measurement]:
     valid, clip, relevant = minibatches.valid, facts.clip, minibatches.relevance
     yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
     if clip is not None:
@@ -288,7 +290,7 @@ def _minibatches(minibatches: Minibatches, facts: Facts, coefficients: Mapping[s
     yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
-def _used_advantages(minibatches: Minibatches, update: Update, facts: Facts) -> MetricGroup:
+def _used_advantages(minibatches: JoinedMinibatches, update: Update, facts: Facts) -> MetricGroup:
     """Measure normalised advantages beside the raw ones, which are paired by rank where the source does not say which rows they are.
 
     Normalisation over a rollout keeps the order, so the share of signs that it flips needs no columns of the rollout.
@@ -305,7 +307,7 @@ def _used_advantages(minibatches: Minibatches, update: Update, facts: Facts) -> 
 
 
 def _details(
-    minibatches: Minibatches,
+    minibatches: JoinedMinibatches,
     collected: CollectedRows | None,
     facts: Facts,
     coefficients: Mapping[str, float],
@@ -330,7 +332,7 @@ def _details(
         yield partial(steered, minibatches.advantages, **ends)
 
 
-def _whole_update(minibatches: Minibatches) -> Iterator[Measurement]:
+def _whole_update(minibatches: JoinedMinibatches) -> Iterator[Measurement]:
     """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
     valid, rows = minibatches.valid, minibatches.rows
     first = minibatches.epochs.count(minibatches.epochs[0])
@@ -362,7 +364,9 @@ def _features(features: Tensor | None, valid: Tensor | None, facts: Facts, level
 
 
 def _losses(
-    minibatches: Minibatches, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
+    minibatches: JoinedMinibatches,
+    entropy: Callable[[], PolicyEntropy] | None,
+    coefficients: Mapping[str, float | None],
 ) -> LossComponents:
     """Measure the losses; those that the trainer did not compute are made of those that it did."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]

@@ -24,8 +24,8 @@ from esper_telemetry.updates.update import (
     ActionChoices,
     BackwardGradients,
     CollectedRows,
+    JoinedMinibatches,
     Layer,
-    Minibatches,
     Normalizer,
     RecurrentState,
     RolloutContext,
@@ -148,7 +148,7 @@ def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
     return tuple(Layer(cell_weights(cell), x.clone(), *state.clone().unbind(1)) for cell, x, state in parts)
 
 
-def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Minibatches:
+def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> JoinedMinibatches:
     """Return the rows of all minibatches, at least one, one minibatch after the other.
 
     Args:
@@ -160,7 +160,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Mi
     spreads, flags = zip(fields.log_std, counts, strict=True), zip(fields.valid, counts, strict=True)
     example = next((valid for valid in fields.valid if valid is not None), None)
     losses = _by_name(fields.losses, torch.stack)
-    minibatches = Minibatches(
+    minibatches = JoinedMinibatches(
         epochs=fields.epoch,
         counts=counts,
         log_ratio=torch.cat(fields.log_ratio),
@@ -188,7 +188,7 @@ def joined_minibatches(rows: Sequence[MinibatchEnd], *, with_critic: bool) -> Mi
     )
 
 
-def without_critic(minibatches: Minibatches) -> Minibatches:
+def without_critic(minibatches: JoinedMinibatches) -> JoinedMinibatches:
     """Return the same without `values`, `old_values`, `returns` and `means`."""
     return minibatches._replace(values=None, old_values=None, returns=None, means=NONE)
 

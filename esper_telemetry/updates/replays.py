@@ -51,7 +51,7 @@ from esper_telemetry.metrics.representation import (
 from esper_telemetry.updates.pickles import PolicyPickle, pickled_around, pickled_policy
 
 if TYPE_CHECKING:
-    from esper_telemetry.updates.update import Minibatches
+    from esper_telemetry.updates.update import JoinedMinibatches
 
 MAX_COMPARED_TRANSITIONS = 512
 """Transitions whose features before and after an update are compared."""
@@ -267,7 +267,7 @@ class CollectionProbe:
             self._training = None
             yield lambda: check
 
-    def after_minibatches(self, minibatches: Minibatches, precision: str | None) -> Iterator[Measurement]:
+    def after_minibatches(self, minibatches: JoinedMinibatches, precision: str | None) -> Iterator[Measurement]:
         """Yield the check of the first minibatch, whose log-probabilities training has computed in its own mode."""
         rows, ratio = minibatches.rows, minibatches.log_ratio
         if rows is not None and minibatches.counts:

@@ -25,7 +25,7 @@ from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_ret
 from esper_telemetry.updates.update import (
     TARGET_COLUMNS,
     CollectedRows,
-    Minibatches,
+    JoinedMinibatches,
     Update,
     columns_in_grid,
     in_grid,
@@ -243,7 +243,7 @@ def _in_each_rollout(
 
 
 def _returns_in_use(
-    rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Facts
+    rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
 ) -> EquationCheck:
     """Check the targets of the minibatches, where they are not those of the rollout, against its advantages and values in their rows."""
     old_values, returns, rows = minibatches.old_values, minibatches.returns, minibatches.rows
@@ -265,7 +265,7 @@ def _returns_in_use(
     return compared(valid=first if valid is None else first & valid, precision=facts.precision)
 
 
-def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Minibatches, CollectedRows]:
+def _first_pass(minibatches: JoinedMinibatches, collected: CollectedRows) -> tuple[JoinedMinibatches, CollectedRows]:
     """Return what the checks of targets need of the minibatches of the first pass."""
     count = minibatches.epochs.count(minibatches.epochs[0])
     rows = slice(sum(minibatches.counts[:count]))
@@ -273,7 +273,7 @@ def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Min
     def cut(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[rows]
 
-    first = Minibatches(
+    first = JoinedMinibatches(
         epochs=minibatches.epochs[:count],
         counts=minibatches.counts[:count],
         log_ratio=minibatches.log_ratio[rows],
@@ -288,7 +288,9 @@ def _first_pass(minibatches: Minibatches, collected: CollectedRows) -> tuple[Min
     return first, CollectedRows(advantages=collected.advantages[rows])
 
 
-def _normalized(rollout: RolloutEnd, minibatches: Minibatches, collected: CollectedRows, facts: Facts) -> EquationCheck:
+def _normalized(
+    rollout: RolloutEnd, minibatches: JoinedMinibatches, collected: CollectedRows, facts: Facts
+) -> EquationCheck:
     """Check the advantages in use against those of the rollout in the same rows."""
     normalizes, own = facts.normalize_advantages, facts.normalize_minibatches
     over: Scope | None = "nothing" if normalizes is False else None

@@ -31,7 +31,7 @@ TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ende
 """Columns of a rollout from which advantages follow, and the advantages."""
 
 
-class Minibatches(NamedTuple):
+class JoinedMinibatches(NamedTuple):
     """All minibatches of an update, joined: columns of `events.MinibatchEnd` with R rows in place of N, one minibatch after the other.
 
     Attributes:
@@ -297,7 +297,7 @@ class Update(NamedTuple):
     rollout: RolloutEnd | None = None
     context: RolloutContext = RolloutContext()
     episodes: Episodes | None = None
-    minibatches: Minibatches | None = None
+    minibatches: JoinedMinibatches | None = None
     features: Tensor | None = None
     collected: CollectedRows | None = None
     gradients: tuple[BackwardGradients, ...] = ()
@@ -328,7 +328,7 @@ class Update(NamedTuple):
 
 
 KINDS: Final = (
-    *(RolloutEnd, Minibatches, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
+    *(RolloutEnd, JoinedMinibatches, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, Update),
     *(
         ActionTotal,
@@ -372,10 +372,10 @@ def copied(tree: Tree) -> Tree:
     return mapped(tree, Tensor.clone)
 
 
-Table = TypeVar("Table", Minibatches, CollectedRows)
+Table = TypeVar("Table", JoinedMinibatches, CollectedRows)
 
 
-def in_grid(minibatches: Minibatches) -> Minibatches:
+def in_grid(minibatches: JoinedMinibatches) -> JoinedMinibatches:
     """Return the same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
     if minibatches.valid is None and len(set(minibatches.counts)) > 1:
         minibatches = minibatches._replace(valid=torch.ones_like(minibatches.log_ratio, dtype=torch.bool))

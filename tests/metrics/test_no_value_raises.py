@@ -31,8 +31,8 @@ from esper_telemetry.updates.update import (
     CollectedRows,
     Episodes,
     GradientSample,
+    JoinedMinibatches,
     Layer,
-    Minibatches,
     Normalizer,
     RecurrentState,
     RolloutContext,
@@ -154,12 +154,12 @@ def episodes(x: Numbers) -> Episodes:
     return Episodes(returns, tuple(range(1, len(returns) + 1)), returns)
 
 
-def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> Minibatches:
+def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> JoinedMinibatches:
     rows = sum(counts)
     valid = x.flags(rows) if x.size(0, 1) else None
     masks = x.flags(rows, 3)
     masks[:, 0] = True
-    return Minibatches(
+    return JoinedMinibatches(
         epochs=tuple(range(len(counts))),
         counts=counts,
         log_ratio=x(rows),
@@ -260,7 +260,7 @@ def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates:
 
 def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
     """Nobody tells of distributions, losses or gradients: what remains is measured."""
-    bare = Minibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
+    bare = JoinedMinibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 
     assert recorded([Update()])[0].keys() <= {"telemetry/undefined"}
     assert recorded([Update(minibatches=bare)])[0]["policy/kl"] == 0.0

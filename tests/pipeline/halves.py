@@ -22,8 +22,8 @@ from esper_telemetry.updates.update import (
     BackwardGradients,
     CollectedRows,
     Episodes,
+    JoinedMinibatches,
     Layer,
-    Minibatches,
     RecurrentState,
     RolloutContext,
     Update,
@@ -121,7 +121,7 @@ def _rows_of(counts: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
     return cut
 
 
-def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
+def _minibatches(minibatches: JoinedMinibatches, rank: int) -> JoinedMinibatches:
     """A rank's rows; losses whose means, weighted by rows, are those of all."""
     cuts = [count // 3 for count in minibatches.counts]
     rows = _rows_of(minibatches.counts, rank)

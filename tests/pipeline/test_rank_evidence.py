@@ -11,7 +11,7 @@ from two_ranks import run_together
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates import Update
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 
@@ -19,7 +19,7 @@ EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 def jumping(log_ratio: torch.Tensor) -> Update:
     """An update of one minibatch."""
     return Update(
-        minibatches=Minibatches(
+        minibatches=JoinedMinibatches(
             epochs=(0,),
             counts=(len(log_ratio),),
             log_ratio=log_ratio,

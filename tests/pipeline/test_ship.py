@@ -18,7 +18,7 @@ from esper_telemetry.pipeline import ship as ship_module
 from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.pipeline.ship import ship, thinned
-from esper_telemetry.updates.update import BackwardGradients, Minibatches, Update
+from esper_telemetry.updates.update import BackwardGradients, JoinedMinibatches, Update
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -81,9 +81,9 @@ def untimed(values: Any) -> dict[str, float]:
     return {key: value for key, value in values.items() if not key.startswith(OF_TIME)}
 
 
-def minibatches(counts: tuple[int, ...]) -> Minibatches:
+def minibatches(counts: tuple[int, ...]) -> JoinedMinibatches:
     rows = torch.arange(float(sum(counts)))
-    return Minibatches(
+    return JoinedMinibatches(
         epochs=tuple(range(len(counts))),
         counts=counts,
         log_ratio=rows,

@@ -27,7 +27,7 @@ from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.updates.update import Minibatches, TrainingProgress, Update
+from esper_telemetry.updates.update import JoinedMinibatches, TrainingProgress, Update
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 
@@ -174,7 +174,7 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
 def wide(update: int) -> Update:
     """An update of six megabytes."""
     rows = torch.full((750_000,), 0.01)
-    minibatches = Minibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
+    minibatches = JoinedMinibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
     return Update(minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0))
 
 

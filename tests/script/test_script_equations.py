@@ -24,7 +24,7 @@ from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.equations import equation_checks
-from esper_telemetry.updates.update import Minibatches, Update
+from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 STALE = (
     (
@@ -457,7 +457,7 @@ def first_minibatch(
         "old_values": values.flatten(),
         "returns": values.flatten(),
     }
-    minibatches = Minibatches(
+    minibatches = JoinedMinibatches(
         (0,), (len(rows),), (torch.as_tensor(log_ratio) + zeros).flatten(), zeros.flatten(), None, {}, **columns
     )
     update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
@@ -531,7 +531,7 @@ def test_a_single_step_without_a_ratio_is_no_mistake_beside_a_setting_of_the_cli
 
     def differs(counts: tuple[int, ...]) -> bool:
         losses = torch.stack([-part.mean() for part in (log_probs * advantages).flatten().split(counts)])
-        minibatches = Minibatches(
+        minibatches = JoinedMinibatches(
             *((0,) * len(counts), counts, torch.zeros(8), advantages.flatten(), None, {"policy": losses}),
             logits={"action": logits.flatten(0, 1)},
             rows=torch.arange(8),

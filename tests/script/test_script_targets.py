@@ -15,7 +15,7 @@ from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import target_checks
-from esper_telemetry.updates.update import Minibatches, Update
+from esper_telemetry.updates.update import JoinedMinibatches, Update
 
 CHANGES = {
     "healthy": ("", "", set()),
@@ -97,7 +97,7 @@ def test_ends_of_several_environments_that_step_apart_are_not_known() -> None:
 FACTS = Facts(gamma=0.9, gae_lambda=0.8, columns_by_name=True, precision="fp32")
 
 
-def values_of(rollout: RolloutEnd, minibatches: Minibatches | None = None) -> dict[str, float]:
+def values_of(rollout: RolloutEnd, minibatches: JoinedMinibatches | None = None) -> dict[str, float]:
     update = Update(rollout=rollout, minibatches=minibatches, sampled=True)
     groups = [group for check in target_checks(update, FACTS) for group in check()]  # type: ignore[union-attr]  # all return groups
     return {key.removeprefix(EQUATION_KEY): value for group in groups for key, value in group.values().items()}

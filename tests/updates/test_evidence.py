@@ -22,12 +22,12 @@ from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.recording import recorder as recorder_module
 from esper_telemetry.updates.evidence import AlarmedUpdate, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
-from esper_telemetry.updates.update import BackwardGradients, GradientSample, Minibatches, Update
+from esper_telemetry.updates.update import BackwardGradients, GradientSample, JoinedMinibatches, Update
 
 
-def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
+def minibatches(log_ratio: list[float], **named: Any) -> JoinedMinibatches:
     rows = len(log_ratio)
-    return Minibatches(
+    return JoinedMinibatches(
         epochs=(0, 0),
         counts=(2, rows - 2),
         log_ratio=torch.tensor(log_ratio),

@@ -20,7 +20,7 @@ from esper_telemetry.adapters.taps import ErrorHandler, Tap
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardEnd, BeforeUpdate, OptimizerStep
 from esper_telemetry.recording.recorder import UpdateRecorder
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 
 class StorageMinibatch(NamedTuple):
@@ -202,7 +202,7 @@ class StorageMinibatchListener:
         self.step += 1
         self._batch = None
 
-    def joined(self, rows: Sequence[tuple[EvaluatedMinibatch, Tensor]]) -> Minibatches:
+    def joined(self, rows: Sequence[tuple[EvaluatedMinibatch, Tensor]]) -> JoinedMinibatches:
         """Return the minibatches that were recorded, each with the critic's estimates now."""
         return joined_minibatches(self._alg, *zip(*rows, strict=True), means=self._sampled)
 
@@ -238,7 +238,7 @@ class StorageMinibatchListener:
 @torch.no_grad()
 def joined_minibatches(
     alg: Any, rows: Sequence[EvaluatedMinibatch], values: Sequence[Tensor], *, means: bool
-) -> Minibatches:
+) -> JoinedMinibatches:
     """Return all minibatches of an update.
 
     Data augmentation by symmetries appends rows that no environment has shown: they are left out.
@@ -277,7 +277,7 @@ def joined_minibatches(
     losses = {"policy": policy_loss(columns, alg.clip_param), "value": value_loss(alg, columns)}
     known = [row.rows for row in rows if row.rows is not None]
     gaussian = all(row.parameters for row in rows)
-    return Minibatches(
+    return JoinedMinibatches(
         epochs=tuple([row.epoch for row in rows]),
         counts=counts,
         log_ratio=columns.log_ratio,

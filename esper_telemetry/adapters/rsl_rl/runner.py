@@ -18,10 +18,10 @@ from esper_telemetry.adapters.taps import Listener, Tap, listen, listen_to_clipp
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, RecurrentForward, Remover, RolloutEnd, RunStart
-from esper_telemetry.recording.recorder import record_updates
+from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.sources import ObservedSource
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 REQUIRED_ATTRIBUTES = ("actor", "critic", "storage", "optimizer", "clip_param", "compute_returns")
 """Attributes of an algorithm whose updates the adapter understands."""
@@ -54,7 +54,7 @@ class RunnerListener:
         self._ranks = int(getattr(runner, "gpu_world_size", 1))
         self._gradient_step = self._update * runner.alg.num_learning_epochs * runner.alg.num_mini_batches
         self._recorder = StorageRolloutRecorder(runner.alg, complete=self._update == 0)
-        self._record = record_updates(self._session, self, self._joined)
+        self._record = UpdateRecorder(self._session, self, self._joined)
         self._minibatches = StorageMinibatchListener(runner.alg, self._record)
         self._logged: dict[str, Any] = {}
         self._taps: list[Remover] = []
@@ -207,7 +207,7 @@ class RunnerListener:
             **mean_rate,
         )
 
-    def _joined(self, rows: Sequence[Any]) -> Minibatches:
+    def _joined(self, rows: Sequence[Any]) -> JoinedMinibatches:
         return self._minibatches.joined(rows)
 
     def _listen(self, owner: object, name: str, listener: Listener) -> Remover:

@@ -57,10 +57,10 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.recording.recorder import UpdateRecorder, record_updates
+from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 
 class ModelListener:
@@ -422,7 +422,7 @@ class TelemetryCallback(BaseCallback):
         model: Any = self.model
         if self._recorder is None:
             self.hooks.on(UpdateEnd, self._log_numbers)
-            self._recorder = record_updates(self._session, self, self._joined)
+            self._recorder = UpdateRecorder(self._session, self, self._joined)
             self._session.on_close(self.detach)
             self._session.search_on_failure(lambda: nonfinite_candidates(self.model))
         heads = ActionHeads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
@@ -443,7 +443,7 @@ class TelemetryCallback(BaseCallback):
         )
         self._minibatches = self._listener.minibatches
 
-    def _joined(self, blocks: Sequence[Any]) -> Minibatches:
+    def _joined(self, blocks: Sequence[Any]) -> JoinedMinibatches:
         """Join the minibatches of the model that learns, or has learned last."""
         assert self._minibatches is not None
         return self._minibatches.joined(blocks)

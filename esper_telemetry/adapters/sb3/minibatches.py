@@ -36,7 +36,7 @@ from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.event_parts import FirstMinibatch, UsedAdvantages
 from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd
 from esper_telemetry.recording.recorder import UpdateRecorder
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
     "old_log_prob", "advantages", "old_values", "returns", "actions"
@@ -119,7 +119,7 @@ class MinibatchJoiner:
         )
 
     @torch.no_grad()
-    def joined(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> Minibatches:
+    def joined(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> JoinedMinibatches:
         """Return all blocks; `rollout` is the event of their rollouts."""
         fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
         counts = tuple(chain.from_iterable(fields.counts))
@@ -148,7 +148,7 @@ class MinibatchJoiner:
         if rollout is not None and len(self._heads.names) > 1:
             now = self._heads.log_probs(heads, self._heads.actions(actions))
             ratios = {name: part - rollout.head_log_probs[name].flatten()[rows] for name, part in now.items()}
-        return Minibatches(
+        return JoinedMinibatches(
             epochs=tuple(chain.from_iterable(fields.epochs)),
             valid=None,
             counts=counts,
@@ -371,7 +371,7 @@ class MinibatchListener:
         """Begin with minibatches of other rollouts."""
         self.rollout, self._complete = None, True
 
-    def joined(self, blocks: Sequence[Block]) -> Minibatches:
+    def joined(self, blocks: Sequence[Block]) -> JoinedMinibatches:
         """Return the minibatches that were recorded in blocks."""
         return self._joiner.joined(blocks, self.rollout)
 

@@ -438,7 +438,7 @@ class EnvCall:
     reset_to: Any = None
 
 
-class CollectedSteps:
+class ObservedSteps:
     """What the environments returned in a rollout of T steps of B environments.
 
     Args:
@@ -471,7 +471,7 @@ class CollectedSteps:
         self.rewards = torch.from_numpy(self._grid([call.rewards for call in calls]))
 
     @classmethod
-    def of(cls, calls: Sequence[EnvCall], space: Any) -> CollectedSteps | None:
+    def of(cls, calls: Sequence[EnvCall], space: Any) -> ObservedSteps | None:
         """Return the steps of these calls; None unless all environments took the same number of steps."""
         sizes = {(call.env, len(call.rewards)) for call in calls}
         whole = len({env for env, _ in sizes}) == len(sizes) and (len(sizes) == 1 or {size for _, size in sizes} == {1})
@@ -619,10 +619,10 @@ class EpisodeLog:
             rows = _rows_of(result[0] if isinstance(result, tuple) else result, 1)
             call.reset_to = rows if rows is not None and rows.shape == call.returned.shape else call.reset_to
 
-    def collected(self) -> CollectedSteps | None:
+    def collected(self) -> ObservedSteps | None:
         """Return the steps since the last `take`; None unless all environments took the same number of steps."""
         spaces = [getattr(env, "single_action_space", getattr(env, "action_space", None)) for env in self._running]
-        return CollectedSteps.of(self._calls, spaces[0] if spaces else None)
+        return ObservedSteps.of(self._calls, spaces[0] if spaces else None)
 
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""

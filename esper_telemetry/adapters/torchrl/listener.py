@@ -34,10 +34,10 @@ from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.clock import PhaseTimes
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, Hooks, OptimizerStep, Remover, RolloutEnd, RunStart, UpdateStart
-from esper_telemetry.recording.recorder import record_updates
+from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.joining import joined_column
-from esper_telemetry.updates.update import Minibatches
+from esper_telemetry.updates.update import JoinedMinibatches
 
 PREFIX = "torchrl"
 """First segment of the keys of what a `Trainer` logs itself."""
@@ -121,7 +121,7 @@ class LossListener:
         self._logged: dict[str, Any] = {}
         self._times = PhaseTimes()
         self._gamma = 1.0
-        self._record = record_updates(self._session, self, self._joined)
+        self._record = UpdateRecorder(self._session, self, self._joined)
         self._begin()
 
     def _begin(self) -> None:
@@ -331,7 +331,7 @@ class LossListener:
             self.hooks.emit(BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm))
 
     @torch.no_grad()
-    def _joined(self, rows: Sequence[Row]) -> Minibatches:
+    def _joined(self, rows: Sequence[Row]) -> JoinedMinibatches:
         """Return all minibatches of the update."""
         fields: Any = Row._make(zip(*rows, strict=True))  # each field of all minibatches
         counts = tuple(map(len, fields.log_ratio))
@@ -340,7 +340,7 @@ class LossListener:
         old_values = None
         if self._rollout is not None and numbers is not None and values is not None:
             old_values = self._rollout.values.flatten()[numbers]
-        return Minibatches(
+        return JoinedMinibatches(
             epochs=fields.epoch,
             counts=counts,
             log_ratio=torch.cat(fields.log_ratio),
