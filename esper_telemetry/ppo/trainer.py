@@ -265,11 +265,6 @@ class PPO:
         return epoch + 1
 
     @property
-    def companions(self) -> Checkpointables:
-        """Former name of `checkpointables`."""
-        return self.checkpointables
-
-    @property
     def minibatch_envs(self) -> int:
         """Number of environments whose rows make up about one minibatch."""
         return max(1, self.env.num_envs // self.config.num_minibatches)

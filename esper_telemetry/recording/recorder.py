@@ -187,7 +187,8 @@ class UpdateRecorder:
         if rollout is not None:
             categorical = {} if minibatches is None else minibatches.logits
             take = partial(self._history.take, categorical=categorical, layers=self._layers, sampled=self._sampled)
-            self._telemetry.attempt(lambda event: compared.append(take(event)), rollout)
+            compares = self._telemetry.level > Level.MINIMAL
+            self._telemetry.attempt(lambda event: compared.append(take(event, compared=compares)), rollout)
         trimmed, context = compared[0] if compared else (None, RolloutContext())
         update = Update(
             rollout=trimmed,

@@ -77,7 +77,13 @@ class RolloutHistory:
         self._scales = {name: deque(history, DRIFT_UPDATES + 1) for name, history in state["scales"].items()}
 
     def take(
-        self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...], sampled: bool = False
+        self,
+        event: RolloutEnd,
+        *,
+        categorical: Iterable[str],
+        layers: tuple[Layer, ...],
+        sampled: bool = False,
+        compared: bool = True,
     ) -> tuple[RolloutEnd, RolloutContext]:
         """Return the rollout without its largest columns, and the columns that it is compared with.
 
@@ -88,7 +94,12 @@ class RolloutHistory:
             categorical: its categorical heads.
             layers: of its LSTM, in sampled updates.
             sampled: keep the distributions, of which equations are checked in sampled updates.
+            compared: False at a level that reports nothing of observations, normalisers and earlier rollouts.
         """
+        memory = self._memory(event, layers)
+        slim = replace(event, states=None, scales=NONE, observations=None)
+        if not compared:
+            return replace(slim, logits=NONE, means=NONE, head_log_probs=NONE), RolloutContext(memory=memory)
         observations = event.observations
         travels = observations is not None and observations.numel() <= MAX_OBSERVATION_ENTRIES
         context = RolloutContext(
@@ -102,7 +113,7 @@ class RolloutHistory:
                 for head in dict.fromkeys((*event.means, *event.log_std))
                 if head in event.actions
             },
-            memory=self._memory(event, layers),
+            memory=memory,
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),
             window=None if observations is None or travels else observation_window(observations),
@@ -120,8 +131,7 @@ class RolloutHistory:
             if head in event.actions
         }
         self._means = {head: mean_action(event.actions[head], valid=counted[head]) for head in context.mean_actions}
-        small = observations if travels else None
-        trimmed = replace(event, states=None, scales=NONE, observations=small)
+        trimmed = replace(slim, observations=observations) if travels else slim
         return trimmed if sampled else replace(trimmed, logits=NONE, means=NONE), context
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
