@@ -43,9 +43,9 @@ from equation_healthy import HEALTHY, Healthy
 from results import Row, save
 
 from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
-from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, equations
-from esper_telemetry.core.equations.schedule import RateHistory
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import EQUATION_KEY, Equation, equations
+from esper_telemetry.equations.schedules import RateHistory
 from esper_telemetry.journal.read import read_run
 
 BUGS: tuple[Bug, ...] = (

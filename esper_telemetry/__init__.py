@@ -44,34 +44,34 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Sum as Sum
     from esper_telemetry.delivery.catch_up import replay as replay
     from esper_telemetry.delivery.health import doctor as doctor
+    from esper_telemetry.equations.clipping import check_clipping as check_clipping
+    from esper_telemetry.equations.clipping import check_gradient as check_gradient
+    from esper_telemetry.equations.drawn_actions import check_actions as check_actions
+    from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy
+    from esper_telemetry.equations.gae_advantages import check_gae as check_gae
+    from esper_telemetry.equations.log_probs import check_log_probs as check_log_probs
+    from esper_telemetry.equations.minibatch_rows import check_log_ratios as check_log_ratios
+    from esper_telemetry.equations.minibatch_rows import check_minibatches as check_minibatches
+    from esper_telemetry.equations.normalization import (
+        check_normalized_advantages as check_normalized_advantages,
+    )
+    from esper_telemetry.equations.optimizer_step import check_optimizer_step as check_optimizer_step
+    from esper_telemetry.equations.policy_loss import check_policy_loss as check_policy_loss
+    from esper_telemetry.equations.replayed_outputs import (
+        check_replayed_log_probs as check_replayed_log_probs,
+    )
+    from esper_telemetry.equations.replayed_outputs import check_values as check_values
+    from esper_telemetry.equations.returns import check_returns as check_returns
+    from esper_telemetry.equations.schedules import check_schedule as check_schedule
+    from esper_telemetry.equations.total_loss import check_total_loss as check_total_loss
+    from esper_telemetry.equations.transitions import check_executed as check_executed
+    from esper_telemetry.equations.transitions import check_rewards as check_rewards
+    from esper_telemetry.equations.transitions import check_transitions as check_transitions
+    from esper_telemetry.equations.value_loss import check_value_loss as check_value_loss
     from esper_telemetry.events import Hooks as Hooks
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
-    from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy as check_entropy
-    from esper_telemetry.metrics.integrity.losses.losses import check_total_loss as check_total_loss
-    from esper_telemetry.metrics.integrity.losses.minibatches import check_log_ratios as check_log_ratios
-    from esper_telemetry.metrics.integrity.losses.minibatches import check_minibatches as check_minibatches
-    from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss as check_policy_loss
-    from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss as check_value_loss
-    from esper_telemetry.metrics.integrity.rollouts.actions import check_actions as check_actions
-    from esper_telemetry.metrics.integrity.rollouts.collection import (
-        check_replayed_log_probs as check_replayed_log_probs,
-    )
-    from esper_telemetry.metrics.integrity.rollouts.collection import check_values as check_values
-    from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs as check_log_probs
-    from esper_telemetry.metrics.integrity.rollouts.transitions import check_executed as check_executed
-    from esper_telemetry.metrics.integrity.rollouts.transitions import check_rewards as check_rewards
-    from esper_telemetry.metrics.integrity.rollouts.transitions import check_transitions as check_transitions
-    from esper_telemetry.metrics.integrity.schedules import check_schedule as check_schedule
-    from esper_telemetry.metrics.integrity.steps.gradients import check_clipping as check_clipping
-    from esper_telemetry.metrics.integrity.steps.gradients import check_gradient as check_gradient
-    from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step as check_optimizer_step
-    from esper_telemetry.metrics.integrity.targets.advantages import check_gae as check_gae
-    from esper_telemetry.metrics.integrity.targets.normalization import (
-        check_normalized_advantages as check_normalized_advantages,
-    )
-    from esper_telemetry.metrics.integrity.targets.returns import check_returns as check_returns
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
@@ -104,28 +104,28 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
-        "esper_telemetry.metrics.integrity.rollouts.actions": ("check_actions",),
-        "esper_telemetry.metrics.integrity.targets.advantages": ("check_gae",),
-        "esper_telemetry.metrics.integrity.rollouts.collection": (
+        "esper_telemetry.equations.drawn_actions": ("check_actions",),
+        "esper_telemetry.equations.gae_advantages": ("check_gae",),
+        "esper_telemetry.equations.replayed_outputs": (
             "check_replayed_log_probs",
             "check_values",
         ),
-        "esper_telemetry.metrics.integrity.losses.entropy_loss": ("check_entropy",),
-        "esper_telemetry.metrics.integrity.steps.gradients": ("check_clipping", "check_gradient"),
-        "esper_telemetry.metrics.integrity.rollouts.log_probs": ("check_log_probs",),
-        "esper_telemetry.metrics.integrity.losses.minibatches": ("check_log_ratios", "check_minibatches"),
-        "esper_telemetry.metrics.integrity.targets.normalization": ("check_normalized_advantages",),
-        "esper_telemetry.metrics.integrity.steps.optimizer_step": ("check_optimizer_step",),
-        "esper_telemetry.metrics.integrity.losses.policy_loss": ("check_policy_loss",),
-        "esper_telemetry.metrics.integrity.targets.returns": ("check_returns",),
-        "esper_telemetry.metrics.integrity.schedules": ("check_schedule",),
-        "esper_telemetry.metrics.integrity.losses.losses": ("check_total_loss",),
-        "esper_telemetry.metrics.integrity.rollouts.transitions": (
+        "esper_telemetry.equations.entropy_loss": ("check_entropy",),
+        "esper_telemetry.equations.clipping": ("check_clipping", "check_gradient"),
+        "esper_telemetry.equations.log_probs": ("check_log_probs",),
+        "esper_telemetry.equations.minibatch_rows": ("check_log_ratios", "check_minibatches"),
+        "esper_telemetry.equations.normalization": ("check_normalized_advantages",),
+        "esper_telemetry.equations.optimizer_step": ("check_optimizer_step",),
+        "esper_telemetry.equations.policy_loss": ("check_policy_loss",),
+        "esper_telemetry.equations.returns": ("check_returns",),
+        "esper_telemetry.equations.schedules": ("check_schedule",),
+        "esper_telemetry.equations.total_loss": ("check_total_loss",),
+        "esper_telemetry.equations.transitions": (
             "check_executed",
             "check_rewards",
             "check_transitions",
         ),
-        "esper_telemetry.metrics.integrity.losses.value_loss": ("check_value_loss",),
+        "esper_telemetry.equations.value_loss": ("check_value_loss",),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),

@@ -20,12 +20,13 @@ BELOW: dict[str, set[str]] = {
     "history": {"core"},
     "journal": {"core"},
     "metrics": {"core"},
-    "alarms": {"core", "history"},
-    "updates": {"core", "events", "metrics"},
+    "equations": {"core", "metrics"},
+    "alarms": {"core", "history", "equations"},
+    "updates": {"core", "events", "metrics", "equations"},
     "ppo": {"core", "events"},
     "sinks": {"core", "history", "alarms", "journal"},
     "importers": {"core", "history", "alarms", "journal"},
-    "views": {"core", "history", "alarms", "journal", "sinks", "importers"},
+    "views": {"core", "equations", "history", "alarms", "journal", "sinks", "importers"},
     "delivery": {"core", "journal", "sinks"},
     "pipeline": {"core", "updates", "history", "alarms", "journal"},
     "session": {
@@ -34,6 +35,7 @@ BELOW: dict[str, set[str]] = {
         "updates",
         "history",
         "alarms",
+        "equations",
         "metrics",
         "journal",
         "sinks",
@@ -42,16 +44,27 @@ BELOW: dict[str, set[str]] = {
         "importers",
         "views",
     },
-    "testing": {"core", "metrics", "journal", "sinks", "delivery"},
+    "testing": {"core", "equations", "journal", "sinks", "delivery"},
 }
-BELOW["recording"] = {"core", "events", "updates", "metrics", "session"}
+BELOW["recording"] = {"core", "events", "updates", "metrics", "equations", "session"}
 BELOW["telemetry"] = {*BELOW["session"], "session", "recording"}
-BELOW["adapters"] = {"core", "events", "updates", "metrics", "session", "recording", "telemetry"}
+BELOW["adapters"] = {"core", "events", "updates", "metrics", "equations", "session", "recording", "telemetry"}
 """Parts of the package that each part may import besides itself; `lab`, `cli` and `__main__` may import everything."""
 
 ABOVE_ALL = {"lab", "cli", "__main__", "__init__"}
 
-WITHOUT_TORCH = ("metrics", "history", "alarms", "journal", "delivery", "sinks", "views", "importers", "testing")
+WITHOUT_TORCH = (
+    "metrics",
+    "equations",
+    "history",
+    "alarms",
+    "journal",
+    "delivery",
+    "sinks",
+    "views",
+    "importers",
+    "testing",
+)
 
 
 def imports() -> Iterator[tuple[str, str, str]]:

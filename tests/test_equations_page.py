@@ -13,7 +13,7 @@ import pytest
 from forked import run_python
 
 from esper_telemetry.cli.check import parse
-from esper_telemetry.core.equations.equation import equations
+from esper_telemetry.equations.equation import equations
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "is_my_ppo_correct.md"

@@ -16,7 +16,7 @@ import equations
 from equation_bugs import CONTINUOUS, PROGRAMS, Bug, Edit, edited
 from equation_healthy import BOOTSTRAPPED, ROLLOUT_NORMALISED
 
-from esper_telemetry.core.equations.equation import equations as equations_of_ppo
+from esper_telemetry.equations.equation import equations as equations_of_ppo
 
 
 @dataclass(frozen=True)

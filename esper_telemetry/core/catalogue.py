@@ -20,7 +20,12 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Derived, Metric, MetricFamily, declared
 from esper_telemetry.core.redaction import error_line
 
-DECLARING_PACKAGES = ("esper_telemetry.metrics", "esper_telemetry.history", "esper_telemetry.alarms")
+DECLARING_PACKAGES = (
+    "esper_telemetry.metrics",
+    "esper_telemetry.equations",
+    "esper_telemetry.history",
+    "esper_telemetry.alarms",
+)
 ENTRY_POINT_GROUP = "esper_telemetry.metrics"
 
 RELEASES: Final = {

@@ -25,7 +25,9 @@ Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
 
 Result = TypeVar("Result")
 
-METRIC_MODULES: Final = f"{MetricGroup.__module__.partition('.')[0]}.metrics."
+METRIC_MODULES: Final = tuple(
+    f"{MetricGroup.__module__.partition('.')[0]}.{part}." for part in ("metrics", "equations")
+)
 """Beginning of the names of modules that hold metric functions."""
 NOTE_BYTES: Final = 128
 """Bytes of the name of a function in a `CallNote`."""

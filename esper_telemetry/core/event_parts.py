@@ -160,7 +160,7 @@ class CollectionReplay(NamedTuple):
     Attributes:
         values, actions: [T, B], and by head [T, B] or [T, B, D], of the rollout.
         rows: [N], numbers of its transitions, counted time by time, in the order of the outputs.
-        outputs: (name of a hypothesis of `metrics.integrity.collection`, or nothing for the stored inputs) -> outputs now, with `values`;
+        outputs: (name of a hypothesis of `equations.replayed_outputs`, or nothing for the stored inputs) -> outputs now, with `values`;
             None if the hypothesis does not apply.
         has_modes: the policy has layers that work differently in training.
     """
@@ -177,7 +177,7 @@ class FirstMinibatch(NamedTuple):
 
     Attributes:
         stored, trained: [N], log-probabilities at collection, and those of the trainer now.
-        passes: (name of a hypothesis of `metrics.integrity.rollouts.collection`) -> [N], log-probabilities that this mistake in training
+        passes: (name of a hypothesis of `equations.replayed_outputs`) -> [N], log-probabilities that this mistake in training
             would give; None if it does not apply. Valid during the event only.
     """
 

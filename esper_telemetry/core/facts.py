@@ -14,6 +14,13 @@ from typing import Any, Final
 from esper_telemetry.core.messages import shown
 from esper_telemetry.core.requirements import require_text, require_truth
 
+UNCHECKED_FACT: Final = "unchecked_equations"
+"""Fact of a run: reasons why its trainer does not show what equations need, by their names.
+
+Trainers and adapters add it to the facts of `RunStart`. A reason continues "could not be checked: ", and counts where no record has the
+equation.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
@@ -30,7 +37,7 @@ class Facts(Mapping[str, Any]):
     precision: str | None = None  # of the trainer's arithmetic: fp32, tf32, bf16 or fp16
     escalation: int | None = None  # updates at DEBUG after a critical alarm, as the user has set them
     thresholds: Mapping[str, Any] = field(default_factory=dict)  # bounds of alarms that the user has changed, by name
-    unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `core.equations.equation.UNCHECKED_FACT`
+    unchecked_equations: Mapping[str, str] = field(default_factory=dict)  # see `UNCHECKED_FACT`
 
     env: str | None = None  # name of the environment
     num_envs: int | None = None  # environments of all ranks
@@ -56,7 +63,7 @@ class Facts(Mapping[str, Any]):
     num_minibatches: int | None = None  # of an epoch
     optimizer: str | None = None  # class of the optimizer
     learning_rate: float | None = None  # of the first update
-    learning_rate_schedule: Mapping[str, Any] | None = None  # see `core.equations.schedule.SCHEDULE_FACT`
+    learning_rate_schedule: Mapping[str, Any] | None = None  # see `core.rate_schedule`
     max_grad_norm: float | None = None
     clip: float | None = None  # of the probability ratio: half width of the trust region
     clip_value: float | None = None  # of the critic's move

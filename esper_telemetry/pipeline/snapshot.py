@@ -42,7 +42,7 @@ STATIC: Final = (
     *(AlarmRule, Ramp),
 )
 """Types of what a state refers to and does not contain."""
-STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.core.equations.")
+STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.equations.")
 """Beginnings of the names of modules whose classes a snapshot may name, and whose sources must be as they were."""
 DATA_MODULES: Final = ("esper_telemetry.core.record", "esper_telemetry.journal.lines", "esper_telemetry.journal.read")
 OTHER_CLASSES: Final = frozenset(

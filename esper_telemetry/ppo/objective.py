@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.equations.objective import LossRows
 from esper_telemetry.core.event_parts import Shard
+from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add

@@ -179,7 +179,7 @@ class TrainerReplay:
 
     @torch.no_grad()
     def _collected(self, hypothesis: str) -> Outputs | None:
-        """Outputs now, with values, for the stored inputs or those of a hypothesis of `metrics.integrity.collection`."""
+        """Outputs now, with values, for the stored inputs or those of a hypothesis of `equations.replayed_outputs`."""
         policy, recurrence = self._policy, self._rollout.recurrence
         if hypothesis == "mask_missing" != self._other_inputs:
             masked = dict(self._rollout.action_masks)

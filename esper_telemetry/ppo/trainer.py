@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.event_parts import Shard
-from esper_telemetry.core.facts import DECLARED
+from esper_telemetry.core.facts import DECLARED, UNCHECKED_FACT
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for

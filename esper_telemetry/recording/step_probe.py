@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_telemetry.core.equations.objective import MinibatchForward, MinibatchObjective
+from esper_telemetry.core.minibatch_objective import MinibatchForward, MinibatchObjective
 from esper_telemetry.core.record import Level
+from esper_telemetry.equations.optimizer_step import settings_of
 from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
-from esper_telemetry.metrics.integrity.steps.optimizer_step import settings_of
 from esper_telemetry.recording.probes import TimedListener
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.steps import (

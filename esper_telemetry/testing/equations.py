@@ -14,22 +14,22 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import ParamSpec
 
-from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.losses.entropy_loss import check_entropy
-from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
-from esper_telemetry.metrics.integrity.losses.minibatches import check_log_ratios, check_minibatches
-from esper_telemetry.metrics.integrity.losses.policy_loss import check_policy_loss
-from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
-from esper_telemetry.metrics.integrity.rollouts.actions import check_actions
-from esper_telemetry.metrics.integrity.rollouts.collection import check_replayed_log_probs, check_values
-from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs
-from esper_telemetry.metrics.integrity.rollouts.transitions import check_executed, check_rewards, check_transitions
-from esper_telemetry.metrics.integrity.schedules import check_schedule
-from esper_telemetry.metrics.integrity.steps.gradients import check_clipping, check_gradient
-from esper_telemetry.metrics.integrity.steps.optimizer_step import check_optimizer_step
-from esper_telemetry.metrics.integrity.targets.advantages import check_gae
-from esper_telemetry.metrics.integrity.targets.normalization import check_normalized_advantages
-from esper_telemetry.metrics.integrity.targets.returns import check_returns
+from esper_telemetry.equations.clipping import check_clipping, check_gradient
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.drawn_actions import check_actions
+from esper_telemetry.equations.entropy_loss import check_entropy
+from esper_telemetry.equations.gae_advantages import check_gae
+from esper_telemetry.equations.log_probs import check_log_probs
+from esper_telemetry.equations.minibatch_rows import check_log_ratios, check_minibatches
+from esper_telemetry.equations.normalization import check_normalized_advantages
+from esper_telemetry.equations.optimizer_step import check_optimizer_step
+from esper_telemetry.equations.policy_loss import check_policy_loss
+from esper_telemetry.equations.replayed_outputs import check_replayed_log_probs, check_values
+from esper_telemetry.equations.returns import check_returns
+from esper_telemetry.equations.schedules import check_schedule
+from esper_telemetry.equations.total_loss import check_total_loss
+from esper_telemetry.equations.transitions import check_executed, check_rewards, check_transitions
+from esper_telemetry.equations.value_loss import check_value_loss
 
 P = ParamSpec("P")
 

@@ -14,35 +14,33 @@ from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.requirements import Value
-from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
-from esper_telemetry.metrics.integrity.losses.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
-from esper_telemetry.metrics.integrity.losses.losses import check_total_loss
-from esper_telemetry.metrics.integrity.losses.minibatches import (
-    LOG_RATIOS,
-    MINIBATCHES,
-    check_log_ratios,
-    check_minibatches,
-)
-from esper_telemetry.metrics.integrity.losses.policy_loss import POLICY_LOSS, check_policy_loss
-from esper_telemetry.metrics.integrity.losses.value_loss import check_value_loss
-from esper_telemetry.metrics.integrity.rollouts.actions import (
+from esper_telemetry.equations.calibration import ActionInputs
+from esper_telemetry.equations.comparison import EquationCheck, unchecked
+from esper_telemetry.equations.drawn_actions import (
     MAX_SQUASHED,
     action_inputs,
     action_totals,
     judge_actions,
 )
-from esper_telemetry.metrics.integrity.rollouts.calibration import ActionInputs
-from esper_telemetry.metrics.integrity.rollouts.collection import (
+from esper_telemetry.equations.effects import action_effect, judge_effects
+from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, GAUSSIAN_ENTROPY, check_entropy
+from esper_telemetry.equations.log_probs import check_log_probs, shifted
+from esper_telemetry.equations.minibatch_rows import (
+    LOG_RATIOS,
+    MINIBATCHES,
+    check_log_ratios,
+    check_minibatches,
+)
+from esper_telemetry.equations.policy_loss import POLICY_LOSS, check_policy_loss
+from esper_telemetry.equations.replayed_outputs import (
     FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     VALUES,
     check_replayed_log_probs,
     check_values,
 )
-from esper_telemetry.metrics.integrity.rollouts.effects import action_effect, judge_effects
-from esper_telemetry.metrics.integrity.rollouts.log_probs import check_log_probs, shifted
-from esper_telemetry.metrics.integrity.rollouts.transitions import (
+from esper_telemetry.equations.total_loss import check_total_loss
+from esper_telemetry.equations.transitions import (
     check_executed,
     check_rewards,
     check_transitions,
@@ -50,6 +48,8 @@ from esper_telemetry.metrics.integrity.rollouts.transitions import (
     compare_transitions,
     informative,
 )
+from esper_telemetry.equations.value_loss import check_value_loss
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import certain, target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.equations.equation import Equation
 from esper_telemetry.core.event_parts import (
     Activations,
     CollectionReplay,
@@ -27,17 +26,18 @@ from esper_telemetry.core.event_parts import (
 )
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import NONE, BeforeUpdate, RolloutEnd
-from esper_telemetry.metrics.actions import greedy_agreement
-from esper_telemetry.metrics.integrity.equations import EquationCheck
-from esper_telemetry.metrics.integrity.rollouts.collection import (
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.equation import Equation
+from esper_telemetry.equations.log_probs import LogProbInputs, log_prob
+from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
+from esper_telemetry.equations.replayed_outputs import (
     FIRST_DIFFERENCE,
     REPLAYED_LOG_PROBS,
     check_replayed_log_probs,
     check_values,
 )
-from esper_telemetry.metrics.integrity.rollouts.log_probs import LogProbInputs, log_prob
-from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
+from esper_telemetry.events import NONE, BeforeUpdate, RolloutEnd
+from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.kl import kl_after_update, kl_rows
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.core.containment import Measurement
-from esper_telemetry.core.equations.objective import LossRows, MinibatchForward
-from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
-from esper_telemetry.metrics.integrity.steps.gradient_equation import GRADIENT
-from esper_telemetry.metrics.integrity.steps.gradients import compare_clipping, compare_gradient, same_gradient
-from esper_telemetry.metrics.integrity.steps.loss_gradients import GradientsByName, LossGradients
-from esper_telemetry.metrics.integrity.steps.optimizer_step import (
+from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward
+from esper_telemetry.equations.clipping import compare_clipping, compare_gradient, same_gradient
+from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.gradient_equation import GRADIENT
+from esper_telemetry.equations.loss_gradients import GradientsByName, LossGradients
+from esper_telemetry.equations.optimizer_step import (
     OPTIMIZER_STEP,
     ParameterStep,
     StepSettings,

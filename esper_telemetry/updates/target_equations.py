@@ -16,12 +16,12 @@ from torch import Tensor
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard
+from esper_telemetry.equations.gae_advantages import ADVANTAGES, compare_advantages
+from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
+from esper_telemetry.equations.returns import RETURNS, check_returns
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
-from esper_telemetry.metrics.integrity.targets.advantages import ADVANTAGES, compare_advantages
-from esper_telemetry.metrics.integrity.targets.gae import GaeInputs, following_values, gae, is_standard
-from esper_telemetry.metrics.integrity.targets.normalization import Scope, check_normalized_advantages
-from esper_telemetry.metrics.integrity.targets.returns import RETURNS, check_returns
 from esper_telemetry.updates.update import (
     TARGET_COLUMNS,
     CollectedRows,

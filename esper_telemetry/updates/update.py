@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.event_parts import Transitions
+from esper_telemetry.equations.optimizer_step import StepSettings
 from esper_telemetry.events import NONE, RolloutEnd, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
-from esper_telemetry.metrics.integrity.steps.optimizer_step import StepSettings
 from esper_telemetry.metrics.lstm.gates import GRUWeights, LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState

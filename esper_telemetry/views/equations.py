@@ -12,7 +12,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from esper_telemetry.alarms.rules.exact.equations import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
-from esper_telemetry.core.equations.equation import (
+from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.record import Record, RunInfo, judgeable
+from esper_telemetry.equations.equation import (
     Equation,
     EquationResult,
     Hypothesis,
@@ -21,9 +23,7 @@ from esper_telemetry.core.equations.equation import (
     equations,
     phrase,
 )
-from esper_telemetry.core.equations.schedule import SCHEDULES, RateHistory
-from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.record import Record, RunInfo, judgeable
+from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
 from esper_telemetry.sinks.console import make_console
 
 State = Literal["matches", "variant", "differs", "unchecked"]
@@ -165,7 +165,7 @@ class EquationHistory:
         self._rates.add(record.axes.env_step, values.get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
-            self._results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
+            self._results.setdefault(SCHEDULES.name, []).append((record.axes.update, schedules))
 
     def rows(self, run: RunInfo) -> list[EquationRow]:
         """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
@@ -190,8 +190,10 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     variants = [(update, result) for update, result in results if result.holds and not result.matches]
     shown = wrong or variants
     # a schedule is compared over all updates so far: the last comparison knows most
-    explanations = _common([result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES else shown)])
-    if explanations and equation.name != SCHEDULES:
+    explanations = _common(
+        [result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES.name else shown)]
+    )
+    if explanations and equation.name != SCHEDULES.name:
         shown = [(update, result) for update, result in shown if set(explanations) & set(result.explanations)]
     fitted: dict[str, float] = {}
     for _, result in shown:

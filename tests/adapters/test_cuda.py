@@ -29,8 +29,8 @@ from esper_telemetry import (
     ratio_diagnostics,
     read_run,
 )
-from esper_telemetry.core.equations.equation import equation_results
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.journal import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries announce changes of their own

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
-from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.event_parts import FirstMinibatch
+from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.events import AfterUpdate, BackwardEnd, BeforeUpdate, Hooks, MinibatchStart
 
 pytestmark = pytest.mark.sb3

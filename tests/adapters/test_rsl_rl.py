@@ -22,8 +22,8 @@ from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.rsl_rl import attach_runner
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.core.equations.equation import EQUATION_KEY, equation_results
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import EQUATION_KEY, equation_results
 from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = pytest.mark.sb3

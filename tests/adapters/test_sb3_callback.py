@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.adapters.taps import Tap, listen
-from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.testing import MemorySink
 
 pytestmark = pytest.mark.sb3

@@ -27,8 +27,8 @@ from stable_baselines3.common.env_util import make_vec_env
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.core.record import Record
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.journal import Run, read_run
 from esper_telemetry.updates.replays import FirstPasses
 

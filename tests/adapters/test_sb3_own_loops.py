@@ -21,7 +21,7 @@ from sb3_own_loops import (
 )
 from torch import nn
 
-from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
+from esper_telemetry.equations.equation import EQUATION_KEY, FITTED_KEY, equations
 
 pytestmark = pytest.mark.sb3
 

@@ -20,8 +20,8 @@ from stable_baselines3.common.vec_env import VecNormalize
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.record import Record
+from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.lab.faults.sb3_models import MaskedArms
 
 pytestmark = pytest.mark.sb3

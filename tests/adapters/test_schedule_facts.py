@@ -12,8 +12,9 @@ import torch
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.adapters.script.settings import find_schedule, unchecked_equations
 from esper_telemetry.adapters.script.variables import Variables
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT, equations
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT
+from esper_telemetry.equations.equation import equations
 from esper_telemetry.events import MinibatchStart
 from esper_telemetry.views.equations import EquationRow, equation_rows
 

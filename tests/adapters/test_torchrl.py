@@ -21,8 +21,8 @@ from esper_telemetry import Alarm, RunStatus, Telemetry, read_run, watch_pair
 from esper_telemetry.adapters.taps import Tap
 from esper_telemetry.adapters.torchrl import attach_loss
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.core.equations.equation import equation_results
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import equation_results
 from esper_telemetry.importers import read_foreign, read_source
 
 pytestmark = [pytest.mark.sb3, pytest.mark.filterwarnings("ignore")]

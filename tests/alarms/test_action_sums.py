@@ -10,7 +10,7 @@ import torch
 from esper_telemetry.alarms.baselines import Baselines
 from esper_telemetry.alarms.rule import Limits, View
 from esper_telemetry.alarms.rules.exact.equations import CalibrationJudge, sum_bound
-from esper_telemetry.metrics.integrity.rollouts.actions import action_inputs, action_totals, check_actions
+from esper_telemetry.equations.drawn_actions import action_inputs, action_totals, check_actions
 
 
 def record(logits: torch.Tensor, actions: torch.Tensor) -> dict[str, float]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from esper_telemetry.alarms import Detectors
-from esper_telemetry.core.equations import equation as core
-from esper_telemetry.core.equations.equation import Equation, Hypothesis
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
+from esper_telemetry.equations import equation as declarations
+from esper_telemetry.equations.equation import Equation, Hypothesis
 
 
 def declare(name: str, rank: int, *hypotheses: Hypothesis, advice: str = "") -> Equation:
@@ -37,14 +37,13 @@ SUMS = declare(
 )
 MEANS = declare("means", 2, Hypothesis("half", "halves", "m = s / 2"), advice="Look at the means.")
 LOSSES = declare("losses", 3)
-RATES = core.equations()["schedules"]
+RATES = declarations.equations()["schedules"]
 
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {one.name: one for one in (LOSSES, SUMS, MEANS, RATES)}
-    for module in ("core.equations.equation", "core.equations.schedule"):
-        monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
+    monkeypatch.setattr("esper_telemetry.equations.equation.equations", lambda: by_name)
 
 
 def judged(*updates: Mapping[str, float], **facts: object) -> list[Alarm]:

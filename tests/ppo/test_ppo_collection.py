@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from esper_telemetry import Telemetry, attach
-from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 from esper_telemetry.journal import read_run
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import make_env

@@ -19,9 +19,9 @@ from esper_telemetry.adapters.script.objective import left_out, loss_terms
 from esper_telemetry.adapters.script.recorders import EpisodeLog
 from esper_telemetry.adapters.script.rollouts import RolloutFinder
 from esper_telemetry.adapters.script.variables import Variables
-from esper_telemetry.core.equations.equation import EQUATION_KEY
-from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.minibatch_objective import MinibatchObjective
+from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.equations import equation_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update

@@ -8,8 +8,8 @@ import pytest
 from forked import run_python
 
 from esper_telemetry import read_run
-from esper_telemetry.core.equations.equation import equation_results
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import equation_results
 
 SCRIPT = Path(__file__).parent / "scripts" / "wrong_losses.py"
 CHECKED = {"policy_loss", "value_loss", "entropy_loss", "total_loss", "minibatches"}

@@ -11,8 +11,8 @@ from test_script_runs import SCRIPTS, with_telemetry
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.recorders import EpisodeLog
-from esper_telemetry.core.equations.equation import EQUATION_KEY
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.target_equations import target_checks
 from esper_telemetry.updates.update import JoinedMinibatches, Update

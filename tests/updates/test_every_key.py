@@ -25,12 +25,12 @@ LATER = "needs 50 updates: tests/history/test_temporal.py"
 ON_A_DEVICE = "needs a policy on a GPU"
 ELSEWHERE = {
     "{key}/cusum": LATER,
-    "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/metrics/integrity/test_effects.py",
+    "policy/action_effect": "needs 128 steps of one rollout within episodes: tests/equations/test_effects.py",
     "opt/lr/{group}": "needs parameter groups with different rates: tests/updates/test_all_wired.py",
     "perf/memory/device_mib": ON_A_DEVICE,
     "perf/memory/device_frac": ON_A_DEVICE,
-    "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/metrics/integrity/test_equations.py",
-    "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/metrics/integrity/test_equations.py",
+    "integrity/equation_tolerance/{equation}": "needs an equation with a tolerance of its own: tests/equations/test_equations.py",
+    "integrity/fitted/{equation}": "needs a wrong equation with a fitted parameter: tests/equations/test_equations.py",
 }
 """Keys that no run here can report, and why."""
 

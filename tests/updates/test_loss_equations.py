@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.core.equations.equation import EQUATION_KEY, EquationResult, equation_results
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.metrics.integrity.losses.losses import LOSS_TOLERANCE
+from esper_telemetry.equations.equation import EQUATION_KEY, EquationResult, equation_results
+from esper_telemetry.equations.total_loss import LOSS_TOLERANCE
 from esper_telemetry.ppo.rollout import Batch
 from esper_telemetry.updates.equations import short_passes
 

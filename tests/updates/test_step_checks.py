@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.core.equations.equation import EQUATION_KEY, FITTED_KEY, equations
-from esper_telemetry.core.equations.objective import MinibatchObjective
+from esper_telemetry.core.minibatch_objective import MinibatchObjective
+from esper_telemetry.equations.equation import EQUATION_KEY, FITTED_KEY, equations
 from esper_telemetry.events import BackwardEnd
 from esper_telemetry.pipeline.sampling import Sampling
 from esper_telemetry.ppo import PPO, PPOConfig

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from esper_telemetry.core.equations import equation as core
-from esper_telemetry.core.equations.equation import Equation, Hypothesis
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo
+from esper_telemetry.equations import equation as declarations
+from esper_telemetry.equations.equation import Equation, Hypothesis
 from esper_telemetry.views.equations import EquationRow, equation_rows, print_equations
 
 SUM = Equation(
@@ -39,14 +39,14 @@ CAUSE = Equation(
     inputs="terms",
     rank=1,
 )
-RATES = core.equations()["schedules"]
+RATES = declarations.equations()["schedules"]
 
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three equations, two of them of these tests."""
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
-    for module in ("core.equations.equation", "core.equations.schedule", "views.equations"):
+    for module in ("equations.equation", "views.equations"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.updates.failure import Candidate
 
 HEAD = "action"

@@ -23,8 +23,8 @@ from esper_telemetry.adapters.sb3.replay import CHUNK_ROWS, StoredRollout, distr
 from esper_telemetry.adapters.taps import in_mode, without_trace
 from esper_telemetry.core.event_parts import CollectionReplay, Outputs, Transitions
 from esper_telemetry.core.tensors import are_rescaled
+from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_KEPT_ENTRIES = 1 << 12
 """Entries of a step's observations up to which they are copied as the policy received them."""

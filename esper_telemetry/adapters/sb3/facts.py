@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 from esper_telemetry.updates.pickles import policy_copy
 

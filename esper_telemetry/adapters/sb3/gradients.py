@@ -24,8 +24,8 @@ from esper_telemetry.adapters.columns import LossColumns, loss_columns, normaliz
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import without_trace
-from esper_telemetry.core.equations.objective import LossRows, MinibatchForward, MinibatchObjective
 from esper_telemetry.core.event_parts import FirstMinibatch, Shard
+from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward, MinibatchObjective
 from esper_telemetry.events import HeadsBackward, Hooks, TrunkBackward
 from esper_telemetry.updates.pickles import policy_copy
 

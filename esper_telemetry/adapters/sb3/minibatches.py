@@ -32,8 +32,8 @@ from esper_telemetry.adapters.sb3.gradients import (
     shard_gradients,
 )
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.event_parts import FirstMinibatch, UsedAdvantages
+from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd
 from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.updates.update import JoinedMinibatches

@@ -50,10 +50,12 @@ from esper_telemetry.adapters.script.recorders import (
 from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
-from esper_telemetry.core.equations.objective import MinibatchObjective
 from esper_telemetry.core.event_parts import RolloutActions
+from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
+from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
+from esper_telemetry.equations.transitions import checksums
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -65,8 +67,6 @@ from esper_telemetry.events import (
     UpdateEnd,
     UpdateStart,
 )
-from esper_telemetry.metrics.integrity.rollouts.collection import FIRST_DIFFERENCE
-from esper_telemetry.metrics.integrity.rollouts.transitions import checksums
 
 DEFAULT_GAMMA = 0.99
 """Discount factor of scripts that do not say theirs."""

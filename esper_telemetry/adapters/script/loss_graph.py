@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from esper_telemetry.adapters.columns import HeadColumns
-from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
+from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
 
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import HeadColumns
 from esper_telemetry.adapters.script.loss_graph import EntropyTerm, LossReading, PolicyTerm, ValueTerm
-from esper_telemetry.metrics.integrity.losses.entropy_loss import GAUSSIAN_ENTROPY
+from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
 
 SAME_WEIGHT = 0.02
 """Relative difference up to which the weight of a loss is the one that the settings say."""

@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge
 from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, ValueTerm, leaves_of
 from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
-from esper_telemetry.core.equations.objective import LossRows
-from esper_telemetry.metrics.integrity.steps.loss_gradients import TERM_LOSSES, flat64
+from esper_telemetry.core.minibatch_objective import LossRows
+from esper_telemetry.equations.loss_gradients import TERM_LOSSES, flat64
 
 
 class LossTerms(NamedTuple):

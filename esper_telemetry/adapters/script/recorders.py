@@ -21,7 +21,7 @@ from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
-from esper_telemetry.metrics.integrity.rollouts.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
+from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_DISTRIBUTIONS = 64
 """Distributions of one minibatch that are recorded: more of them are no heads."""

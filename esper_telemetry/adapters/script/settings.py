@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 from esper_telemetry.adapters.script.loss_graph import LossReading
 from esper_telemetry.adapters.script.rollouts import SAME_LINE, ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, settings_of
-from esper_telemetry.core.equations.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 
 FACTS: Mapping[str, Aliases] = {
     "clip": (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.torchrl.rollouts import HEAD, acting_distribution, is_squashed
-from esper_telemetry.core.equations.equation import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.updates.failure import Candidate
 
 NORMALIZERS = ("ObservationNorm", "VecNorm", "VecNormV2")

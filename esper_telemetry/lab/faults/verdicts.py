@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
-from esper_telemetry.core.equations.schedule import SCHEDULES
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
+from esper_telemetry.equations.schedules import SCHEDULES
 from esper_telemetry.journal.read import read_run
 from esper_telemetry.lab.faults.runs import RUN_FILE, FaultRun, read_fault_run
 
@@ -123,7 +123,7 @@ def equation_hypotheses(alarm: Alarm, record: Record) -> frozenset[str]:
         return frozenset()
     equation = equations().get(alarm.key.removeprefix(EQUATION_KEY))
     if equation is None:
-        return frozenset({SCHEDULES})
+        return frozenset({SCHEDULES.name})
     return frozenset(map(equation.label, equation.explanations(record.values)))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults_builders import cartpole, equal, learn, pendulum, recall, recorded, weights
 
-from esper_telemetry.core.equations.equation import EQUATION_KEY
+from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.lab.faults import FAULTS, NotApplicableError, find, inject, schedule
 from esper_telemetry.ppo import PPO, PPOConfig

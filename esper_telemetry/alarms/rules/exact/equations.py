@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count, number
-from esper_telemetry.core.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
-from esper_telemetry.core.equations.schedule import SCHEDULES, RateHistory
+from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
+from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
 
 EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the compute precision, for integrity/equation")
 UNEXPLAINED = count(
@@ -88,7 +88,7 @@ def _finding(differences: Sequence[EquationResult]) -> Finding:
 
 def _key(equation: Equation) -> str:
     """Return the key that shows an equation: schedules are compared by the rates of all records."""
-    return RATE_KEY if equation.name == SCHEDULES else EQUATION_KEY + equation.name
+    return RATE_KEY if equation.name == SCHEDULES.name else EQUATION_KEY + equation.name
 
 
 def _others(others: Sequence[EquationResult]) -> str:

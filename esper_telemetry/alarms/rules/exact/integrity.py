@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from esper_telemetry.alarms.judges import AboveBound
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count, hard, number
-from esper_telemetry.core.equations.equation import EQUATION_KEY, equations
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
 
 NONFINITE: Final = "_nonfinite"
 """Ending of the keys that count what was left out of a metric because it was not finite."""

@@ -1,1 +1,0 @@
-"""Declarations of equations, and the settings that they need."""

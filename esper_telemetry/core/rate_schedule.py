@@ -1,0 +1,107 @@
+"""The schedule of a run's learning rate, as a fact of the run: a straight line over the environment steps, or a table of rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+SCHEDULE_FACT: Final = "learning_rate_schedule"
+"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent where it is not known."""
+
+MIN_TOLERANCE: Final = 1e-4
+"""Share of the largest rate that is rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSchedule:
+    """A learning rate that goes from one number to another, in a straight line unless `curve` says otherwise.
+
+    Attributes:
+        initial, final: at the beginning and at the end; equal where the rate is constant.
+        total_steps: environment steps of the run.
+        begin: environment steps before its first update, where a run was resumed.
+        final_is_set: False where the settings say that the rate is annealed, and not to which number.
+        counts: numbers that a program may count in place of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
+        curve: rates at equal distances from the beginning to the end of the run, the first `initial` and the last `final`; empty for a
+            straight line.
+        defect: name of the hypothesis that the curve itself is: `negative`, `ending_early` or `restarting`; empty for a sound one. The
+            reference is then its sound part, from the beginning to `sound_share`, over the whole run.
+        sound_share: share of the run after which the curve falls below 0, ends, or restarts.
+    """
+
+    initial: float
+    final: float
+    total_steps: int
+    begin: int = 0
+    final_is_set: bool = True
+    counts: Mapping[str, int] = field(default_factory=dict)
+    curve: Sequence[float] = ()
+    defect: str = ""
+    sound_share: float = 1.0
+
+    @classmethod
+    def tabulated(cls, rate: Callable[[float], float], *, points: int = 257, **settings: Any) -> RateSchedule:
+        """Return the schedule of a function of the share of the run that is over, 0 to 1; `settings` are other attributes."""
+        curve = [float(rate(place / (points - 1))) for place in range(points)]
+        defect, sound = _defect_of(np.array(curve))
+        if defect:
+            settings |= {"defect": defect, "sound_share": sound, "curve": tuple(curve)}
+            return cls(initial=max(curve[: 2 + int(sound * points)]), final=0.0, **settings)
+        straight = np.allclose(
+            curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
+        )
+        if straight and curve[0] < MAX_RISING_START * curve[-1]:
+            curve.reverse()  # the share that is over was taken for the one that is left: the run rises where it should fall
+        return cls(initial=curve[0], final=curve[-1], curve=() if straight else tuple(curve), **settings)
+
+    def fact(self) -> dict[str, Any]:
+        """Return the value of the fact."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _defect_of(curve: Array) -> tuple[str, float]:
+    """Return the name of what is wrong with a configured curve, and the share of the run before; "" and 1 if nothing is.
+
+    Steps down, rises from 0, curved restarts (1608.03983) and ends above 0 are published schedules.
+    """
+    scale, last = float(np.abs(curve).max()), len(curve) - 1
+    below = np.flatnonzero(curve < -MIN_TOLERANCE * scale)
+    if len(below):
+        return "negative", max(0, int(below[0]) - 1) / last
+    moving = np.flatnonzero(curve > MIN_TOLERANCE * scale)
+    if len(moving) and moving[-1] + 1 <= (1 - MIN_IDLE_SHARE) * last:
+        return "ending_early", (int(moving[-1]) + 1) / last
+    inner = curve[1:-1]  # x % 1 is 0 at both ends
+    jumps = np.flatnonzero(np.diff(inner) > MIN_RESTART * scale)
+    period = int(jumps[0]) + 1 if len(jumps) else 0
+    if period < MIN_RESTART_POINTS:
+        return "", 1.0
+    line = np.linspace(inner[0], inner[period - 1], period)
+    again = line[np.arange(len(inner)) % period]
+    straight = np.abs(inner[:period] - line).max() <= MIN_TOLERANCE * scale
+    repeats = np.mean(np.abs(inner - again) > MAX_RESTART_ERROR * scale) <= MAX_RESTART_ERROR
+    if straight and repeats and line[0] - line[-1] > MIN_RESTART * scale:
+        return "restarting", period / last
+    return "", 1.0
+
+
+MAX_RISING_START: Final = 0.05
+"""First rate, as a share of the last one, up to which a straight rise over the whole run is a fall that was turned round."""
+
+MIN_IDLE_SHARE: Final = 0.1
+"""Share of a run with a rate of 0 at its end, from which on a curve ends too soon."""
+
+MIN_RESTART: Final = 0.1
+"""Fall and jump of a straight curve, as a share of its largest rate, from which on it restarts."""
+
+MIN_RESTART_POINTS: Final = 8
+"""Points of a table between two jumps from which on the form of a curve between them is known."""
+
+MAX_RESTART_ERROR: Final = 0.05
+"""Share of the largest rate by which lines that restart may differ, and share of the points that may differ by more."""

@@ -1,0 +1,464 @@
+"""Explanations of advantages with a fitted parameter.
+
+Each fit returns the parameter and the advantages [T, B] that GAE gives with it, or None. Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.equation import TOLERANCES, Hypothesis
+from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
+
+ADVANTAGE_TOLERANCE = 1.0
+"""Factor of `TOLERANCES` for advantages. Loops in float32 come to 2e-7 relative error with values near 0, 2e-6 over 128 steps and 2e-5 over
+2048 steps with values near 1000 and no discount."""
+
+MIN_TERMINATIONS = 3
+"""Terminations from which on what was added to their rewards is compared with a constant."""
+
+MIN_ENDS = 4
+"""Ends of episodes from which on they are compared with those that the claimed advantages have."""
+
+MIN_BOOTSTRAPPED = 0.8
+"""Fraction of terminations with a value added from which on all of them are said to have one."""
+
+MAX_PARAMETER = 1.0 + 1e-6
+"""Largest discount and largest lambda that a fit may give."""
+
+MIN_ROWS = 8
+"""Rows from which on the same numbers in another order are no coincidence."""
+
+REFINEMENTS = 4
+"""Steps of Gauss-Newton from the solution of the linear equation, which rounding moves by up to 1e-3."""
+
+PROBE = 1e-6
+"""Step of the numerical derivative by a discount or a lambda."""
+
+OTHER_SETTING = 1e-4
+"""Difference from which on a fitted discount or lambda is another one than is set."""
+
+
+class LocalEquation:
+    """The recursion at each row with the claimed advantage of the next one, in which every parameter is linear.
+
+    A_t - r_t + V_t = gamma V(s_{t+1}) + gamma lambda (1 - end_t) A_{t+1}. Fits use every second row that counts.
+
+    Attributes:
+        left: A_t - r_t + V_t, [T, B].
+        ahead: (1 - end_t) A_{t+1}, [T, B]; 0 in the last row.
+        rows: [T, B], bool: rows that are fitted.
+    """
+
+    def __init__(self, inputs: GaeInputs, claimed: Tensor) -> None:
+        self.left = claimed - inputs.rewards + inputs.values
+        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        self.ahead = torch.zeros_like(claimed)
+        self.ahead[:-1] = claimed[1:] * goes_on[:-1]
+        self.rows = torch.zeros_like(inputs.ended)
+        self.rows.view(-1)[::2] = True
+        if inputs.valid is not None:
+            self.rows &= inputs.valid
+
+    def solve(self, left: Tensor, *factors: Tensor) -> list[float] | None:
+        """Return the least-squares coefficients of the factors; None where the rows do not determine them."""
+        matrix = torch.stack([factor[self.rows] for factor in factors], 1)
+        normal = matrix.t() @ matrix
+        scale = normal.diagonal().prod()
+        if len(matrix) <= len(factors) or not bool(torch.linalg.det(normal) > 1e-12 * scale) or not bool(scale > 0):
+            return None
+        solution: list[float] = torch.linalg.solve(normal, matrix.t() @ left[self.rows]).tolist()
+        return solution
+
+
+Fit = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
+
+
+def with_stored_limits(fit: Fit) -> Fit:
+    """Return a fit that also takes rewards as they are stored, with the value of a time limit's last state at the discount that is set."""
+
+    def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        stored = replace(
+            inputs, rewards=inputs.bootstrapped_rewards, next_values=inputs.next_values * ~inputs.truncated
+        )
+        results = [fit(inputs, claimed), fit(stored, claimed) if bool(inputs.truncated.any()) else None]
+        fitted = [result for result in results if result is not None]
+        counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+        return min(fitted, key=lambda one: float((one[1] - claimed)[counted].abs().amax()), default=None)
+
+    return nearest
+
+
+@with_stored_limits
+def fitted_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(local.left, inputs.next_values + inputs.gae_lambda * local.ahead)
+    if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gamma=solution[0]))
+
+
+def fitted_limit_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount of the values after time limits, beside the one that is set everywhere else."""
+    limits = inputs.truncated if inputs.valid is None else inputs.truncated & inputs.valid
+    local, after = LocalEquation(inputs, claimed), inputs.next_values * inputs.truncated
+    rest = inputs.gamma * (inputs.next_values * ~inputs.truncated + inputs.gae_lambda * local.ahead)
+    values, left = after[limits][::2], (local.left - rest)[limits][::2]
+    if int(limits.sum()) < MIN_TERMINATIONS or not inputs.gamma or not bool(values.any()):
+        return None
+    gamma = float(values @ left / (values @ values))
+    if not 0 <= gamma <= MAX_PARAMETER:
+        return None
+    return gamma, gae(inputs, next_values=inputs.next_values + (gamma / inputs.gamma - 1) * after)
+
+
+def fitted_lambda(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the lambda with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(local.left - inputs.gamma * inputs.next_values, inputs.gamma * local.ahead)
+    if solution is None or not 0 <= solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gae_lambda=solution[0]))
+
+
+@with_stored_limits
+def fitted_step_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the discount of the next values in δ, beside the one that is set in the trace."""
+    local, trace = LocalEquation(inputs, claimed), inputs.gamma * inputs.gae_lambda
+    solution = local.solve(local.left - trace * local.ahead, inputs.next_values)
+    if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
+        return None
+    return solution[0], gae(replace(inputs, gamma=solution[0], gae_lambda=trace / solution[0]))
+
+
+def fitted_both(place: int) -> Fit:
+    """Return a fit of discount and lambda together, which gives the first or the second of them."""
+
+    @with_stored_limits
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        if fitted_gamma_explains(inputs, claimed):
+            return None
+        local = LocalEquation(inputs, claimed)
+        solution = local.solve(local.left, inputs.next_values, local.ahead)
+        if solution is None or not 0 < solution[0] <= MAX_PARAMETER:
+            return None
+        pair = solution[0], solution[1] / solution[0]
+        if not 0 <= pair[1] <= MAX_PARAMETER:
+            return None
+        return pair[place], gae(replace(inputs, gamma=pair[0], gae_lambda=pair[1]))
+
+    return fit
+
+
+def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
+    """Return True where one parameter alone explains the numbers, so that two are not needed."""
+    scale = float(torch.stack([claimed.abs().amax(), inputs.values.abs().amax(), inputs.rewards.abs().amax()]).amax())
+    for fit in (fitted_gamma, fitted_lambda):
+        result = fit(inputs, claimed)
+        if result is not None:
+            difference = (result[1] - claimed).abs()
+            counted = difference if inputs.valid is None else difference[inputs.valid]
+            if float(counted.amax()) <= ADVANTAGE_TOLERANCE * TOLERANCES["fp32"] * scale:
+                return True
+    return False
+
+
+def fitted_reward_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor of the rewards with which GAE gives the claimed advantages."""
+    local = LocalEquation(inputs, claimed)
+    solution = local.solve(_implied_rewards(inputs, local), inputs.rewards)
+    if solution is None or not solution[0] > 0:
+        return None
+    return solution[0], gae(inputs, rewards=solution[0] * inputs.rewards)
+
+
+def fitted_scale(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor of all advantages, by every second row that counts."""
+    right = gae(inputs)
+    reference, stored = (rows_that_count(column, inputs.valid)[::2] for column in (right, claimed))
+    square = float(reference @ reference)
+    if not square:
+        return None
+    factor = float(stored @ reference) / square
+    return factor, factor * right
+
+
+def fitted_clip(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the magnitude at which rewards are cut."""
+    local = LocalEquation(inputs, claimed)
+    fitted = _implied_rewards(inputs, local)[local.rows]
+    limit = float(fitted.abs().amax()) if fitted.numel() else 0.0
+    beyond = inputs.rewards.abs() > limit
+    if limit <= 0 or int(beyond.sum()) < MIN_TERMINATIONS:
+        return None
+    return limit, gae(inputs, rewards=inputs.rewards.clamp(-limit, limit))
+
+
+def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
+    """Rewards with which the recursion gives the claimed advantages, [T, B]."""
+    decay = inputs.gamma * inputs.gae_lambda
+    return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
+
+
+def fitted_termination(constant: bool) -> Fit:
+    """Return a fit of what is added to the rewards of terminations: one number, or numbers within the range of the values.
+
+    The rows of terminations give these numbers; all others, most of which lie before one, decide.
+    """
+
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        rows = inputs.terminated if inputs.valid is None else inputs.terminated & inputs.valid
+        added = (claimed - inputs.rewards + inputs.values)[rows]
+        if len(added) < MIN_TERMINATIONS:
+            return None
+        scale = float(claimed.abs().amax())
+        spread = float(added.amax() - added.amin())
+        if constant:
+            value = float(added[::2].mean())
+            return value, gae(inputs, rewards=inputs.rewards + value * inputs.terminated)
+        low, high = float(inputs.values.amin()), float(inputs.values.amax())
+        bootstrap = torch.zeros_like(inputs.values)
+        bootstrap[rows] = added / max(inputs.gamma, 1e-6)
+        outside = (bootstrap[rows] < low - (high - low)) | (bootstrap[rows] > high + (high - low))
+        some = (added.abs() > 1e-3 * scale).double().mean() > MIN_BOOTSTRAPPED
+        if spread <= 1e-3 * scale or bool(outside.any()) or not bool(some):
+            return None
+        return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
+
+    return fit
+
+
+def fitted_last_value(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the mean of the values that bootstrap the last step. The last row gives them; all others decide."""
+    if len(claimed) < MIN_TERMINATIONS or not inputs.gamma or not inputs.gae_lambda:
+        return None
+    open_ends = ~inputs.ended[-1]
+    if not bool((open_ends & ~inputs.ended[-2]).any()):
+        return None
+    implied = (claimed[-1] - inputs.rewards[-1] + inputs.values[-1]) / inputs.gamma
+    next_values = inputs.next_values.clone()
+    next_values[-1] = torch.where(open_ends, implied, next_values[-1])
+    return float(implied[open_ends].mean()), gae(inputs, next_values=next_values)
+
+
+def fitted_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the number of steps whose flag differs, and what the recursion gives with the flags that the claimed numbers have.
+
+    Each step ends its episode, or goes on with the claimed advantage of the next one: no third number is possible. About as many ends as
+    the environments have tell flags in wrong places from episodes that a program cuts on purpose.
+    """
+    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    if inputs.rollouts > 1 or int(inputs.ended.sum()) < MIN_ENDS or not inputs.gamma:
+        return None
+    ahead = torch.cat([claimed[1:], torch.zeros_like(claimed[:1])])
+    ends = [one - inputs.values for one in (inputs.rewards, inputs.bootstrapped_rewards)]
+    further = inputs.gamma * (inputs.following + inputs.gae_lambda * ahead)
+    cut, goes_on = (
+        torch.where((one - claimed).abs() < (other - claimed).abs(), one, other)
+        for one, other in (ends, [delta + further for delta in ends])
+    )
+    flags = (cut - claimed).abs() < (goes_on - claimed).abs()
+    differs = int((flags ^ inputs.ended)[counted].sum())
+    surplus = abs(int(flags[counted].sum()) - int(inputs.ended[counted].sum()))
+    if differs < MIN_ENDS or surplus > max(inputs.ended.shape[1], differs // 3):
+        return None
+    return float(differs), torch.where(flags, cut, goes_on)
+
+
+def normalized_whole(inputs: GaeInputs, values: Tensor) -> Tensor:
+    """Return advantages less their mean over their standard deviation, biased or not, over all rows that count."""
+    return closest_whole(inputs, *_standards(inputs, values))
+
+
+def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
+    rows = rows_that_count(values, inputs.valid)
+    return [standard(values, rows, correction) for correction in (0, 1)]
+
+
+def fitted_normalized(*names: str, returned: str) -> Fit:
+    """Return a fit of `gamma`, of `gae_lambda` or of both to advantages that are normalised over all rows, which gives one of them.
+
+    With A = s C + m, where C are the claimed numbers, the recursion is linear in s, m, γ, γλs and γλm; its solution is refined.
+    """
+
+    def fit(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        local = LocalEquation(inputs, claimed)
+        goes_on = torch.ones_like(claimed)
+        goes_on[-1] = 0.0
+        goes_on *= ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        solution = local.solve(
+            inputs.rewards - inputs.values,
+            claimed,
+            torch.ones_like(claimed),
+            -inputs.next_values,
+            -local.ahead,
+            -goes_on,
+        )
+        if solution is None or not solution[0] * solution[2]:
+            return None
+        near = {"gamma": solution[2], "gae_lambda": solution[3] / (solution[2] * solution[0])}
+        fitted = {name: min(max(near[name], 0.0), 1.0) for name in names}
+
+        def advantages(**parameters: Any) -> Tensor:
+            return normalized_whole(inputs, gae(replace(inputs, **parameters)))
+
+        for _ in range(REFINEMENTS):
+            now = advantages(**fitted)
+            slopes = [(advantages(**fitted | {name: fitted[name] + PROBE}) - now) / PROBE for name in names]
+            step = local.solve(claimed - now, *slopes)
+            if step is None or not all(map(math.isfinite, step)):
+                return None
+            fitted = {name: fitted[name] + change for name, change in zip(names, step, strict=True)}
+        inside = all(0 <= value <= MAX_PARAMETER for value in fitted.values())
+        others = all(abs(value - getattr(inputs, name)) > OTHER_SETTING for name, value in fitted.items())
+        return (fitted[returned], advantages(**fitted)) if inside and others else None
+
+    return fit
+
+
+def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) -> tuple[float, Tensor] | None:
+    """Return how many rows have the number of another one, and the right numbers in the order of the claimed ones."""
+    counted = torch.ones_like(inputs.ended) if inputs.valid is None else inputs.valid
+    if int(counted.sum()) < MIN_ROWS:
+        return None
+    order, results = claimed[counted].argsort(), []
+    for right in _standards(inputs, gae(inputs)) if normalized else [gae(inputs)]:
+        moved, ordered = claimed.clone(), torch.empty_like(claimed[counted])
+        ordered[order] = right[counted].sort().values
+        moved[counted] = ordered
+        results.append((float((moved != right)[counted].sum()), moved))
+    return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
+
+
+FITTED = (
+    Hypothesis(
+        "other_gamma",
+        "GAE with another discount,",
+        "A_t with another γ",
+        fit=fitted_gamma,
+        parameter="gamma",
+        advice="Compare the discount that the advantages use with the setting.",
+    ),
+    Hypothesis(
+        "other_lambda",
+        "GAE with another lambda,",
+        "A_t with another λ",
+        fit=fitted_lambda,
+        parameter="lambda",
+        advice="Compare the lambda that the advantages use with the setting.",
+    ),
+    Hypothesis(
+        "time_limit_gamma",
+        "GAE with another discount of the values after time limits,",
+        "δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits",
+        fit=fitted_limit_gamma,
+        parameter="gamma",
+        advice="Use one discount for time limits and for all other steps.",
+    ),
+    Hypothesis(
+        "step_gamma",
+        "GAE with another discount of the next values, and the one that is set in the trace,",
+        "δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}",
+        fit=fitted_step_gamma,
+        parameter="gamma",
+        advice="Use one discount for the next values and for the trace.",
+    ),
+    Hypothesis(
+        "both_gamma",
+        "GAE with another discount and another lambda,",
+        "A_t with other γ and λ",
+        fit=fitted_both(0),
+        parameter="gamma",
+        advice="Compare both with the settings.",
+    ),
+    Hypothesis(
+        "both_lambda",
+        "the same with",
+        "A_t with other γ and λ",
+        fit=fitted_both(1),
+        parameter="lambda",
+        advice="Compare both with the settings.",
+    ),
+    Hypothesis(
+        "terminal_reward",
+        "GAE with the same number added to the reward of each termination,",
+        "r_t + c at terminations",
+        fit=fitted_termination(constant=True),
+        parameter="c",
+        advice="Learn from the rewards that are stored.",
+    ),
+    Hypothesis(
+        "termination_bootstrapped",
+        "GAE that adds a value after terminations, as if a time limit had ended the episode;",
+        "δ_t = r_t + γ V(s_{t+1}) - V_t at terminations",
+        fit=fitted_termination(constant=False),
+        parameter="mean value",
+        source="Pardo et al. 2018, 1712.00378",
+        advice="Bootstrap where truncated is set and terminated is not.",
+    ),
+    Hypothesis(
+        "other_last_value",
+        "GAE that bootstraps the last step with other values;",
+        "δ_T = r_T + γ x - V_T",
+        fit=fitted_last_value,
+        parameter="their mean",
+        advice="Ask the critic for the observation after the last step, with the weights and states of the rollout.",
+    ),
+    Hypothesis(
+        "other_ends",
+        "GAE with the ends of episodes in other steps than the environments returned them;",
+        "A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends",
+        fit=fitted_ends,
+        parameter="differing steps",
+        advice="Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
+    ),
+    Hypothesis(
+        "other_rows",
+        "GAE of other rows;",
+        "A_j in row i",
+        fit=other_rows,
+        parameter="rows that differ",
+        advice="Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.",
+    ),
+    Hypothesis(
+        "reward_clip",
+        "GAE of rewards clipped to [-c, c],",
+        "δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t",
+        fit=fitted_clip,
+        parameter="c",
+        advice="Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
+    ),
+    Hypothesis(
+        "scaled",
+        "GAE times a factor,",
+        "A_t = c GAE_t",
+        fit=fitted_scale,
+        parameter="c",
+        advice="Look for a factor after the advantages are computed; normalised advantages need none.",
+    ),
+    Hypothesis(
+        "reward_scale",
+        "GAE of scaled rewards,",
+        "δ_t = c r_t + γ V_{t+1} - V_t",
+        fit=fitted_reward_scale,
+        parameter="factor",
+        variant=True,
+        source="2005.12729, section 3, reward scaling",
+    ),
+)
+"""Explanations with a parameter."""
+
+NORMALIZED_FITS: Mapping[str, Fit] = {
+    "other_gamma": fitted_normalized("gamma", returned="gamma"),
+    "other_lambda": fitted_normalized("gae_lambda", returned="gae_lambda"),
+    "both_gamma": fitted_normalized("gamma", "gae_lambda", returned="gamma"),
+    "both_lambda": fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"),
+    "other_rows": partial(other_rows, normalized=True),
+}
+"""Fits of advantages that are normalised over all rows, by the name of the hypothesis."""

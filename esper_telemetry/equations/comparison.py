@@ -1,0 +1,284 @@
+"""Comparison of a trainer's numbers with a reference equation, and the search for the hypothesis that explains a difference.
+
+Everything is recomputed in float64 on the device of the numbers. An error is the largest difference over the largest magnitude of the
+numbers and of what they are computed from, so that advantages of 0.01 beside values of 1000 are not judged by their rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple, Self
+
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.reduction import Last, Max
+from esper_telemetry.equations.equation import Equation, Hypothesis, phrase
+
+TINY_SCALE = 1e-30
+"""Smallest magnitude that an error is divided by: numbers that are all 0 equal each other."""
+
+
+MAX_EXPLAINED_SHARE = 0.2
+"""Largest error of an explanation next to that of the reference: an unknown mistake with a small effect is near to both."""
+
+MAX_ERROR_RATIO = 30.0
+"""Largest error of an explanation next to the best one: of hypotheses that differ by more, the batch tells which it is."""
+
+ROUNDING_ERROR = 2e-6
+"""Error up to which explanations count as equal, because single precision rounds so."""
+
+
+@dataclass(frozen=True, slots=True)
+class EquationErrors(MetricGroup):
+    """Errors of an equation and of the hypotheses that explain it. Rank 0 reports: hypotheses may differ between ranks."""
+
+    replicated = True
+
+    equation: tuple[str, ...] = label()
+    error: Max = reports(
+        Metric.quantity(
+            "integrity/equation/{equation}", 809, "error of an equation", unit="relative error", low=0.0, cost="sampled"
+        )
+        .asks(
+            "Do the trainer's numbers equal their reference equation? The names of an equation and of a mistake: that mistake explains "
+            "the numbers."
+        )
+        .bounds(
+            healthy="< 1e-4 in fp32",
+            critical="above, unless a published variant explains it",
+            source="recomputed in float64",
+        )
+        .absent("the trainer does not show what the equation needs, or the update was not sampled")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedParameters(MetricGroup):
+    """Parameters that were fitted to explain an equation."""
+
+    replicated = True
+
+    equation: tuple[str, ...] = label()
+    value: Last = reports(
+        Metric.quantity(
+            "integrity/fitted/{equation}", 810, "fitted parameter of an equation", unit="parameter", cost="sampled"
+        )
+        .asks("With which value of the parameter does the equation give the trainer's numbers?")
+        .absent("no equation needed a fit")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EquationTolerances(MetricGroup):
+    """Tolerances that are not those of single precision."""
+
+    replicated = True
+
+    equation: tuple[str, ...] = label()
+    tolerance: Max = reports(
+        Metric.quantity(
+            "integrity/equation_tolerance/{equation}",
+            850,
+            "tolerance of an equation",
+            unit="relative error",
+            low=0.0,
+            cost="sampled",
+        )
+        .asks("Up to which error do the trainer's numbers count as equal to the equation?")
+        .absent("it is that of single precision")
+    )
+
+
+class Explanation(NamedTuple):
+    """A hypothesis that gives the trainer's numbers, with its relative error and its fitted parameter."""
+
+    hypothesis: Hypothesis
+    error: float
+    fitted: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The hypothesis in words, with its parameter."""
+        return phrase(self.hypothesis, self.fitted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EquationCheck(Postponed):
+    """The comparison of some numbers with their reference equation.
+
+    Attributes:
+        equation: the reference.
+        error: relative; None where the equation could not be checked.
+        tolerance: largest error that counts as rounding.
+        explanations: hypotheses that give the numbers, where the reference does not.
+        reason: why the equation could not be checked, as a clause.
+    """
+
+    equation: Equation
+    error: float | None
+    tolerance: float
+    explanations: tuple[Explanation, ...] = ()
+    reason: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """True where the numbers equal the reference, or a published variant explains them, or nothing could be checked."""
+        return self.matches or any(one.hypothesis.variant for one in self.explanations)
+
+    @property
+    def matches(self) -> bool:
+        """True where the numbers equal the reference, or nothing could be checked."""
+        return self.error is None or self.error <= self.tolerance
+
+    @property
+    def text(self) -> str:
+        """The result in one sentence."""
+        quantity = self.equation.quantity
+        if self.error is None:
+            return f"{quantity} could not be checked: {self.reason}"
+        if self.matches:
+            return f"{quantity} equal their reference equation, to {self.error:.0e}"
+        return self.equation.sentence(self.error, [one.text for one in self.explanations])
+
+    @property
+    def details(self) -> str:
+        """The result, the equations and the advice, a line each."""
+        lines = [self.text, f"reference: {self.equation.equation} ({self.equation.source})"]
+        for one in () if self.matches else self.explanations:
+            source = f" ({one.hypothesis.source})" if one.hypothesis.source else ""
+            lines.append(f"equal to: {one.hypothesis.equation}{source}")
+        advice = next(
+            (one.hypothesis.advice for one in self.explanations if one.hypothesis.advice), self.equation.advice
+        )
+        return "\n".join(lines if self.matches or not advice else [*lines, advice])
+
+    def values(self) -> dict[str, float]:
+        """Return this check's values, for tests and notebooks."""
+        return {key: value for group in self for key, value in group.values().items()}
+
+    @property
+    def kind(self) -> Hashable:
+        """The equation: all its checks of an update are joined."""
+        return type(self), self.equation.name
+
+    @classmethod
+    def together(cls, measurements: Sequence[Self]) -> Iterable[MetricGroup]:
+        """Return the errors of all checks of an equation, and of the hypotheses that explain each check that fails."""
+        equation = measurements[0].equation
+        failing = [check for check in measurements if not check.matches]
+        common = _common_names(failing) or _common_names([check for check in failing if not check.holds])
+        hypotheses = [one for one in equation.hypotheses if one.name in common]
+        by_name = [{one.hypothesis.name: one for one in check.explanations} for check in measurements]
+        if all(check.error is None for check in measurements):
+            return
+        rows = [
+            [_or_nan(check.error), *(_or_nan(getattr(own.get(one.name), "error", None)) for one in hypotheses)]
+            for check, own in zip(measurements, by_name, strict=True)
+        ]
+        labels = (equation.label(), *map(equation.label, hypotheses))
+        yield EquationErrors(labels, Max(torch.tensor(rows, dtype=torch.float64)))
+        if any(check.tolerance != equation.tolerance_at(None) for check in measurements):
+            tolerances = [[check.tolerance] for check in measurements]
+            yield EquationTolerances((equation.name,), Max(torch.tensor(tolerances, dtype=torch.float64)))
+        fitted = [
+            one
+            for one in (failing[-1].explanations if failing else ())
+            if one.fitted is not None and one.hypothesis.name in common
+        ]
+        if fitted:
+            numbers = torch.tensor([[one.fitted for one in fitted]] * len(measurements), dtype=torch.float64)
+            yield FittedParameters(tuple(equation.label(one.hypothesis) for one in fitted), Last(numbers))
+
+
+def _common_names(checks: Sequence[EquationCheck]) -> set[str]:
+    """Return the names of the hypotheses that explain all of these checks."""
+    names = [{one.hypothesis.name for one in check.explanations} for check in checks]
+    return reduce(set[str].intersection, names) if names else set()
+
+
+def _or_nan(value: float | None) -> float:
+    return torch.nan if value is None else value
+
+
+def unchecked(equation: Equation, reason: str) -> EquationCheck:
+    """Return the check of an equation whose inputs are not there; `reason` continues "could not be checked: "."""
+    return EquationCheck(equation, None, equation.tolerance_at(None), reason=reason)
+
+
+def compare(
+    equation: Equation,
+    inputs: Any,
+    claimed: Tensor,
+    *,
+    magnitudes: Iterable[Tensor] = (),
+    valid: Tensor | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Compare numbers with the reference equation; where they differ, with published variants, and then with mistakes.
+
+    Args:
+        equation: whose `compute`, and those of its hypotheses, take `inputs` and return values of the shape of `claimed`.
+        inputs: what they are computed from; a dataclass.
+        claimed: the trainer's numbers, any shape.
+        magnitudes: tensors of the inputs whose size sets the rounding of the result.
+        valid: bool, of the shape of `claimed`; None where every entry counts.
+        precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
+        tolerance: largest relative error; by precision where it is None.
+    """
+    bound = equation.tolerance_at(precision) if tolerance is None else tolerance
+    claimed = claimed.detach().double()
+    scale = max([_largest(claimed, valid), *(_largest(x.detach().double(), None) for x in magnitudes)])
+
+    def error_of(values: Tensor, counted: Tensor | None = valid) -> float:
+        difference = (claimed - values).abs()
+        return _largest(difference, counted) / max(scale, _largest(values, counted), TINY_SCALE)
+
+    if not math.isfinite(scale):
+        return unchecked(equation, "some of the numbers are NaN or infinite")
+    error = error_of(equation.compute(inputs))
+    if not math.isfinite(error):
+        return unchecked(equation, "the reference equation gives NaN or infinite numbers")
+    if error <= bound:
+        return EquationCheck(equation, error, bound)
+
+    def explained(*, variant: bool) -> list[Explanation]:
+        return [
+            Explanation(one, candidate)
+            for one in equation.hypotheses
+            if one.compute is not None and one.variant is variant
+            if (values := one.compute(inputs)) is not None
+            if (candidate := error_of(values)) <= bound
+        ]
+
+    explanations = explained(variant=True)
+    nearest = min([one.error for one in explanations], default=math.inf)
+    if nearest > ROUNDING_ERROR:
+        places = {one.name: place for place, one in enumerate(equation.hypotheses)}
+        explanations += explained(variant=False)
+        explanations.sort(key=lambda one: places[one.hypothesis.name])
+    if not explanations:
+        for one in equation.hypotheses:
+            result = None if one.fit is None else one.fit(inputs, claimed)
+            if result is not None and (candidate := error_of(result[1])) <= bound:
+                explanations.append(Explanation(one, candidate, result[0]))
+    return EquationCheck(equation, error, bound, tuple(explanations))
+
+
+def distinguished(check: EquationCheck) -> EquationCheck:
+    """Return the check with the explanations that are nearest to the numbers, and much nearer than the reference; with none otherwise."""
+    best = min([one.error for one in check.explanations], default=0.0)
+    if check.error is None or best > MAX_EXPLAINED_SHARE * check.error:
+        return replace(check, explanations=())
+    limit = max(ROUNDING_ERROR, MAX_ERROR_RATIO * best)
+    return replace(check, explanations=tuple([one for one in check.explanations if one.error <= limit]))
+
+
+def _largest(values: Tensor, valid: Tensor | None) -> float:
+    """Return the largest magnitude of the entries that count; infinity where one is not finite, 0 where none counts."""
+    counted = values if valid is None else values[valid.expand_as(values)]
+    return float(counted.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if counted.numel() else 0.0

@@ -1,0 +1,124 @@
+"""Whether and after which delay actions change what the environment shows, by the noise of exploration.
+
+The part of an action that the policy drew by chance depends on nothing before it. If the change of the observation some steps later goes
+with it, the action caused it. So a delay shows that lies beneath all wrappers, where no tap sees the action. Whether it is a mistake or
+the environment's own does not show: it is named and raises no alarm.
+
+Shapes: T steps, B environments, D entries of the actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.reduction import Max
+from esper_telemetry.equations.calibration import ActionInputs
+from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.transitions import EXECUTED
+
+MIN_DELAY = 3
+"""Steps from which on an effect is late: positions without velocities, and motors, respond one or two steps late by nature."""
+
+MAX_DELAY = 16
+"""Steps up to which effects are looked for."""
+
+MIN_ROWS = 128
+"""Steps of one episode in a row, with an outcome, from which on effects of a delay are tested."""
+
+STRONG_Z, WEAK_Z = 7.0, 4.5
+"""Standard deviations from which on there is an effect, and up to which there is none."""
+
+MAX_EARLIER_SHARE = 0.4
+"""Largest effect of fewer steps next to that of the delay: what a system does slowly by nature grows from step to step."""
+
+EARLY_STEPS = 4
+"""Steps in which `ActionEffect` looks for an effect: to look longer finds more by chance and, in usual tasks, nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionEffect(MetricGroup):
+    """Effect of actions on the observations of the next steps. Rank 0 reports that of its own rows."""
+
+    replicated = True
+
+    effect: Max = reports(
+        Metric.ratio("policy/action_effect", 176, "effect of actions on observations", cost="sampled")
+        .asks(
+            "Do observations change with the actions? The largest correlation between the part of an action that was drawn by chance and "
+            "the change of the observation within four steps, over the largest that chance alone gives: about 1 where there is no effect."
+        )
+        .bounds(healthy="> 1.7", source="15 tasks of Gymnasium have 1.4 to 21, and 0.2 to 1.7 where no action arrives")
+        .absent(
+            "no transition was recorded, the distributions are not those acted on, or observations are no vectors of real numbers"
+        )
+    )
+
+
+@inference_mode
+def action_effect(inputs: ActionInputs, change: Tensor, ended: Tensor) -> ActionEffect | None:
+    """Return the effect of the actions; None of too few steps. For the arguments see `judge_effects`."""
+    sizes = [size for size, _ in zip(_sizes(inputs, change, ended), range(EARLY_STEPS), strict=False)]
+    entries = sum(
+        [*(mean.shape[-1] for mean in inputs.means.values()), *(one.shape[-1] for one in inputs.log_probs.values())]
+    )
+    if not sizes:
+        return None
+    return ActionEffect(Max(torch.tensor(max(sizes) / math.sqrt(2 * math.log(max(2, EARLY_STEPS * entries))))))
+
+
+@inference_mode
+def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> EquationCheck:
+    """Return the test that no action takes effect several steps late, and none before.
+
+    Args:
+        inputs: actions and the distributions that they were drawn from.
+        change: [T, B], of a number that the observations give, in each step.
+        ended: [T, B], bool: the step ended its episode, so that its change is not the action's.
+    """
+    earlier = 0.0
+    for delay, size in enumerate(_sizes(inputs, change, ended)):
+        if size > WEAK_Z:
+            if delay < MIN_DELAY or size < STRONG_Z or earlier > MAX_EARLIER_SHARE * size:
+                return EquationCheck(EXECUTED, 0.0, EXECUTED.tolerance_at(None))
+            late = next(one for one in EXECUTED.hypotheses if one.name == "late_effect")
+            return EquationCheck(EXECUTED, 1.0, EXECUTED.tolerance_at(None), (Explanation(late, 0.0, float(delay)),))
+        earlier = max(earlier, size)
+    return unchecked(EXECUTED, "no effect of the actions on the observations shows")
+
+
+def _sizes(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Iterator[float]:
+    """Yield the effect after 0, 1, ... steps, in standard deviations of chance, as long as there are enough steps."""
+    noise = _noise(inputs).to(change.device)
+    ended = ended.to(change.device)
+    alive = ~ended
+    for delay in range(min(MAX_DELAY, len(change) - 1) + 1):
+        if delay:
+            alive = alive[:-1] & ~ended[delay:]
+        size = _effect(noise[: len(change) - delay], change[delay:], alive)
+        if size is None:
+            return
+        yield size
+
+
+def _noise(inputs: ActionInputs) -> Tensor:
+    """Actions less their means, [T, B, D]; 0 in rows that do not count."""
+    parts = [(inputs.actions[head] - mean) * inputs.counted[head].unsqueeze(-1) for head, mean in inputs.means.items()]
+    for head, log_probs in inputs.log_probs.items():
+        chosen = torch.nn.functional.one_hot(inputs.actions[head], log_probs.shape[-1])
+        parts.append((chosen - log_probs.exp()) * inputs.counted[head].unsqueeze(-1))
+    return torch.cat(parts, -1)
+
+
+def _effect(noise: Tensor, change: Tensor, counted: Tensor) -> float | None:
+    """Return the largest correlation of any entry of the noise with the change, in standard deviations; None of too few rows."""
+    rows, outcome = noise[counted], change[counted].unsqueeze(-1)
+    if len(rows) < MIN_ROWS:
+        return None
+    products = rows * (outcome - outcome.mean())
+    spread = products.square().sum(0).sqrt()
+    return float((products.sum(0).abs() / spread.clamp(min=1e-300)).amax()) if bool(spread.any()) else None

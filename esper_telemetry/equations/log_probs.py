@@ -1,0 +1,451 @@
+"""Equation of the log-probabilities at collection: those of the stored actions under the distributions that were acted on.
+
+Shapes: N rows, which may stand in several axes [T, B]; A choices, D action dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, masks_by_head
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
+from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.metrics.statistics import same_shape
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+LOG_PROB_TOLERANCE = 2.0
+"""Factor of the tolerances. Healthy runs in single precision: up to 2e-7, with the epsilon of a tanh in its logarithm 2e-5."""
+
+AMPLIFICATION = 1e-2
+"""Share of |z| (|a| + |mean|) / std that counts as the size of a Gaussian's log-probability: float32 rounds it by 1e-7 of that."""
+
+MAX_SQUASHED = 2.5
+"""Actions before a tanh from which on the stored tanh has lost its digits, and an epsilon in its logarithm shows."""
+
+MAX_LOST_ROWS = 0.75
+"""Share of such rows from which on a tanh is not tried."""
+
+MIN_TIES = 4
+"""Draws that equal the largest or the smallest one exactly from which on actions were cut there."""
+
+MAX_CHOICES = 64
+"""Choices up to which another order of them is tried."""
+
+MAX_SUBSET_HEADS = 8
+"""Heads up to which sums over some of them are tried."""
+
+ActionColumns = ArrayLike | Mapping[str, ArrayLike]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbInputs:
+    """Actions and the distributions that they were drawn from, by head.
+
+    Attributes:
+        stored: [N] log-probabilities at collection.
+        actions: per head [N], or [N, D] before a squash.
+        logits: per categorical head [N, A].
+        means, std: per Gaussian head [N, D].
+        masks: per restricted head [N, A], bool: allowed choices.
+        relevant: per head that is not always relevant [N], bool.
+        squashed: names of the heads whose actions go through a tanh.
+        bounds: per bounded head [2, D].
+    """
+
+    stored: Tensor
+    actions: Mapping[str, Tensor]
+    logits: Mapping[str, Tensor]
+    means: Mapping[str, Tensor]
+    std: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    relevant: Mapping[str, Tensor] = field(default_factory=dict)
+    squashed: frozenset[str] = frozenset()
+    bounds: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of the heads."""
+        return (*self.logits, *self.means)
+
+
+def log_prob(inputs: LogProbInputs) -> Tensor:
+    """Return the log-probability [N] of the actions: the sum over the heads that are relevant."""
+    return _total(inputs, inputs.heads)
+
+
+def _total(inputs: LogProbInputs, heads: Iterable[str]) -> Tensor:
+    total = torch.zeros_like(inputs.stored)
+    for head in heads:
+        part = _categorical(inputs, head) if head in inputs.logits else _gaussian(inputs, head).sum(-1)
+        relevant = inputs.relevant.get(head)
+        total = total + (part if relevant is None else torch.where(relevant, part, 0.0))
+    return total
+
+
+def _categorical(inputs: LogProbInputs, head: str) -> Tensor:
+    logits, mask = inputs.logits[head], inputs.masks.get(head)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(torch.float32).min)
+    return logits.log_softmax(-1).gather(-1, inputs.actions[head].long().unsqueeze(-1)).squeeze(-1)
+
+
+def _gaussian(inputs: LogProbInputs, head: str) -> Tensor:
+    """Log-densities [N, D] of each dimension, those of the tanh where the head is squashed."""
+    draws, std = inputs.actions[head], inputs.std[head]
+    z = (draws - inputs.means[head]) / std
+    densities = -0.5 * z.square() - std.log() - HALF_LOG_TWO_PI
+    return densities - log_slope(draws) if head in inputs.squashed else densities
+
+
+def log_slope(draws: Tensor) -> Tensor:
+    """Return log(1 - tanh² u), in the form that does not underflow (1801.01290, appendix C; openai/spinningup, sac/core.py)."""
+    return 2.0 * (math.log(2.0) - draws - torch.nn.functional.softplus(-2.0 * draws))
+
+
+def _mean_over_dimensions(inputs: LogProbInputs) -> Tensor | None:
+    if not inputs.means:
+        return None
+    sizes = {head: inputs.means[head].shape[-1] for head in inputs.means}
+    parts = [_total(inputs, [head]) / sizes.get(head, 1) for head in inputs.heads]
+    return torch.stack(parts).sum(0)
+
+
+def _without_log_det(inputs: LogProbInputs) -> Tensor | None:
+    return log_prob(replace(inputs, squashed=frozenset())) if inputs.squashed else None
+
+
+def _with_log_det(inputs: LogProbInputs) -> Tensor | None:
+    """Those of a tanh of the stored actions, of a trainer that does not say that it has one."""
+    if inputs.squashed or not inputs.means:
+        return None
+    return log_prob(replace(inputs, squashed=frozenset(inputs.means)))
+
+
+def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
+    """Those of what was drawn, where the actions stored are its tanh; the stored numbers where that has lost its digits."""
+    if not inputs.means or inputs.squashed or any(inputs.actions[head].abs().max() > 1 for head in inputs.means):
+        return None
+    lost = torch.zeros_like(inputs.stored, dtype=torch.bool)
+    drawn = {}
+    for head in inputs.means:
+        actions = inputs.actions[head]
+        lost |= (actions.abs() > math.tanh(MAX_SQUASHED)).any(-1)
+        drawn[head] = actions.clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+    if lost.double().mean() > MAX_LOST_ROWS:
+        return None
+    squashed = frozenset(drawn) if slope else frozenset()
+    numbers = log_prob(replace(inputs, actions={**inputs.actions, **drawn}, squashed=squashed))
+    return torch.where(lost, inputs.stored, numbers)
+
+
+def cut_bounds(actions: Tensor, bounds: Tensor | None) -> Tensor | None:
+    """Return the bounds [2, D] at which some actions [..., D] lie exactly: those given, else the ends that several draws share; infinite
+    where a dimension has none, None where no dimension has one.
+    """
+    rows = actions.reshape(-1, actions.shape[-1])
+    if bounds is not None and bool((rows.unsqueeze(0) == bounds.to(rows).unsqueeze(1)).any()):
+        return bounds.to(rows)
+    ends = torch.stack([rows.amin(0), rows.amax(0)])
+    shared = ((rows.unsqueeze(0) == ends.unsqueeze(1)).sum(1) >= MIN_TIES) & (ends[0] < ends[1])
+    beyond = torch.tensor([[-torch.inf], [torch.inf]], dtype=rows.dtype, device=rows.device)
+    return torch.where(shared, ends, beyond) if bool(shared.any()) else None
+
+
+def _clipped_actions(inputs: LogProbInputs) -> Tensor | None:
+    """The stored numbers where an action lies exactly at a bound, as what was drawn is not known there; the reference elsewhere."""
+    cut = torch.zeros_like(inputs.stored, dtype=torch.bool)
+    for head in inputs.means:
+        bounds = cut_bounds(inputs.actions[head], inputs.bounds.get(head))
+        if bounds is not None and head not in inputs.squashed:
+            cut |= ((inputs.actions[head] == bounds[0]) | (inputs.actions[head] == bounds[1])).any(-1)
+    reference = log_prob(inputs)
+    differs = (inputs.stored - reference).abs() > 1e-3
+    # an action that is drawn at a bound has probability 0: nearly all of those there must have been cut
+    if not cut.any() or (differs & cut).sum() < 0.5 * cut.sum():
+        return None
+    return torch.where(cut, inputs.stored, reference)
+
+
+def _permuted_choices(inputs: LogProbInputs) -> Tensor | None:
+    """Those of the choice that each stored one stands for: the one that comes closest wherever it is stored; None unless all differ."""
+    if len(inputs.heads) != 1 or not inputs.logits:
+        return None
+    numbers = _masked_logits(inputs, inputs.heads[0]).log_softmax(-1).flatten(0, -2)
+    chosen, size = inputs.actions[inputs.heads[0]].long().flatten(), numbers.shape[-1]
+    if size > MAX_CHOICES or len(chosen) < 2 * size:
+        return None
+    errors = (numbers - inputs.stored.reshape(-1, 1)).abs().clamp(max=1.0)
+    other = numbers.new_zeros(size, size).index_add_(0, chosen, errors).argmin(1)
+    present = chosen.unique()
+    if len(other[present].unique()) < len(present) or bool((other[present] == present).all()):
+        return None
+    return numbers.gather(1, other[chosen].unsqueeze(1)).view_as(inputs.stored)
+
+
+def _of_likeliest(inputs: LogProbInputs) -> Tensor:
+    likeliest = {head: _masked_logits(inputs, head).argmax(-1) for head in inputs.logits}
+    return log_prob(replace(inputs, actions={**likeliest, **inputs.means}))
+
+
+def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
+    mask = inputs.masks.get(head)
+    return inputs.logits[head] if mask is None else inputs.logits[head].masked_fill(~mask, -torch.inf)
+
+
+def _without_masks(inputs: LogProbInputs) -> Tensor | None:
+    return log_prob(replace(inputs, masks={})) if inputs.masks else None
+
+
+def _of_all_heads(inputs: LogProbInputs) -> Tensor | None:
+    return log_prob(replace(inputs, relevant={})) if inputs.relevant else None
+
+
+def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
+    """The sum over the heads that comes closest to the stored numbers, of all sums that leave some out."""
+    heads = inputs.heads
+    if not 1 < len(heads) <= MAX_SUBSET_HEADS:
+        return None
+    parts = {head: _total(inputs, [head]) for head in heads}
+    sums = [
+        torch.stack([parts[head] for head in some]).sum(0)
+        for size in range(1, len(heads))
+        for some in combinations(heads, size)
+    ]
+    return min(sums, key=lambda total: float((total - inputs.stored).abs().sum()))
+
+
+def _shifted(inputs: LogProbInputs, steps: int) -> Tensor | None:
+    """Those of the step `steps` later; the stored numbers where there is none."""
+    return shifted(log_prob(inputs), steps, inputs.stored)
+
+
+def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
+    """Return column [T, B] of the step `steps` later, `filler` where there is none; None of a column without time."""
+    if column.dim() < 2 or len(column) < 2 + abs(steps):
+        return None
+    rest = filler[-steps:] if steps > 0 else filler[:-steps]
+    return torch.cat([column[steps:], rest] if steps > 0 else [rest, column[:steps]])
+
+
+LOG_PROBS = Equation(
+    name="log_probs",
+    rank=15,
+    quantity="the log-probabilities at collection",
+    equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), of the stored action under the distribution acted on",
+    source="1707.06347, eq. 6; 1801.01290, appendix C, for a tanh",
+    inputs="actions, their log-probabilities, and the distributions that were acted on",
+    compute=log_prob,
+    tolerance=LOG_PROB_TOLERANCE,
+    advice="Compute the log-probability of the very action that is stored, under the distribution that it was drawn from.",
+    hypotheses=(
+        Hypothesis(
+            name="clipped_actions",
+            says="those of what was drawn, while the actions stored were cut at their bounds",
+            equation="log π(u), a = clip(u, low, high)",
+            compute=_clipped_actions,
+            source="https://github.com/thu-ml/tianshou/issues/312",
+            advice="Store the action as it was drawn, and cut only what the environment gets.",
+        ),
+        Hypothesis(
+            name="mean_over_dimensions",
+            says="means over the action dimensions in place of sums",
+            equation="1/D Σ_i log π(a_i | s)",
+            compute=_mean_over_dimensions,
+            advice="Sum the log-probabilities over the action dimensions.",
+        ),
+        Hypothesis(
+            name="log_det_missing",
+            says="those of the Gaussian before its tanh",
+            equation="log N(u; μ, σ), a = tanh u",
+            compute=_without_log_det,
+            source="1801.01290, appendix C, eq. 21",
+            advice="Subtract Σ log(1 - tanh² u).",
+        ),
+        Hypothesis(
+            name="squashed_gaussian",
+            says="those of a Gaussian that goes through a tanh",
+            equation="log N(u; μ, σ) - Σ log(1 - tanh² u), stored u",
+            compute=_with_log_det,
+            variant=True,
+            source="1801.01290, appendix C, eq. 21",
+        ),
+        Hypothesis(
+            name="squashed_actions",
+            says="those of a Gaussian that goes through a tanh, of the actions after it",
+            equation="log N(u; μ, σ) - Σ log(1 - a²), u = atanh a",
+            compute=partial(_of_atanh, slope=True),
+            variant=True,
+            source="1801.01290, appendix C, eq. 21",
+        ),
+        Hypothesis(
+            name="squashed_before_storing",
+            says="those of what was drawn before its tanh, while the actions stored are those after it",
+            equation="log N(u; μ, σ), a = tanh u",
+            compute=partial(_of_atanh, slope=False),
+            source="1801.01290, appendix C, eq. 21",
+            advice="Store the action before the tanh, or subtract Σ log(1 - a²).",
+        ),
+        Hypothesis(
+            name="mask_missing",
+            says="those of the distributions without their masks",
+            equation="log softmax(logits)[a] over all choices",
+            compute=_without_masks,
+            source="2006.14171",
+            advice="Mask the logits before the log-probability is computed.",
+        ),
+        Hypothesis(
+            name="likeliest_action",
+            says="those of the likeliest action, whatever was done",
+            equation="max_a log π(a | s)",
+            compute=_of_likeliest,
+            advice="Compute the log-probability of the action that was drawn.",
+        ),
+        Hypothesis(
+            name="permuted_choices",
+            says="those of other choices than the stored ones, always the same in their place",
+            equation="log π(σ(a) | s), σ a permutation of the choices",
+            compute=_permuted_choices,
+            advice="Use one numbering of the choices for the distribution, the environment and the buffer.",
+        ),
+        Hypothesis(
+            name="heads_left_out",
+            says="sums that leave heads out",
+            equation="Σ over some heads of log π_i(a_i | s)",
+            compute=_of_some_heads,
+            advice="Add the log-probabilities of all heads.",
+        ),
+        Hypothesis(
+            name="irrelevant_heads",
+            says="sums over all heads, those that played no part included",
+            equation="Σ over all heads of log π_i(a_i | s)",
+            compute=_of_all_heads,
+            advice="Leave a head out where its choice has no effect.",
+        ),
+        Hypothesis(
+            name="not_stored",
+            says="zeros, as of a buffer that nothing was written to",
+            equation="0",
+            compute=lambda inputs: torch.zeros_like(inputs.stored),
+            source="https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
+            advice="Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise.",
+        ),
+        Hypothesis(
+            name="probabilities",
+            says="probabilities, without a logarithm",
+            equation="π(a | s)",
+            compute=lambda inputs: log_prob(inputs).exp(),
+            advice="Store the logarithm.",
+        ),
+        Hypothesis(
+            name="step_before",
+            says="those of the step before",
+            equation="log π(a_{t-1} | s_{t-1})",
+            compute=partial(_shifted, steps=-1),
+            advice="Store action and log-probability in the same row.",
+        ),
+        Hypothesis(
+            name="step_after",
+            says="those of the step after",
+            equation="log π(a_{t+1} | s_{t+1})",
+            compute=partial(_shifted, steps=1),
+            advice="Store action and log-probability in the same row.",
+        ),
+    ),
+)
+
+
+def named_columns(columns: ActionColumns | None) -> dict[str, Tensor]:
+    """Return columns by head; a column alone is that of the head `action`."""
+    return {} if columns is None else by_head(columns if isinstance(columns, Mapping) else {"action": columns})
+
+
+@checked_arguments(tolerance=0)
+@inference_mode
+def check_log_probs(
+    actions: ActionColumns,
+    log_probs: ArrayLike,
+    *,
+    logits: ActionColumns | None = None,
+    means: ActionColumns | None = None,
+    log_std: ActionColumns | None = None,
+    action_masks: ActionColumns | None = None,
+    relevant: ActionColumns | None = None,
+    squashed: Iterable[str] | bool = False,
+    bounds: ActionColumns | None = None,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of stored log-probabilities with those of the stored actions under the distributions acted on.
+
+    Columns of several heads are mappings from their names.
+
+    Args:
+        actions: [T, B] or [N], choices; [T, B, D] or [N, D], real numbers as they were drawn, before a squash.
+        log_probs: [T, B] or [N], summed over heads and dimensions.
+        logits: per categorical head [..., A].
+        means: per Gaussian head [..., D].
+        log_std: per Gaussian head [..., D] or [D].
+        action_masks: per restricted head [..., A], bool: allowed choices.
+        relevant: per head that is not always relevant [...], bool.
+        squashed: names of the Gaussian heads whose actions go through a tanh; True for all of them.
+        bounds: per bounded Gaussian head [2, D]: lower and upper.
+        valid: [...], bool; None where every row counts.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where there is no distribution, or shapes do not fit together.
+    """
+    stored = as_tensor(log_probs).detach().double()
+    columns = {name: named_columns(part) for name, part in (("logits", logits), ("means", means), ("log_std", log_std))}
+    chosen = {head: column.detach().double() for head, column in named_columns(actions).items()}
+    if not (columns["logits"] or columns["means"]):
+        raise ValueError("log-probabilities are checked against logits, or means and log_std; got neither")
+    for head in (*columns["logits"], *columns["means"]):
+        if head not in chosen:
+            raise ValueError(f"there is a distribution but there are no actions of head {head!r}")
+    for head, mean in columns["means"].items():
+        if head not in columns["log_std"]:
+            raise ValueError(f"head {head!r} has means and no log_std")
+        same_shape(actions=chosen[head], means=mean)
+    for head, part in columns["logits"].items():
+        same_shape(actions=chosen[head], logits=part[..., 0], log_probs=stored)
+    inputs = LogProbInputs(
+        stored=stored,
+        actions=chosen,
+        logits={head: part.detach().double() for head, part in columns["logits"].items()},
+        means={head: part.detach().double() for head, part in columns["means"].items()},
+        std={
+            head: columns["log_std"][head].detach().double().exp().expand_as(mean)
+            for head, mean in columns["means"].items()
+        },
+        masks=masks_by_head(named_columns(action_masks)),
+        relevant=masks_by_head(named_columns(relevant)),
+        squashed=frozenset(columns["means"] if squashed is True else () if squashed is False else squashed),
+        bounds={head: part.double() for head, part in named_columns(bounds).items()},
+    )
+    counted = as_mask(valid, stored)
+    for head in inputs.squashed:
+        exact = (inputs.actions[head].abs() < MAX_SQUASHED).all(-1)
+        counted = exact if counted is None else counted & exact
+    if counted is not None and not counted.any():
+        return unchecked(LOG_PROBS, "every squashed action lies near its bounds, where its tanh has lost its digits")
+    magnitudes = [torch.ones(1)]
+    for (
+        head,
+        mean,
+    ) in inputs.means.items():  # the sizes of what a Gaussian's log-probability is the rounded difference of
+        drawn, std = inputs.actions[head], inputs.std[head]
+        size = AMPLIFICATION * (drawn - mean).abs() / std * (drawn.abs() + mean.abs()) / std
+        magnitudes.append(size.nan_to_num(0.0, 0.0, 0.0))
+    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
+    return compare(LOG_PROBS, inputs, stored, magnitudes=magnitudes, **settings)

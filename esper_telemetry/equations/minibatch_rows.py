@@ -1,0 +1,465 @@
+"""Equations of the minibatches (each pass over a rollout visits every row once) and of the log-ratios in their rows.
+
+Shapes: E passes, M minibatches of R rows in all, S rows of the rollout, in B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
+from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.metrics.statistics import same_shape
+
+MAX_ROWS = 1 << 24
+"""Visits of rows in all passes up to which they are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPass:
+    """Rows of one pass, one minibatch after the other, and the number of rows of each minibatch."""
+
+    rows: Tensor
+    counts: tuple[int, ...]
+
+    def minibatches(self) -> tuple[Tensor, ...]:
+        """Return the rows of each minibatch."""
+        return tuple(self.rows.split(list(self.counts)))
+
+    def parts(self) -> set[tuple[int, ...]]:
+        """Return the minibatches as sorted rows."""
+        return {tuple(rows.sort().values.tolist()) for rows in self.minibatches()}
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """Passes over the valid rows of a rollout.
+
+    Attributes:
+        passes: E of them.
+        valid: [S], bool.
+        environments: B; rows are counted time by time, t B + b.
+        visits: [E, S], how often each pass takes each row.
+        alike: 1 where all passes are cut into the same minibatches, or a single one is not shuffled; else 0.
+    """
+
+    passes: tuple[RolloutPass, ...]
+    valid: Tensor
+    environments: int
+    visits: Tensor
+    alike: float
+
+    @property
+    def claimed(self) -> Tensor:
+        """The visits of valid and of other rows, and whether the passes are alike, in one vector."""
+        return torch.cat([self.visits.flatten(), self.visits.new_tensor([self.alike])])
+
+    @property
+    def repeats(self) -> bool:
+        """True where a pass takes a row more than once."""
+        return bool((self.visits > 1).any())
+
+    @property
+    def missing(self) -> int:
+        """Largest number of valid rows that a pass leaves out."""
+        return int(((self.visits == 0) & self.valid).sum(1).max())
+
+    @property
+    def outside(self) -> bool:
+        """True where a pass takes a row that is not valid."""
+        return bool((self.visits[:, ~self.valid] > 0).any())
+
+
+def each_row_once(inputs: PassInputs) -> Tensor:
+    """Return one visit of every valid row in each pass, in another order than the other passes."""
+    visits = inputs.valid.double().expand(len(inputs.passes), -1)
+    return torch.cat([visits.flatten(), visits.new_zeros(1)])
+
+
+def _where(condition: Callable[[PassInputs], bool]) -> Callable[[PassInputs], Tensor | None]:
+    """Explain the visits where a condition holds: mistakes in drawing rows predict no numbers, but kinds of visits."""
+    return lambda inputs: inputs.claimed if condition(inputs) else None
+
+
+def _whole(x: PassInputs) -> bool:
+    return not x.repeats and not x.missing and not x.outside
+
+
+def _repeats_within(x: PassInputs) -> bool:
+    return any(len(rows.unique()) < len(rows) for one in x.passes for rows in one.minibatches())
+
+
+def _same_visits(x: PassInputs) -> bool:
+    return len(x.passes) > 1 and bool((x.visits == x.visits[0]).all())
+
+
+def _same_minibatch(x: PassInputs) -> bool:
+    return all(len(one.counts) > 1 and len(one.parts()) == 1 for one in x.passes)
+
+
+def _one_minibatch_short(x: PassInputs) -> bool:
+    return not x.repeats and not x.outside and 0 < x.missing < max(max(one.counts) for one in x.passes)
+
+
+def _environments_left_out(x: PassInputs) -> bool:
+    """Each pass leaves out all rows of some environments, and takes all rows of the others once."""
+    if x.repeats or x.outside or x.environments < 2 or len(x.valid) % x.environments:
+        return False
+    visited = x.visits.view(len(x.passes), -1, x.environments)
+    valid = x.valid.view(-1, x.environments)
+    taken = (visited > 0).any(1)
+    whole = ((visited > 0) | ~valid | ~taken.unsqueeze(1)).all()
+    return bool(whole) and x.missing > 0
+
+
+def _times_left_out(x: PassInputs) -> bool:
+    """Each pass takes the same first steps of the rollout and leaves out the others."""
+    if x.repeats or x.outside or not x.missing:
+        return False
+    count = int(x.visits[0].sum())
+    return bool((x.visits[:, :count] > 0).all()) and bool((x.visits[:, count:] == 0).all())
+
+
+def _one_minibatch(x: PassInputs) -> bool:
+    short = not x.repeats and not x.outside and all(len(one.counts) == 1 for one in x.passes)
+    return short and 2 * x.missing >= int(x.valid.sum()) and not _times_left_out(x)
+
+
+def _left_out(x: PassInputs) -> bool:
+    named = _one_minibatch_short(x) or _environments_left_out(x) or _times_left_out(x) or _one_minibatch(x)
+    return not x.repeats and not x.outside and x.missing > 0 and not named
+
+
+def _in_order(x: PassInputs) -> bool:
+    """Rows come time by time, or environment by environment, in every pass."""
+    if not x.alike or not _whole(x):
+        return False
+    times = torch.arange(len(x.valid), device=x.valid.device)
+    by_environment = times.view(-1, x.environments).T.flatten() if len(times) % x.environments == 0 else times
+    return any(
+        all(torch.equal(one.rows, order[x.valid[order]]) for one in x.passes) for order in (times, by_environment)
+    )
+
+
+MINIBATCHES = Equation(
+    name="minibatches",
+    rank=45,
+    quantity="the rows of the minibatches",
+    equation="a permutation of the rollout, drawn again for each pass",
+    source="1707.06347, algorithm 1",
+    inputs="the rows of each minibatch",
+    compute=each_row_once,
+    advice="Draw one permutation per pass and cut it into minibatches.",
+    hypotheses=(
+        Hypothesis(
+            name="same_order",
+            says="one permutation that is used in every pass",
+            equation="the same minibatches in each pass",
+            compute=_where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x)),
+            variant=True,
+            source="https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator",
+        ),
+        Hypothesis(
+            name="unshuffled",
+            says="the rows in the order of the rollout, which are not shuffled",
+            equation="rows 1 to N, N + 1 to 2N, ...",
+            compute=_where(_in_order),
+            variant=True,
+            source="https://github.com/leggedrobotics/rsl_rl, RolloutStorage.recurrent_mini_batch_generator",
+            advice="Shuffle the rows: neighbours in time are correlated.",
+        ),
+        Hypothesis(
+            name="last_dropped",
+            says="a permutation without its last rows, fewer than a minibatch",
+            equation="the last, smaller minibatch is dropped",
+            compute=_where(_one_minibatch_short),
+            variant=True,
+            source="torch.utils.data, drop_last",
+        ),
+        Hypothesis(
+            name="with_replacement",
+            says="rows that are drawn with replacement within a minibatch",
+            equation="row ~ uniform, each by itself",
+            compute=_where(lambda x: _repeats_within(x) and not _same_visits(x)),
+            advice="Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
+        ),
+        Hypothesis(
+            name="overlapping",
+            says="minibatches that have rows in common, and leave others out",
+            equation="each minibatch drawn by itself",
+            compute=_where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
+            advice="Cut one permutation per pass into minibatches that have no row in common.",
+        ),
+        Hypothesis(
+            name="same_rows",
+            says="the same rows several times in each pass, and others never",
+            equation="equal visits in each pass, not one for each row",
+            compute=_where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
+            advice="Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.",
+        ),
+        Hypothesis(
+            name="same_minibatch",
+            says="one minibatch that is taken several times in each pass",
+            equation="rows 1 to N, rows 1 to N, ...",
+            compute=_where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
+            advice="Move the bounds of the minibatch on by its size.",
+        ),
+        Hypothesis(
+            name="one_minibatch",
+            says="one minibatch per pass, which leaves the other rows out",
+            equation="the first minibatch of a permutation",
+            compute=_where(_one_minibatch),
+            advice="Go on to the other minibatches of the permutation: look for a break or a return in the loop.",
+        ),
+        Hypothesis(
+            name="environments_left_out",
+            says="the rows of some environments, without those of the others",
+            equation="all t of some b",
+            compute=_where(_environments_left_out),
+            advice="Flatten time and environments, and draw rows from all of them.",
+        ),
+        Hypothesis(
+            name="times_left_out",
+            says="the first rows of the rollout, without the later ones",
+            equation="rows 1 to K of R",
+            compute=_where(_times_left_out),
+            advice="Draw indices up to steps times environments.",
+        ),
+        Hypothesis(
+            name="left_out",
+            says="a permutation without some of its rows, a minibatch of them or more",
+            equation="each row at most once",
+            compute=_where(_left_out),
+            advice="Compare the number of minibatches times their size with the size of the rollout.",
+        ),
+        Hypothesis(
+            name="padding",
+            says="rows that are padding or resets, and not transitions",
+            equation="rows that do not count",
+            compute=_where(lambda x: x.outside and not x.repeats and not x.missing),
+            advice="Draw minibatches from the valid rows.",
+        ),
+    ),
+)
+
+
+@checked_arguments(size=0, environments=1)
+@inference_mode
+def check_minibatches(
+    rows: Sequence[Sequence[ArrayLike]],
+    size: int,
+    *,
+    environments: int = 1,
+    valid: ArrayLike | None = None,
+    shuffled: bool = True,
+) -> EquationCheck:
+    """Return the comparison of the rows of minibatches with a permutation of the rollout in each pass.
+
+    A last pass that leaves rows out is not counted where there are others: training may have stopped in it.
+
+    Args:
+        rows: of each pass a list of its minibatches, each of them [N] whole numbers from 0.
+        size: S, number of rows of the rollout.
+        environments: B, where rows are counted time by time: row t B + b is step t in environment b.
+        valid: [S] or [T, B], bool: rows that are transitions; None where every row is.
+        shuffled: compare the order of the passes too; False where minibatches hold whole sequences.
+
+    Raises:
+        ValueError: there is no pass, a pass has no minibatch, or a row is not in the rollout.
+    """
+    if not rows or not all(len(one) for one in rows):
+        raise ValueError(f"expected at least one pass, and one minibatch in each, got {[len(one) for one in rows]}")
+    passes = []
+    for one in rows:
+        batches = [as_tensor(batch).reshape(-1) for batch in one]
+        joined = torch.cat([batch.to(batches[0].device) for batch in batches])
+        if joined.is_floating_point() or joined.dtype is torch.bool:
+            raise ValueError(f"rows must be whole numbers, got {joined.dtype}")
+        passes.append(RolloutPass(joined.long(), tuple(len(batch) for batch in batches)))
+    everything = torch.cat([one.rows for one in passes])
+    if len(everything) and not 0 <= int(everything.min()) <= int(everything.max()) < size:
+        raise ValueError(f"rows must be from 0 to {size - 1}, got {int(everything.min())} to {int(everything.max())}")
+    mask = as_mask(valid, everything)
+    counted = torch.ones(size, dtype=torch.bool, device=everything.device) if mask is None else mask.reshape(-1)
+    if len(counted) != size:
+        raise ValueError(f"valid must have {size} entries, got {len(counted)}")
+    if len(passes) * size > MAX_ROWS:
+        return unchecked(MINIBATCHES, f"{len(passes)} passes over {size} rows are too many")
+    visits = torch.stack([torch.bincount(one.rows, minlength=size) for one in passes]).double()
+    if len(passes) > 1 and bool((visits[-1] <= 1).all()) and bool(((visits[-1] == 0) & counted).any()):
+        passes, visits = passes[:-1], visits[:-1]
+    alike = shuffled and _alike(passes)
+    inputs = PassInputs(tuple(passes), counted, environments, visits, float(alike))
+    return compare(MINIBATCHES, inputs, inputs.claimed)
+
+
+def _alike(passes: Sequence[RolloutPass]) -> bool:
+    """Return True where several passes, cut into several minibatches, are cut alike."""
+    if any(len(one.counts) < 2 or max(one.counts) < 2 for one in passes):
+        return False
+    if len(passes) == 1:
+        return bool((passes[0].rows.diff() == 1).all())
+    if all(torch.equal(one.rows, passes[0].rows) for one in passes[1:]):
+        return True
+    return all(one.counts == passes[0].counts for one in passes) and all(
+        one.parts() == passes[0].parts() for one in passes[1:]
+    )
+
+
+RATIO_TOLERANCE = 0.5
+"""Factor of the tolerances: 5e-5 in single precision, of the largest log-probability or of 1. Healthy runs of the bundled trainer reach
+3e-7."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRatioInputs:
+    """Log-probabilities of the actions [R], float64.
+
+    Attributes:
+        now: under the policy of the minibatch.
+        stored: at collection.
+        in_order: at collection, in the order of the rollout instead of that of the minibatches.
+        swapped: at collection, in the rows that steps and environments give when they change places.
+        now_swapped: under the policy of the minibatch, of the actions in these rows.
+    """
+
+    now: Tensor
+    stored: Tensor
+    in_order: Tensor | None = None
+    swapped: Tensor | None = None
+    now_swapped: Tensor | None = None
+
+    def to(self, stored: Tensor | None) -> Tensor | None:
+        """Return the log-ratios to other stored log-probabilities."""
+        return None if stored is None else self.now - stored
+
+
+LOG_RATIOS = Equation(
+    name="log_ratios",
+    quantity="the log-ratios",
+    equation="log r = log π(a|s) - log π_old(a|s)",
+    source="1707.06347, eq. 6",
+    inputs="log-ratios, the distributions of the minibatches, and the actions and log-probabilities of the rollout",
+    compute=lambda x: x.now - x.stored,
+    tolerance=RATIO_TOLERANCE,
+    rank=48,
+    advice="Compare the rows and the order of the two log-probabilities.",
+    hypotheses=(
+        Hypothesis(
+            name="inverted",
+            says="the old log-probabilities less the new ones: the ratio is inverted",
+            equation="log r = log π_old - log π",
+            compute=lambda x: x.stored - x.now,
+            advice="Take exp(new log-probability - old log-probability).",
+        ),
+        Hypothesis(
+            name="recomputed",
+            says="zeros: the old log-probabilities are those of now",
+            equation="log r = log π - log π",
+            compute=lambda x: 0 * x.now,
+            advice="Store the log-probabilities at collection, once: otherwise nothing is ever clipped.",
+        ),
+        Hypothesis(
+            name="no_old",
+            says="the new log-probabilities, without the old ones",
+            equation="log r = log π",
+            compute=lambda x: x.now,
+            advice="Subtract the log-probabilities at collection.",
+        ),
+        Hypothesis(
+            name="quotient",
+            says="the quotient of the log-probabilities in place of that of the probabilities",
+            equation="r = log π / log π_old",
+            compute=lambda x: (x.now / x.stored).log(),
+            advice="Take the exponential of the difference.",
+        ),
+        Hypothesis(
+            name="rows_in_order",
+            says="the new log-probabilities less old ones in the order of the rollout: they are not indexed with the minibatch",
+            equation="log r_i = log π_i - log π_old,start+i",
+            compute=lambda x: x.to(x.in_order),
+            advice="Index the old log-probabilities with the rows of the minibatch.",
+        ),
+        Hypothesis(
+            name="axes_swapped",
+            says="the new log-probabilities less old ones that are flattened with steps and environments exchanged",
+            equation="log r = log π_tb - log π_old,bt",
+            compute=lambda x: x.to(x.swapped),
+            advice="Flatten all columns of the rollout in the same order.",
+        ),
+        Hypothesis(
+            name="actions_swapped",
+            says="log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones",
+            equation="log r = log π(a_bt|s_tb) - log π_old,tb",
+            compute=lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
+            advice="Flatten all columns of the rollout in the same order.",
+        ),
+        Hypothesis(
+            name="shifted_rows",
+            says="the new log-probabilities less the old ones of the row before",
+            equation="log r_i = log π_i - log π_old,i-1",
+            compute=lambda x: x.now - x.stored.roll(1),
+            advice="Index both log-probabilities with the same rows.",
+        ),
+    ),
+)
+
+
+@checked_arguments(tolerance=0)
+@inference_mode
+def check_log_ratios(
+    log_ratio: ArrayLike,
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    *,
+    valid: ArrayLike | None = None,
+    in_order: ArrayLike | None = None,
+    swapped: ArrayLike | None = None,
+    now_swapped: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of log-ratios with the difference of new and old log-probabilities.
+
+    Args:
+        log_ratio: any shape.
+        log_probs: of the same shape: of the actions under the policy of the minibatch.
+        old_log_probs: of the same shape: at collection, in the same rows.
+        valid: bool, of the same shape; None where every row counts.
+        in_order, swapped: of the same shape: those at collection in the order of the rollout, and in rows that steps and environments give
+            when they change places, for the mistakes that involve them.
+        now_swapped: of the same shape: under the policy of the minibatch, of the actions in these other rows.
+        precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    claimed = as_tensor(log_ratio)
+    given = {
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "in_order": in_order,
+        "swapped": swapped,
+        "now_swapped": now_swapped,
+    }
+    columns = {name: as_tensor(column, claimed) for name, column in given.items() if column is not None}
+    mask = as_mask(valid, claimed)
+    same_shape(log_ratio=claimed, valid=mask, **columns)
+    exact = {name: column.detach().double() for name, column in columns.items()}
+    inputs = LogRatioInputs(
+        exact["log_probs"],
+        exact["old_log_probs"],
+        exact.get("in_order"),
+        exact.get("swapped"),
+        exact.get("now_swapped"),
+    )
+    # of an action that is certain both are about 0, and rounded where the probability is: at 1
+    magnitudes = (inputs.now, inputs.stored, torch.ones(1))
+    return compare(
+        LOG_RATIOS, inputs, claimed, magnitudes=magnitudes, valid=mask, precision=precision, tolerance=tolerance
+    )

@@ -1,0 +1,426 @@
+"""The equation of normalised advantages, the mistakes that explain a difference, and `check_normalized_advantages`.
+
+Shapes: M minibatches of N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.gae import STD_EPS
+from esper_telemetry.equations.returns import MIN_ROWS, ranked
+from esper_telemetry.metrics.statistics import same_shape
+
+NORMALIZED_TOLERANCE = 1.0
+"""Factor of `TOLERANCES` for normalised advantages. In float32 they come to 3e-7 of the largest |A| / std."""
+
+MIN_GROUP_ROWS = 3
+"""Rows from which on a normalised group says something: a single row becomes 0, and two rows become opposite numbers."""
+
+Scope = Literal["minibatch", "rollout", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizedInputs:
+    """Advantages of M minibatches, [M, N] float64, and how they are normalised.
+
+    Attributes:
+        advantages: before normalisation.
+        claimed: as they multiply the ratio.
+        valid: [M, N], bool: rows that count.
+        rollout: of all rows of the rollout that count, [T, B] or any shape; None where it is not there.
+        environments: [M, N], int: environment of each row; None where it is not known.
+        over: rows whose mean and standard deviation are taken.
+        correction: 1 for an unbiased standard deviation, 0 for a biased one.
+        floor: smallest standard deviation to divide by.
+        in_order: [M, N], before normalisation, of the rollout's rows in their own order; None where they are not there.
+    """
+
+    advantages: Tensor
+    claimed: Tensor
+    valid: Tensor
+    rollout: Tensor | None = None
+    environments: Tensor | None = None
+    over: Scope = "minibatch"
+    correction: int = 1
+    floor: float = 0.0
+    in_order: Tensor | None = None
+
+    def moments(self, over: Scope | None = None, *, correction: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return mean and standard deviation, [M, 1] or 0-d; None where the rollout is not there."""
+        correction = self.correction if correction is None else correction
+        if (over or self.over) == "rollout":
+            if self.rollout is None or self.rollout.numel() <= correction:
+                return None
+            std, mean = torch.std_mean(self.rollout, correction=correction)
+            return mean, std.clamp(min=self.floor)
+        count = self.valid.sum(-1, keepdim=True)
+        mean = (self.advantages * self.valid).sum(-1, keepdim=True) / count
+        squares = ((self.advantages - mean).square() * self.valid).sum(-1, keepdim=True)
+        return mean, (squares / (count - correction).clamp(min=1)).sqrt().clamp(min=self.floor)
+
+    def standard(self, over: Scope, *, correction: int | None = None) -> Tensor | None:
+        """Return the advantages less their mean, over their standard deviation; a single row stays as it is."""
+        moments = self.moments(over, correction=correction)
+        if moments is None:
+            return None
+        normal = (self.advantages - moments[0]) / (moments[1] + STD_EPS)
+        return (
+            torch.where(self.valid.sum(-1, keepdim=True) < 2, self.advantages, normal)
+            if over == "minibatch"
+            else normal
+        )
+
+    def sizes(self) -> Tensor:
+        """Return the magnitudes of the advantages that count over their standard deviation, which set the rounding."""
+        moments = self.moments("minibatch" if self.over == "nothing" else self.over)
+        std = torch.ones_like(self.advantages[:1, :1]) if moments is None or self.over == "nothing" else moments[1]
+        single = self.valid.sum(-1, keepdim=True) < 2
+        return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
+
+    def nearest(self, *candidates: Tensor | None) -> Tensor | None:
+        """Return the candidate that is nearest to the claimed numbers; None where there is none."""
+        present = [one for one in candidates if one is not None]
+        errors = [float((one - self.claimed).abs()[self.valid].amax()) for one in present]
+        return present[errors.index(min(errors))] if present else None
+
+
+def normalized_advantages(inputs: NormalizedInputs) -> Tensor:
+    """Return advantages normalised as the settings say."""
+    normal = None if inputs.over == "nothing" else inputs.standard(inputs.over)
+    return inputs.advantages if normal is None else normal
+
+
+SCOPES: tuple[Scope, ...] = ("minibatch", "rollout")
+
+
+def _over(scope: Scope) -> Callable[[NormalizedInputs], Tensor | None]:
+    """Return advantages normalised over other rows than the settings say, by a biased or an unbiased standard deviation."""
+
+    def compute(inputs: NormalizedInputs) -> Tensor | None:
+        if scope == inputs.over:
+            return None
+        return inputs.nearest(*(inputs.standard(scope, correction=correction) for correction in (0, 1)))
+
+    return compute
+
+
+def _by_moments(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[NormalizedInputs], Tensor | None]:
+    """Return what `change` makes of advantages, mean and standard deviation, of the minibatch or of the rollout."""
+
+    def compute(inputs: NormalizedInputs) -> Tensor | None:
+        moments = [
+            both for over in SCOPES for correction in (0, 1) if (both := inputs.moments(over, correction=correction))
+        ]
+        return inputs.nearest(*(change(inputs.advantages, *both) for both in moments))
+
+    return compute
+
+
+def _over_environments(inputs: NormalizedInputs) -> Tensor | None:
+    """Each environment by its own rows: of the minibatch, of all minibatches, or of the rollout.
+
+    The columns of a rollout [T, B] are its environments; one of another shape holds one step, or one environment, after the other.
+    """
+    index, valid = inputs.environments, inputs.valid
+    if index is None or int(index.max()) == 0:
+        return None
+    count, rows = int(index.max()) + 1, inputs.advantages[valid]
+    places = index + count * torch.arange(len(index), device=index.device).unsqueeze(1)
+    candidates = [part for groups in (index, places) for part in _in_groups(inputs, groups, rows, groups[valid])]
+    rollout = rows[:0] if inputs.rollout is None else inputs.rollout
+    for envs in {count, max(count, rollout.shape[-1])} if rollout.numel() else ():
+        if rollout.numel() % envs == 0:
+            order = torch.arange(rollout.numel(), device=index.device)
+            for groups in (order % envs, order // (rollout.numel() // envs)):
+                candidates += _in_groups(inputs, index, rollout.flatten(), groups)
+    return inputs.nearest(*candidates)
+
+
+def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tensor) -> list[Tensor]:
+    """Return the advantages normalised over groups of rows, biased and unbiased; nothing where every group is smaller than three rows.
+
+    Args:
+        own: [M, N], int: the group of each advantage.
+        rows, groups: [R]: the numbers that mean and standard deviation are taken of, and the group of each.
+    """
+    zeros = rows.new_zeros(max(int(own.max()), int(groups.max())) + 1)
+    count = zeros.index_add(0, groups, torch.ones_like(rows))
+    if int(count.max()) < MIN_GROUP_ROWS:
+        return []
+    mean = zeros.index_add(0, groups, rows) / count.clamp(min=1)
+    squares = zeros.index_add(0, groups, (rows - mean[groups]).square())
+    deviations = [(squares / (count - correction).clamp(min=1)).sqrt() for correction in (0, 1)]
+    return [(inputs.advantages - mean[own]) / (std[own] + STD_EPS) for std in deviations]
+
+
+def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
+    """Negative advantages made positive or 0; None where there are none."""
+    candidates: list[Tensor | None] = []
+    for change in (torch.abs, torch.square, torch.relu):
+        rollout = None if inputs.rollout is None else change(inputs.rollout)
+        changed = replace(inputs, advantages=change(inputs.advantages), rollout=rollout)
+        candidates.append(changed.advantages)
+        for scope, correction in product(SCOPES, (0, 1)):
+            normal = inputs.standard(scope, correction=correction)
+            candidates += [changed.standard(scope, correction=correction), None if normal is None else change(normal)]
+    return inputs.nearest(*candidates) if bool((inputs.advantages < 0)[inputs.valid].any()) else None
+
+
+def _over_padding(inputs: NormalizedInputs) -> Tensor | None:
+    """Mean and standard deviation with the rows that do not count, as they are stored, or as zeros."""
+    if bool(inputs.valid.all()):
+        return None
+    candidates = []
+    for filled in (inputs.advantages, inputs.advantages * inputs.valid):
+        for correction in (0, 1):
+            std, mean = torch.std_mean(filled, -1, correction=correction, keepdim=True)
+            candidates.append((inputs.advantages - mean) / (std + STD_EPS))
+    return inputs.nearest(*candidates)
+
+
+def _reordered(inputs: NormalizedInputs) -> Tensor | None:
+    """The right numbers in another order: within each minibatch, or within all of them."""
+    if int(inputs.valid.sum(-1).amin()) < MIN_ROWS:
+        return None
+    right = normalized_advantages(inputs)
+    within, across = inputs.claimed.clone(), inputs.claimed.clone()
+    for own, numbers, counted in zip(within, right, inputs.valid, strict=True):
+        own[counted] = ranked(own[counted], numbers[counted])
+    across[inputs.valid] = ranked(across[inputs.valid], right[inputs.valid])
+    return inputs.nearest(within, across)
+
+
+def _in_order(inputs: NormalizedInputs) -> Tensor | None:
+    """The advantages of the rollout's rows in their own order, normalised over the minibatch, the rollout or not at all."""
+    if inputs.in_order is None:
+        return None
+    other = replace(inputs, advantages=inputs.in_order)
+    return inputs.nearest(other.standard("minibatch"), other.standard("rollout"), inputs.in_order)
+
+
+def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+    right = normalized_advantages(inputs)
+    limit = float(claimed[inputs.valid][::2].abs().amax()) if int(inputs.valid.sum()) >= MIN_ROWS else 0.0
+    if limit <= 0 or int((right.abs() > limit)[inputs.valid].sum()) < 2:
+        return None
+    return limit, right.clamp(-limit, limit)
+
+
+NORMALIZED_ADVANTAGES = Equation(
+    name="normalized_advantages",
+    rank=30,
+    quantity="the advantages in use",
+    equation="(A - mean) / std over the rows that the settings name",
+    source="Huang et al. 2022, The 37 implementation details of PPO",
+    inputs="advantages before and after normalisation, and the rows of each minibatch",
+    compute=normalized_advantages,
+    tolerance=NORMALIZED_TOLERANCE,
+    advice="Look at every line that changes advantages between the rollout and the loss.",
+    hypotheses=(
+        Hypothesis(
+            "over_minibatch",
+            "advantages normalised over each minibatch",
+            "(A - mean_minibatch) / std_minibatch",
+            _over("minibatch"),
+            advice="Set over which rows advantages are normalised, in one place.",
+        ),
+        Hypothesis(
+            "over_rollout",
+            "advantages normalised over the whole rollout",
+            "(A - mean_rollout) / std_rollout",
+            _over("rollout"),
+            advice="Set over which rows advantages are normalised, in one place.",
+        ),
+        Hypothesis(
+            "over_environments",
+            "advantages normalised over each environment",
+            "(A - mean_b) / std_b",
+            _over_environments,
+            advice="Take mean and standard deviation over both axes.",
+        ),
+        Hypothesis(
+            "over_padding",
+            "advantages normalised with the rows of padding",
+            "mean and std over all N rows",
+            _over_padding,
+            source="NovaSky-AI/SkyRL#1305",
+            advice="Take mean and standard deviation over the rows of the mask.",
+        ),
+        Hypothesis(
+            "not_normalized",
+            "advantages before normalisation",
+            "A",
+            lambda inputs: inputs.advantages,
+            advice="Normalise them, or say in the settings that you do not.",
+        ),
+        Hypothesis(
+            "std_alone",
+            "advantages divided by their standard deviation without taking their mean away",
+            "A / std",
+            _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
+            advice="Subtract the mean.",
+        ),
+        Hypothesis(
+            "mean_alone",
+            "advantages less their mean that were not divided by their standard deviation",
+            "A - mean",
+            _by_moments(lambda advantages, mean, std: advantages - mean),
+            advice="Divide by the standard deviation.",
+        ),
+        Hypothesis(
+            "variance",
+            "advantages less their mean, divided by their variance",
+            "(A - mean) / std²",
+            _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
+            advice="Divide by the standard deviation.",
+        ),
+        Hypothesis(
+            "precedence",
+            "advantages less the ratio of mean and standard deviation",
+            "A - mean / std",
+            _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)),
+            advice="Put `advantages - mean` in parentheses.",
+        ),
+        Hypothesis(
+            "sign",
+            "normalised advantages with the opposite sign",
+            "-(A - mean) / std",
+            lambda inputs: -normalized_advantages(inputs),
+            advice="The sign of advantages decides which actions become likelier.",
+        ),
+        Hypothesis(
+            "absolute",
+            "advantages whose negative numbers have become positive, or 0, before or after they were normalised",
+            "|A|, A² or max(A, 0)",
+            _without_signs,
+            advice="Keep the signs: an action that is worse than expected is to become less likely.",
+        ),
+        Hypothesis(
+            "other_rows",
+            "normalised advantages of other rows",
+            "A_j in row i",
+            _reordered,
+            advice="Index advantages with the rows of the observations and actions.",
+        ),
+        Hypothesis(
+            "in_order",
+            "advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch",
+            "A_k of the k-th row taken, whatever its index",
+            _in_order,
+            advice="Index advantages with the rows of the observations and actions.",
+        ),
+        Hypothesis(
+            "other_std",
+            "advantages normalised with the other of biased and unbiased standard deviation",
+            "std over N in place of N - 1, or the reverse",
+            lambda inputs: (
+                None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
+            ),
+            variant=True,
+            source="NumPy's std is biased, torch's is not",
+        ),
+        Hypothesis(
+            "rms",
+            "advantages divided by their root mean square",
+            "A / sqrt(mean A²)",
+            _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
+            variant=True,
+        ),
+        Hypothesis(
+            "clipped",
+            "normalised advantages clipped to [-c, c],",
+            "clip((A - mean) / std, -c, c)",
+            fit=_clipped,
+            parameter="c",
+            variant=True,
+        ),
+    ),
+)
+
+
+@checked_arguments(correction=0, floor=0, tolerance=0)
+@inference_mode
+def check_normalized_advantages(
+    advantages: ArrayLike,
+    normalized: ArrayLike,
+    *,
+    over: Scope | None = "minibatch",
+    rollout: ArrayLike | None = None,
+    environments: ArrayLike | None = None,
+    in_order: ArrayLike | None = None,
+    correction: int = 1,
+    floor: float = 0.0,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the advantages that multiply the ratio with those of the rollout, less their mean, over their deviation.
+
+    To normalise twice gives the same numbers but for rounding, and matches.
+
+    Args:
+        advantages: before normalisation, [N] of one minibatch or [M, N] of several.
+        normalized: as they multiply the ratio, same shape.
+        over: rows whose mean and standard deviation are taken: those of the `minibatch`, of the `rollout`, or `nothing` where advantages
+            stay as they are; None where the settings do not say: each of the three is right then.
+        rollout: advantages of all rows of the rollout that count, [T, B] or any shape; needed for `rollout`.
+        environments: environment of each row, int, same shape.
+        in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
+        correction: 1 for an unbiased standard deviation, 0 for a biased one.
+        floor: smallest standard deviation to divide by.
+        valid: bool, same shape: rows that are no padding; None where every row counts.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where shapes disagree, `over` is something else, or the rollout is missing.
+    """
+    if over not in ("minibatch", "rollout", "nothing", None):
+        raise ValueError(f"over must be 'minibatch', 'rollout', 'nothing' or None, got {over!r}")
+    if over == "rollout" and rollout is None:
+        raise ValueError("over='rollout' needs rollout, the advantages of all its rows")
+    claimed = as_tensor(normalized).detach().double()
+    raw = as_tensor(advantages, claimed).detach().to(claimed)
+    mask = as_mask(valid, claimed)
+    rows = None if environments is None else as_tensor(environments, claimed).long()
+    same_shape(advantages=raw, normalized=claimed, environments=rows, valid=mask)
+    if claimed.dim() not in (1, 2):
+        raise ValueError(f"advantages must have shape [N] or [M, N], got {list(claimed.shape)}")
+    claimed, raw = torch.atleast_2d(claimed), torch.atleast_2d(raw)
+    counted = torch.ones_like(claimed, dtype=torch.bool) if mask is None else torch.atleast_2d(mask.to(claimed.device))
+    if not bool(counted.any()):
+        return unchecked(NORMALIZED_ADVANTAGES, "no row counts")
+    if over is None:
+        scopes: tuple[Scope, ...] = ("minibatch", "nothing") if rollout is None else ("minibatch", "rollout", "nothing")
+    else:
+        scopes = (over,)
+    whole = None if rollout is None else as_tensor(rollout, claimed).detach().to(claimed)
+    inputs = NormalizedInputs(
+        advantages=torch.where(counted, raw, raw if mask is None else raw.nan_to_num()),
+        claimed=claimed,
+        valid=counted,
+        rollout=whole,
+        environments=None if rows is None else torch.atleast_2d(rows.to(claimed.device)),
+        correction=correction,
+        floor=floor,
+        in_order=None if in_order is None else torch.atleast_2d(as_tensor(in_order, claimed).detach().to(claimed)),
+    )
+    settings: dict[str, Any] = {"valid": counted, "precision": precision, "tolerance": tolerance}
+    checks = []
+    for scoped in (replace(inputs, over=scope) for scope in scopes):
+        check = compare(NORMALIZED_ADVANTAGES, scoped, claimed, magnitudes=(scoped.sizes(),), **settings)
+        checks.append(distinguished(check))
+        if checks[-1].matches:
+            return checks[-1]
+    if over is None and any(one.hypothesis.name == "not_normalized" for one in checks[0].explanations):
+        return unchecked(NORMALIZED_ADVANTAGES, "whether advantages are normalised is not said")
+    return next((one for one in checks if one.holds), next((one for one in checks if one.explanations), checks[0]))

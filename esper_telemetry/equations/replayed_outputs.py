@@ -1,0 +1,292 @@
+"""Equations of what was stored at collection: what the policy gives for the stored inputs before the first step.
+
+The policy passes over the stored observations, states and masks once more. Passes over other inputs, which known mistakes would use, are
+asked for only where the first one differs from what was acted on.
+
+Shapes: N rows, which may stand in several axes [T, B].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.equations.comparison import EquationCheck, compare
+from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.log_probs import shifted
+from esper_telemetry.metrics.statistics import same_shape
+
+REPLAY_TOLERANCE = 1.0
+"""Factor of the tolerances. Healthy runs in single precision: at most 2.5e-7, with an LSTM and without."""
+
+FIRST_DIFFERENCE = 1e-2
+"""Error of a first minibatch, next to the largest number, that no arithmetic of a device explains."""
+
+Alternatives = Mapping[str, Callable[[], "ArrayLike | None"]]
+"""Passes of the policy over other inputs, by the names of hypotheses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayInputs:
+    """A pass of the policy over the rollout before the first step.
+
+    Attributes:
+        stored: [N], at collection.
+        replayed: [N], of the pass.
+        alternative: (name of a hypothesis) -> [N], of a pass over other inputs; None where there is none.
+    """
+
+    stored: Tensor
+    replayed: Tensor
+    alternative: Callable[[str], Tensor | None]
+
+
+SIMILAR_SIZE = 3.0
+"""Ratio up to which two random differences count as equally large."""
+
+CORRELATED = 0.9
+"""Correlation from which on differences of two passes have one cause: those of unrelated passes from a third one have 0.5."""
+
+
+def _other_mode(inputs: ReplayInputs) -> Tensor | None:
+    """The pass in the other mode; the stored numbers where that differs as they do, because batches were others."""
+    other, again = inputs.alternative("other_mode"), inputs.alternative("random_passes")
+    if other is None or (again is not None and bool((again != inputs.replayed).any())):
+        return other  # passes that differ from one another have the size of any difference between modes
+    moved, explained = inputs.stored - inputs.replayed, other - inputs.replayed
+    if not _similar_size(moved, explained):
+        return other
+    together = torch.corrcoef(torch.stack([moved.flatten(), explained.flatten()]))[0, 1]
+    return inputs.stored if together > CORRELATED else other
+
+
+def _random_passes(inputs: ReplayInputs) -> Tensor | None:
+    """The stored numbers, where two passes differ from each other as they differ from one of them."""
+    again = inputs.alternative("random_passes")
+    return (
+        inputs.stored
+        if again is not None and _similar_size(inputs.stored - inputs.replayed, again - inputs.replayed)
+        else None
+    )
+
+
+def _similar_size(first: Tensor, second: Tensor) -> bool:
+    sizes = first.square().mean().sqrt(), second.square().mean().sqrt()
+    return bool(min(sizes) > 0 and max(sizes) <= SIMILAR_SIZE * min(sizes))
+
+
+def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
+    """The pass of that name; where it is not given, as of values, the replayed numbers `steps` later."""
+    given = inputs.alternative(name)
+    return shifted(inputs.replayed, steps, inputs.stored) if given is None else given
+
+
+def _alternative(name: str, says: str, equation: str, advice: str, source: str = "") -> Hypothesis:
+    """A hypothesis that the policy's pass of that name predicts."""
+    return Hypothesis(name, says, equation, lambda inputs: inputs.alternative(name), advice=advice, source=source)
+
+
+INPUT_HYPOTHESES = (
+    _alternative(
+        "other_observations",
+        "those of the observations that the policy received when it acted, which are not the stored ones",
+        "f(o'), stored o ≠ o'",
+        "Store the very observation that is passed to the policy.",
+    ),
+    _alternative(
+        "other_statistics",
+        "those of observations that were normalised with other statistics than the stored ones",
+        "f((o - m') / s'), stored (o - m) / s",
+        "Normalise an observation once, before it is acted on, and store it so.",
+        "https://github.com/leggedrobotics/rsl_rl/pull/225",
+    ),
+    _alternative(
+        "older_weights",
+        "those of the policy with the weights of an earlier update",
+        "f(o; θ'), θ' before the last update",
+        "Copy the weights to the policy that acts before each rollout.",
+    ),
+    Hypothesis(
+        name="observation_before",
+        says="those of the observation of the step before",
+        equation="f(o_{t-1})",
+        compute=partial(_of_step, name="observation_before", steps=-1),
+        advice="Pass the observation to the policy that the last step of the environment returned.",
+    ),
+    Hypothesis(
+        name="observation_after",
+        says="those of the observation of the step after",
+        equation="f(o_{t+1})",
+        compute=partial(_of_step, name="observation_after", steps=1),
+        advice="Store the observation that was acted on, not the one that the action led to.",
+    ),
+    Hypothesis(
+        name="other_mode",
+        says="those of a policy whose dropout or batch norm works in the other mode",
+        equation="f_train(o) in place of f_eval(o), or the reverse",
+        compute=_other_mode,
+        source="https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
+        advice="Act and train in the same mode, without dropout, and with batch statistics frozen.",
+    ),
+    Hypothesis(
+        name="random_passes",
+        says="those of a policy whose passes differ from one another, because dropout is active",
+        equation="f(o, ε), ε drawn again in every pass",
+        compute=_random_passes,
+        source="https://github.com/huggingface/trl/issues/4",
+        advice="Switch dropout off: the ratio is to compare two policies, not two draws.",
+    ),
+    _alternative(
+        "memory_zero",
+        "those of a memory that begins the rollout empty",
+        "h_0 = 0",
+        "Begin the pass over a sequence with the state that the rollout began with.",
+    ),
+    _alternative(
+        "memory_stored_late",
+        "those of the states before each step, in place of which those after it are stored",
+        "f(o_t, h_t), stored h_{t+1}",
+        "Store the hidden state that the policy received with the observation, before the next one replaces it.",
+    ),
+    _alternative(
+        "other_memory",
+        "those of the states that the policy received when it acted, which are not the stored ones",
+        "f(o, h'), stored h ≠ h'",
+        "Store the very hidden state that is passed to the policy.",
+    ),
+    _alternative(
+        "memory_not_reset",
+        "those of a memory that is not reset where an episode begins",
+        "h_t carried over the ends of episodes",
+        "Set the hidden state to zero where an episode begins, both when acting and in training.",
+        "https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206",
+    ),
+    _alternative(
+        "memory_reset_late",
+        "those of a memory that is reset one step late",
+        "h_t = 0 in the second step of an episode",
+        "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
+        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
+    ),
+    _alternative(
+        "memory_reset_early",
+        "those of a memory that is reset one step early",
+        "h_t = 0 in the last step of an episode",
+        "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
+        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
+    ),
+    _alternative(
+        "memory_empty",
+        "those of a policy whose memory is empty in every step",
+        "h_t = 0",
+        "Pass the state of the last step on to the next one.",
+    ),
+    _alternative(
+        "mask_missing",
+        "those of the policy without action masks",
+        "π(a | o) over all choices",
+        "Store the mask of every step, and apply it both when acting and in training.",
+        "2006.14171",
+    ),
+)
+
+REPLAYED_LOG_PROBS = Equation(
+    name="replayed_log_probs",
+    rank=16,
+    quantity="the log-probabilities that were acted on",
+    equation="log π(a | s) of the policy before the first step, on the stored observations, states and masks",
+    source="1707.06347: the ratio of a policy to itself is 1",
+    inputs="a policy that can be asked before the first step, and its stored inputs",
+    compute=lambda inputs: inputs.replayed,
+    tolerance=REPLAY_TOLERANCE,
+    hypotheses=INPUT_HYPOTHESES,
+    advice="Look for what differs between acting and training: observations, states, masks, modes, and weights of an earlier update.",
+)
+
+VALUES = Equation(
+    name="values",
+    rank=17,
+    quantity="the values at collection",
+    equation="V(s) of the critic before the first step, on the stored observations and states",
+    source="1506.02438",
+    inputs="a critic that can be asked before the first step, and its stored inputs",
+    compute=lambda inputs: inputs.replayed,
+    tolerance=REPLAY_TOLERANCE,
+    hypotheses=tuple(one for one in INPUT_HYPOTHESES if one.name != "mask_missing"),
+    advice="Look for what differs between acting and training: observations, states, modes, and weights of an earlier update.",
+)
+
+
+@checked_arguments(tolerance=0)
+@no_grad
+def check_replayed_log_probs(
+    log_probs: ArrayLike,
+    replayed: ArrayLike,
+    *,
+    alternatives: Alternatives | None = None,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of stored log-probabilities with those that the policy gives before the first step.
+
+    Args:
+        log_probs: [T, B] or [N], at collection.
+        replayed: same shape, of the same actions, from a pass of the policy over the stored observations.
+        alternatives: functions that return log-probabilities of passes over other inputs, or with other weights, by the names of what they
+            are: `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
+            `memory_zero`, `memory_not_reset` and the other hypotheses of this equation; called only where the others differ.
+        valid: same shape, bool; None where every entry counts.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises ValueError for a name that is no hypothesis, or shapes that differ.
+    """
+    return _check_replay(REPLAYED_LOG_PROBS, log_probs, replayed, alternatives, valid, precision, tolerance)
+
+
+@checked_arguments(tolerance=0)
+@no_grad
+def check_values(
+    values: ArrayLike,
+    replayed: ArrayLike,
+    *,
+    alternatives: Alternatives | None = None,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of stored values with those that the critic gives before the first step; see `check_replayed_log_probs`."""
+    return _check_replay(VALUES, values, replayed, alternatives, valid, precision, tolerance)
+
+
+def _check_replay(
+    equation: Equation,
+    stored: ArrayLike,
+    replayed: ArrayLike,
+    alternatives: Alternatives | None,
+    valid: ArrayLike | None,
+    precision: str | None,
+    tolerance: float | None,
+) -> EquationCheck:
+    claimed = as_tensor(stored).detach().double()
+    now = as_tensor(replayed, claimed).detach().double()
+    same_shape(stored=claimed, replayed=now)
+    names = list(dict.fromkeys([one.name for one in (*REPLAYED_LOG_PROBS.hypotheses, *VALUES.hypotheses)]))
+    unknown = sorted(set(alternatives or {}) - set(names))
+    if unknown:
+        raise ValueError(f"alternatives are of {', '.join(names)}, got {', '.join(unknown)}")
+
+    def alternative(name: str) -> Tensor | None:
+        run = (alternatives or {}).get(name)
+        column = None if run is None else run()
+        return None if column is None else as_tensor(column, claimed).detach().double().reshape(claimed.shape)
+
+    inputs = ReplayInputs(claimed, now, alternative)
+    settings: dict[str, Any] = {"valid": as_mask(valid, claimed), "precision": precision, "tolerance": tolerance}
+    return compare(equation, inputs, claimed, magnitudes=(torch.ones(1),), **settings)

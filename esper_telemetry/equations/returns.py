@@ -1,0 +1,460 @@
+"""The equation of the critic's targets, the mistakes that explain a difference, and `check_returns`.
+
+Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
+from esper_telemetry.equations.equation import TOLERANCES, Equation, Hypothesis
+from esper_telemetry.equations.gae import STD_EPS, standard
+from esper_telemetry.metrics.statistics import discounted_sums, same_shape
+
+MIN_ROWS = 8
+"""Rows from which on mean and standard deviation of a batch are no explanation by themselves."""
+
+MIN_MOVED = 1e-3
+"""Difference of a target, as a share of the largest one, from which on it has moved."""
+
+MIN_UNRELATED_ROWS = 256
+"""Rows from which on a correlation within chance means that targets are unrelated to what they are made of."""
+
+CHANCE = 4.0
+"""Correlations up to this many times 1 / √N are chance: those of targets that are made of advantages and values are near to 1."""
+
+TINY_SPREAD = 1e-6
+"""Standard deviation, as a share of the largest number, of numbers that are all the same."""
+
+TINY_LAMBDA = 1e-3
+"""Distance from 0 and 1 up to which a lambda that was fitted lies between them."""
+
+MIN_CORRELATION = 0.9
+"""Correlation from which on targets moved with the values of the minibatches: those of unrelated differences have 0."""
+
+RETURNS_TOLERANCE = 1.0
+"""Factor of `TOLERANCES` for returns. Sums in float32 come to 1e-7 relative error."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnInputs:
+    """Columns of a rollout or of some of its rows, float64; [T, B] where steps follow one another, else of any shape.
+
+    Attributes:
+        advantages: as they are stored.
+        values: at collection.
+        claimed: the trainer's returns.
+        rewards, next_values: the latter 0 after termination; None where they are not there.
+        ended: bool: the step ended its episode; None beside them.
+        gamma: discount; None beside them.
+        new_values: the critic's estimates after some optimizer steps; None where they are not there.
+        valid: rows that count; None where all do.
+    """
+
+    advantages: Tensor
+    values: Tensor
+    claimed: Tensor
+    rewards: Tensor | None = None
+    next_values: Tensor | None = None
+    ended: Tensor | None = None
+    gamma: float | None = None
+    new_values: Tensor | None = None
+    valid: Tensor | None = None
+
+    def counted(self, values: Tensor) -> Tensor:
+        """The rows that count, [N]."""
+        return values.flatten() if self.valid is None else values[self.valid]
+
+
+def _nearest(inputs: ReturnInputs, *candidates: Tensor) -> Tensor:
+    """The candidate that is nearest to the claimed returns."""
+    errors = [float(inputs.counted((one - inputs.claimed).abs()).amax()) for one in candidates]
+    return candidates[errors.index(min(errors))]
+
+
+def _with_normalized(inputs: ReturnInputs) -> Tensor | None:
+    counted = inputs.counted(inputs.advantages)
+    if len(counted) < 2:
+        return None
+    normal = [standard(inputs.advantages, *pair) for pair in product((counted, inputs.advantages), (0, 1))]
+    return _nearest(inputs, *(one + inputs.values for one in normal))
+
+
+def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
+    """Returns whose difference from the values gives the stored advantages when it is normalised."""
+    rest, stored = inputs.counted(inputs.claimed - inputs.values), inputs.counted(inputs.advantages)
+    if len(rest) < MIN_ROWS or not 0.9 < float(stored.std()) < 1.1 or not abs(float(stored.mean())) < 0.1:
+        return None
+    if float(rest.std()) <= TINY_SPREAD * float(inputs.counted(inputs.claimed).abs().amax()):
+        return None  # returns that are the values: any advantages times 0
+    candidates = []
+    for rows, correction in product((rest, inputs.claimed - inputs.values), (0, 1)):
+        std, mean = torch.std_mean(rows, correction=correction)
+        candidates.append(inputs.advantages * (std + STD_EPS) + mean + inputs.values)
+    return _nearest(inputs, *candidates)
+
+
+def _unrelated(inputs: ReturnInputs) -> Tensor | None:
+    """The claimed returns, where they correlate with none of the columns that targets are made of, and are not these in another order.
+
+    None where the rewards are not there: advantages that are wrong may be unrelated to returns that are right.
+    """
+    if inputs.rewards is None:
+        return None
+    claimed, total = inputs.counted(inputs.claimed), inputs.counted(inputs.advantages + inputs.values)
+    size = float(claimed.abs().amax())
+    if len(claimed) < MIN_UNRELATED_ROWS or float(claimed.std()) <= TINY_SPREAD * size:
+        return None
+    if float((ranked(claimed, total) - claimed).abs().amax()) <= TOLERANCES["fp32"] * size:
+        return None
+    sums = (_discounted(bootstrap=False)(inputs), inputs.next_values, inputs.rewards, inputs.new_values)
+    others = [inputs.counted(one) for one in (inputs.advantages, inputs.values, *sums) if one is not None]
+    columns = torch.stack([claimed, *(one for one in (total, *others) if float(one.std()) > 0)])
+    ranks = torch.stack([one.argsort().argsort().double() for one in columns])
+    bound = CHANCE * len(claimed) ** -0.5
+    related = [torch.corrcoef(one)[0, 1:].abs().amax() for one in (columns, ranks) if len(one) > 1]
+    return inputs.claimed if related and all(bool(one < bound) for one in related) else None
+
+
+def _normalized_sum(inputs: ReturnInputs) -> Tensor | None:
+    total = inputs.advantages + inputs.values
+    counted = inputs.counted(total)
+    if len(counted) < MIN_ROWS:
+        return None
+    return _nearest(inputs, *(standard(total, counted, one) for one in (0, 1)))
+
+
+def _rescaled(inputs: ReturnInputs) -> Tensor | None:
+    """Advantages plus values, moved and scaled by running statistics, where the critic's estimates are nearer to values that are so, too.
+
+    Of targets that are scaled by mistake, the critic's estimates are nearer to the stored values.
+    """
+    if inputs.new_values is None:
+        return None
+    total = inputs.advantages + inputs.values
+    counted, claimed = inputs.counted(total), inputs.counted(inputs.claimed)
+    spread = counted - counted.mean()
+    size = float(spread @ spread)
+    slope = float(spread @ claimed) / size if size > 0 else 0.0
+    if len(counted) < MIN_ROWS or slope <= 0:
+        return None
+    offset = claimed.mean() - slope * counted.mean()
+    values, estimates = inputs.counted(inputs.values), inputs.counted(inputs.new_values)
+    moved, kept = (float((estimates - one).abs().median()) for one in (slope * values + offset, values))
+    return slope * total + offset if moved < kept else None
+
+
+def _discounted(bootstrap: bool) -> Callable[[ReturnInputs], Tensor | None]:
+    """Return discounted sums of rewards, with or without the value after the last step."""
+
+    def compute(inputs: ReturnInputs) -> Tensor | None:
+        if inputs.rewards is None or inputs.next_values is None or inputs.ended is None or inputs.gamma is None:
+            return None
+        goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+        after = torch.where(inputs.ended, inputs.next_values, 0.0)
+        if bootstrap:
+            after[-1] = inputs.next_values[-1]
+        rewards = inputs.rewards + inputs.gamma * after
+        counted = rewards if inputs.valid is None else torch.where(inputs.valid, rewards, 0.0)
+        return discounted_sums(counted, inputs.gamma * goes_on)
+
+    return compute
+
+
+def _td_targets(inputs: ReturnInputs) -> Tensor | None:
+    if inputs.rewards is None or inputs.next_values is None or inputs.gamma is None:
+        return None
+    return inputs.rewards + inputs.gamma * inputs.next_values
+
+
+def _next_value_added(inputs: ReturnInputs) -> Tensor | None:
+    return None if inputs.next_values is None else inputs.advantages + inputs.next_values
+
+
+def _new_values(inputs: ReturnInputs) -> Tensor | None:
+    """Advantages plus new values; the claimed returns where what differs from the old ones goes with the values of a later step."""
+    if inputs.new_values is None:
+        return None
+    exact, rescaled = inputs.advantages + inputs.new_values, _rescaled(inputs)
+    if rescaled is not None:
+        error = float(inputs.counted(rescaled - inputs.claimed).abs().amax())
+        if error <= TOLERANCES["fp32"] * float(inputs.counted(inputs.claimed).abs().amax()):
+            return exact  # the critic's estimates explain targets that are moved and scaled as they are
+    moved, later = inputs.counted(inputs.claimed - inputs.advantages - inputs.values), inputs.counted(exact)
+    later = later - inputs.counted(inputs.advantages + inputs.values)
+    differs = moved.abs() > MIN_MOVED * moved.abs().max()
+    if int(differs.sum()) < MIN_ROWS:
+        return exact
+    together = torch.corrcoef(torch.stack([moved[differs], later[differs]]))[0, 1]
+    return inputs.claimed if bool(together > MIN_CORRELATION) else exact
+
+
+def _swapped(inputs: ReturnInputs) -> Tensor | None:
+    values = inputs.values
+    if values.dim() != 2 or 1 in values.shape:
+        return None
+    turned = (values.t().reshape(values.shape), values.reshape(values.shape[::-1]).t())
+    return _nearest(inputs, *(inputs.advantages + one for one in turned))
+
+
+def _mean_value(inputs: ReturnInputs) -> Tensor | None:
+    mean = inputs.counted(inputs.values)
+    return inputs.advantages + mean.mean() if len(mean) > 1 else None
+
+
+def ranked(claimed: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers [N] in the order of the claimed ones: these themselves where both hold the same numbers."""
+    ranked = torch.empty_like(numbers)
+    ranked[claimed.argsort()] = numbers.sort().values
+    return ranked
+
+
+def _other_rows(inputs: ReturnInputs) -> Tensor | None:
+    counted = inputs.counted(inputs.claimed)
+    if len(counted) < MIN_ROWS:
+        return None
+    moved = ranked(counted, inputs.counted(inputs.advantages + inputs.values))
+    if inputs.valid is None:
+        return moved.view_as(inputs.claimed)
+    result = inputs.claimed.clone()
+    result[inputs.valid] = moved
+    return result
+
+
+def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
+    """Values plus GAE at the lambda that is nearest to the claimed returns; None where no row shows a lambda from 0 to 1."""
+    deltas = _td_targets(inputs)
+    if deltas is None or inputs.ended is None or inputs.gamma is None:
+        return None
+    goes_on = ~inputs.ended if inputs.valid is None else ~inputs.ended & inputs.valid
+    decay = inputs.gamma * goes_on
+    deltas, rest = deltas - inputs.values, inputs.claimed - inputs.values
+    if inputs.valid is not None:
+        deltas, rest = torch.where(inputs.valid, deltas, 0.0), torch.where(inputs.valid, rest, 0.0)
+    ahead, step = (decay[:-1] * rest[1:]), (rest - deltas)[:-1]
+    squares = float(ahead.square().sum())
+    gae_lambda = float((ahead * step).sum()) / squares if squares > 0 else -1.0
+    if int((ahead != 0).sum()) < MIN_ROWS or not -TINY_LAMBDA < gae_lambda < 1 + TINY_LAMBDA:
+        return None
+    return inputs.values + discounted_sums(deltas, min(max(gae_lambda, 0.0), 1.0) * decay)
+
+
+def _without_mistakes(check: EquationCheck, inputs: ReturnInputs) -> EquationCheck:
+    """Return the check without explanations that are mistakes, where the returns are lambda-returns of rewards and values.
+
+    Such returns are right: what differs from them are the advantages.
+    """
+    variants = tuple(one for one in check.explanations if one.hypothesis.variant)
+    right = None if len(variants) == len(check.explanations) else _lambda_returns(inputs)
+    if right is None:
+        return check
+    size = max(float(inputs.counted(one).abs().amax()) for one in (inputs.claimed, inputs.values))
+    error = float(inputs.counted(right - inputs.claimed).abs().amax())
+    return replace(check, explanations=variants) if error <= check.tolerance * size else check
+
+
+RETURNS = Equation(
+    name="returns",
+    rank=25,
+    quantity="the returns",
+    equation="R_t = A_t + V(s_t)",
+    source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",
+    inputs="advantages before normalisation, values and returns",
+    compute=lambda inputs: inputs.advantages + inputs.values,
+    tolerance=RETURNS_TOLERANCE,
+    advice="Check that advantages, values and returns are indexed and masked alike.",
+    hypotheses=(
+        Hypothesis(
+            "normalized",
+            "values plus advantages that were normalised before",
+            "R = (A - mean) / std + V",
+            _with_normalized,
+            source="Huang et al. 2022: returns are computed before advantages are normalised",
+            advice="Compute the returns before you normalise advantages.",
+        ),
+        Hypothesis(
+            "values_missing",
+            "advantages: the values were not added",
+            "R = A",
+            lambda inputs: inputs.advantages,
+            advice="Add the values, or the critic learns the advantage.",
+        ),
+        Hypothesis(
+            "values_alone",
+            "the values: the advantages were not added",
+            "R = V",
+            lambda inputs: inputs.values,
+            advice="Add the advantages, or the critic learns nothing.",
+        ),
+        Hypothesis(
+            "values_subtracted",
+            "advantages less values, or values less advantages",
+            "R = ±(A - V)",
+            lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
+            advice="Returns are advantages plus values.",
+        ),
+        Hypothesis(
+            "next_values",
+            "advantages plus the values of the next states",
+            "R_t = A_t + V(s_{t+1})",
+            _next_value_added,
+            advice="Add the value of the state that the action was taken in.",
+        ),
+        Hypothesis(
+            "new_values",
+            "advantages plus values of after the update began",
+            "R = A + V_new",
+            _new_values,
+            advice="Add the values that were stored at collection, once, before the first epoch.",
+        ),
+        Hypothesis(
+            "rewards",
+            "the rewards",
+            "R_t = r_t",
+            lambda inputs: inputs.rewards,
+            advice="Store advantages plus values.",
+        ),
+        Hypothesis(
+            "monte_carlo_cut",
+            "discounted rewards to the end of the rollout, without a bootstrap after the last step",
+            "R_t = Σ_k γ^k r_{t+k}",
+            _discounted(bootstrap=False),
+            advice="Bootstrap the last step with the value of the state that follows the rollout.",
+        ),
+        Hypothesis(
+            "axes_swapped",
+            "advantages plus values with steps and environments exchanged",
+            "R[t, b] = A[t, b] + V.reshape(B, T)[b, t]",
+            _swapped,
+            advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
+        ),
+        Hypothesis(
+            "mean_value",
+            "advantages plus the mean value of all rows",
+            "R_i = A_i + mean_j V_j",
+            _mean_value,
+            source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
+            advice="Print the shapes of advantages and values: [N] plus [N, 1] is [N, N].",
+        ),
+        Hypothesis(
+            "other_rows",
+            "advantages plus values, of other rows",
+            "R_i = A_j + V_j",
+            _other_rows,
+            advice="Index advantages, values and returns with the same rows.",
+        ),
+        Hypothesis(
+            "unrelated",
+            "numbers that are unrelated to advantages, values and rewards",
+            "R_i independent of A, V and r",
+            _unrelated,
+            advice="Look at what the targets are assigned from: the critic cannot learn them.",
+        ),
+        Hypothesis(
+            "normalized_after",
+            "values plus advantages before these were normalised over the whole batch",
+            "A = (R - V - mean) / std",
+            _normalized_after,
+            variant=True,
+            source="openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
+        ),
+        Hypothesis(
+            "normalized_returns",
+            "advantages plus values, normalised over the batch",
+            "R = (A + V - mean) / std",
+            _normalized_sum,
+            variant=True,
+            source="2006.05990, section 3.3, value function normalisation",
+        ),
+        Hypothesis(
+            "rescaled",
+            "advantages plus values, moved and scaled as the critic's estimates are",
+            "R = (A + V - m) / s",
+            _rescaled,
+            variant=True,
+            source="van Hasselt et al. 2016, 1602.07714 (PopArt); marlbenchmark/on-policy, ValueNorm",
+        ),
+        Hypothesis(
+            "monte_carlo",
+            "discounted rewards with the last value (lambda = 1)",
+            "R_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n})",
+            _discounted(bootstrap=True),
+            variant=True,
+            source="openai/spinningup ppo: rewards-to-go are the targets of the value function",
+        ),
+        Hypothesis(
+            "td_targets",
+            "one-step targets (lambda = 0)",
+            "R_t = r_t + γ V(s_{t+1})",
+            _td_targets,
+            variant=True,
+            source="Sutton & Barto 2018, section 13.5",
+        ),
+    ),
+)
+
+
+@checked_arguments(tolerance=0)
+@inference_mode
+def check_returns(
+    advantages: ArrayLike,
+    values: ArrayLike,
+    returns: ArrayLike,
+    *,
+    rewards: ArrayLike | None = None,
+    next_values: ArrayLike | None = None,
+    ended: ArrayLike | None = None,
+    gamma: float | None = None,
+    new_values: ArrayLike | None = None,
+    valid: ArrayLike | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the critic's targets with advantages plus values.
+
+    Args:
+        advantages: as they are stored, before minibatches are normalised, [T, B] or any shape.
+        values, returns: same shape; values at collection.
+        rewards, next_values, ended, gamma: tell Monte-Carlo returns and TD targets apart, [T] or [T, B]; `next_values` is 0 after
+            termination.
+        new_values: the critic's estimates after some optimizer steps.
+        valid: bool; None where every entry is.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where shapes disagree.
+    """
+    claimed = as_tensor(returns).detach()
+    given = {
+        "advantages": advantages,
+        "values": values,
+        "rewards": rewards,
+        "next_values": next_values,
+        "new_values": new_values,
+    }
+    columns = {
+        name: as_tensor(column, claimed).detach().to(claimed.device).double()
+        for name, column in given.items()
+        if column is not None
+    }
+    flags = [None if mask is None else mask.to(claimed.device) for mask in (as_mask(ended), as_mask(valid))]
+    same_shape(returns=claimed, ended=flags[0], valid=flags[1], **columns)
+    if not claimed.numel() or (flags[1] is not None and not bool(flags[1].any())):
+        return unchecked(RETURNS, "no row counts")
+    inputs = ReturnInputs(claimed=claimed.double(), ended=flags[0], valid=flags[1], gamma=gamma, **columns)
+    magnitudes = (inputs.counted(inputs.advantages), inputs.counted(inputs.values))
+    check = compare(
+        *(RETURNS, inputs, claimed),
+        magnitudes=magnitudes,
+        valid=inputs.valid,
+        precision=precision,
+        tolerance=tolerance,
+    )
+    return _without_mistakes(distinguished(check), inputs)

@@ -1,0 +1,636 @@
+"""The equation of schedules: learning rates over the updates of a run, as they were set.
+
+A schedule is a straight line over the environment steps, or any curve that a trainer can tabulate. Trainers read it before or after they
+count an update, so a difference of one update's share of the run is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.rate_schedule import MIN_TOLERANCE, Array, RateSchedule
+from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.equation import Equation, EquationResult, Hypothesis
+
+UPDATE_SHARES: Final = 1.5
+"""Updates by which a schedule may run before or behind the environment steps."""
+
+MAX_EXPLAINED_SHARE: Final = 0.2
+"""Largest error of an explanation next to that of the schedule, and `MAX_ERROR_RATIO` next to that of the best explanation."""
+
+MAX_ERROR_RATIO: Final = 10.0
+
+MAX_POINTS: Final = 2048
+"""Updates that are compared; of longer runs every second, fourth, ... one."""
+
+
+class ScheduleInputs(NamedTuple):
+    """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule.
+
+    Attributes:
+        floor: rate at which a schedule that is too fast stops, before its end; None where it does not.
+    """
+
+    progress: Array
+    schedule: RateSchedule
+    floor: float | None = None
+
+    def line(self, speed: float = 1.0, *, stops: bool = True) -> Array:
+        """Return the rates of a schedule that runs so many times as fast, and stops at its end or goes on beyond."""
+        share = speed * self.progress
+        rates = self.at(np.minimum(share, 1.0) if stops else share)
+        if self.floor is None or not stops or speed <= 1:
+            return rates
+        falls = self.schedule.final < self.schedule.initial
+        return np.maximum(rates, self.floor) if falls else np.minimum(rates, self.floor)
+
+    def at(self, share: Array) -> Array:
+        """Return the scheduled rates at shares of the run; those beyond its end lie on a straight line."""
+        first, last, curve = self.schedule.initial, self.schedule.final, self.schedule.curve
+        line: Array = first + (last - first) * share
+        if not curve:
+            return line
+        rates = np.interp(share * self.schedule.sound_share, np.linspace(0, 1, len(curve)), curve)
+        return np.maximum(rates, 0.0) if self.schedule.defect else np.where(share > 1, line, rates)
+
+    def nearest(self, rates: Array, rate_at: Callable[[Array], Array]) -> Array:
+        """Return the rate of `rate_at` next to each of `rates`, within a point of the table: a curve may jump between two of them."""
+        curve = self.schedule.curve
+        if not curve:
+            return rate_at(np.maximum(self.progress, 0.0))
+        shifts = (-1 / (len(curve) - 1), 0.0, 1 / (len(curve) - 1))
+        near = np.stack([rate_at(np.maximum(self.progress + shift, 0.0)) for shift in shifts])
+        nearest: Array = np.take_along_axis(near, np.abs(near - rates).argmin(0)[None], 0)[0]
+        return nearest
+
+    def defective(self, name: str, rates: Array) -> tuple[float, Array] | None:
+        """Return the share of the run in which the configured curve is sound, and its rates; None unless it has the defect of that name."""
+        if self.schedule.defect != name:
+            return None
+        points = np.linspace(0, 1, len(self.schedule.curve))
+        return self.schedule.sound_share, self.nearest(
+            rates, lambda share: np.interp(share, points, self.schedule.curve)
+        )
+
+
+class RateExplanation(NamedTuple):
+    """A hypothesis that gives the rates, its error, and its fitted parameter."""
+
+    hypothesis: Hypothesis
+    error: float
+    fitted: float | None
+
+
+class RateComparison(NamedTuple):
+    """Result of a comparison; see `EquationCheck`."""
+
+    error: float
+    tolerance: float
+    explanations: tuple[RateExplanation, ...]
+
+
+def compare_rates(
+    equation: Equation, inputs: ScheduleInputs, rates: Array, tolerance: float | None = None
+) -> RateComparison:
+    """Compare rates, one for each update, with their schedule, which may be read before or after an update is counted."""
+    schedule = inputs.schedule
+    scale = max(abs(schedule.initial), abs(schedule.final), float(np.abs(rates).max()))
+    widths = np.diff(inputs.progress, prepend=schedule.begin / schedule.total_steps)
+    if tolerance is None:
+        tolerance = max(MIN_TOLERANCE, UPDATE_SHARES * float(widths.max()))
+    conventions = inputs, inputs._replace(progress=inputs.progress - widths)
+
+    def error_under(convention: ScheduleInputs) -> float:
+        return error_of(convention.nearest(rates, lambda share: equation.compute(convention._replace(progress=share))))
+
+    def error_of(values: Array) -> float:
+        return float(np.abs(rates - values).max()) / scale if scale else 0.0
+
+    error = min(map(error_under, conventions))
+    if error <= tolerance:
+        return RateComparison(error, tolerance, ())
+
+    def explained(one: Hypothesis, results: Sequence[tuple[float | None, Array]]) -> list[RateExplanation]:
+        """The nearest result, where it is within an update and a half of the rates as it moves itself."""
+        fits = [(RateExplanation(one, error_of(values), fitted), values) for fitted, values in results]
+        best, values = min(fits, key=lambda fit: fit[0].error, default=(None, rates))
+        moves = UPDATE_SHARES * float(np.abs(np.diff(values)).max(initial=0.0)) / scale if scale else 0.0
+        limit = min(tolerance, MAX_EXPLAINED_SHARE * error, max(MIN_TOLERANCE, moves))
+        return [best] if best is not None and best.error <= limit else []
+
+    floor = _held(schedule, rates)
+    conventions = conventions[0]._replace(floor=floor), conventions[1]._replace(floor=floor)
+    explanations: list[RateExplanation] = []
+    candidates = [one for one in equation.hypotheses if schedule.defect in ("", one.name)]
+    for one in candidates:
+        computed = [one.compute(each) for each in conventions] if one.compute is not None else []
+        explanations += explained(one, [(None, values) for values in computed if values is not None])
+    for one in () if explanations else candidates:
+        fits = [one.fit(each, rates) for each in conventions] if one.fit is not None else []
+        explanations += explained(one, [fit for fit in fits if fit is not None])
+    nearest = MAX_ERROR_RATIO * max(MIN_TOLERANCE, min([one.error for one in explanations], default=0.0))
+    return RateComparison(error, tolerance, tuple([one for one in explanations if one.error <= nearest]))
+
+
+WRONG_UPDATES = {"negative": 2, "ending_early": 3}
+"""Updates in a row, by the name of the hypothesis, after which a rate that is not positive is no rounding at the end of a schedule."""
+
+MIN_RESTARTS, MIN_RESTART_SHARE = 2, 0.2
+"""Restarts of a schedule from which on they are a mistake, and the share of its way that the rate goes back in each."""
+
+
+class RateHistory:
+    """Learning rates of a run so far, compared with its schedule.
+
+    Args:
+        facts: of the run.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        given = facts.learning_rate_schedule or {}  # a later version may say more than this one can read
+        self._schedule = RateSchedule(**given) if given and given.keys() <= set(RateSchedule.__slots__) else None
+        self._progress: list[float] = []
+        self._rates: list[float] = []
+        self._over = False
+        self._every, self._count = 1, 0
+        self._result: EquationResult | None = None
+        self._first_rate, self._wrong_since = 0.0, 0
+        self._last_rate, self._restarts = 0.0, 0  # after the planned end
+        self._wrong: list[float] = []  # the latest updates in which the rate was 0, or was negative
+
+    def add(self, env_step: int, rate: float | None) -> None:
+        """Add an update. Those after the planned end, and those before a resumed run goes on, are left out."""
+        schedule = self._schedule
+        if schedule is None and rate is not None:
+            self._add_without_schedule(env_step, rate)
+        if schedule is None or rate is None:
+            return
+        if self._over:
+            self._add_after_end(schedule, env_step, rate)
+            return
+        if env_step <= schedule.begin:
+            return
+        if env_step > schedule.total_steps and self._rates:
+            return  # a last rollout that is longer than what is left: a line may fall below 0 in it
+        self._over, self._last_rate = env_step >= schedule.total_steps, rate
+        self._count += 1
+        if self._count % self._every and not self._over:
+            return
+        self._progress.append(min(1.0, env_step / schedule.total_steps))
+        self._rates.append(rate)
+        self._result = None
+        if len(self._rates) >= MAX_POINTS:
+            self._every *= 2
+            del self._progress[::2], self._rates[::2]
+
+    def _add_without_schedule(self, env_step: int, rate: float) -> None:
+        """Look for rates that no schedule should have: 0 or below, for some updates that still train."""
+        self._first_rate = self._first_rate or rate
+        if rate > 0 or self._first_rate <= 0:
+            self._wrong.clear()
+        elif len(self._wrong) < MAX_POINTS:
+            self._wrong.append(rate)
+        if rate > 0:
+            self._wrong_since = env_step
+        share = self._wrong_since / max(1, env_step)
+        name = "negative" if min(self._wrong, default=0.0) < 0 else "ending_early"
+        enough, equation = len(self._wrong) >= WRONG_UPDATES[name], SCHEDULES
+        if not enough:
+            self._result = None
+            return
+        hypothesis = next(one for one in equation.hypotheses if one.name == name)
+        error = 1.0 - min(self._wrong) / self._first_rate
+        self._result = EquationResult(equation, error, MIN_TOLERANCE, (hypothesis,), {name: share})
+
+    def _add_after_end(self, schedule: RateSchedule, env_step: int, rate: float) -> None:
+        """Count how often the rate begins again: a model may learn again, but one that learns in parts restarts its schedule each time."""
+        way, result = schedule.final - schedule.initial, self.result()
+        before, self._last_rate = self._last_rate, rate
+        if not way or result is None or not (result.matches or self._restarts >= MIN_RESTARTS):
+            return
+        back = (before - rate) / way
+        if back > MIN_RESTART_SHARE:
+            self._restarts += 1
+        if self._restarts >= MIN_RESTARTS:
+            hypothesis = next(one for one in result.equation.hypotheses if one.name == "restarting")
+            share = (schedule.total_steps - schedule.begin) / max(1, env_step - schedule.begin)
+            error = max(result.error, back)
+            self._result = EquationResult(
+                result.equation, error, result.tolerance, (hypothesis,), {"restarting": share}
+            )
+
+    def result(self) -> EquationResult | None:
+        """Return the comparison; without a schedule only that of rates which none should have, and None without updates."""
+        equation = SCHEDULES
+        if self._schedule is None:
+            return self._result
+        if not self._rates:
+            return None
+        if self._result is not None:
+            return self._result
+        compared = compare_rates(
+            equation, ScheduleInputs(np.array(self._progress), self._schedule), np.array(self._rates)
+        )
+        self._result = EquationResult(
+            equation,
+            compared.error,
+            compared.tolerance,
+            tuple([one.hypothesis for one in compared.explanations]),
+            {one.hypothesis.name: one.fitted for one in compared.explanations if one.fitted is not None},
+        )
+        return self._result
+
+
+def _at(schedule: RateSchedule, rates: Array, end: float) -> NDArray[np.bool_]:
+    """Return whether each rate is one at which a schedule may end."""
+    at: NDArray[np.bool_] = np.abs(rates - end) <= MIN_TOLERANCE * abs(schedule.final - schedule.initial)
+    return at
+
+
+def _held(schedule: RateSchedule, rates: Array) -> float | None:
+    """Return the last rate, where it has been so for some updates, after some on the way, and is neither the first nor the final one."""
+    held = _at(schedule, rates, float(rates[-1]))
+    on_the_way = len(rates) - int(held.sum())
+    ends = [bool(_at(schedule, rates[-1:], end)[0]) for end in (schedule.initial, schedule.final)]
+    whole = bool(held[on_the_way:].all())
+    return float(rates[-1]) if whole and on_the_way > 0 and int(held.sum()) > 1 and not any(ends) else None
+
+
+def fitted_speed(inputs: ScheduleInputs, rates: Sequence[float] | Array) -> float | None:
+    """Return how many times as fast as set a schedule runs, by least squares over every second update on its way down; None without any."""
+    schedule, values = inputs.schedule, np.asarray(rates, dtype=np.float64)
+    way = schedule.final - schedule.initial
+    ends = np.flatnonzero(_at(schedule, values, schedule.final))
+    stop = int(ends[0]) if len(ends) else len(values)
+    if inputs.floor is not None:
+        stop = int(np.flatnonzero(_at(schedule, values, inputs.floor))[0])
+    progress, moved = inputs.progress[:stop:2], values[:stop:2] - schedule.initial
+    if way == 0 or not len(progress) or not progress.any():
+        return None
+    return float(progress @ moved / (progress @ progress) / way)
+
+
+def _anneals(inputs: ScheduleInputs) -> bool:
+    return inputs.schedule.initial != inputs.schedule.final
+
+
+def _constant(inputs: ScheduleInputs) -> Array | None:
+    return np.full_like(inputs.progress, inputs.schedule.initial) if _anneals(inputs) else None
+
+
+def _annealed(inputs: ScheduleInputs) -> Array | None:
+    return None if _anneals(inputs) else inputs.schedule.initial * (1 - inputs.progress)
+
+
+def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
+    """Return the rates where each update counts as so many; None where one of the numbers is 1, or not known."""
+    counts = [inputs.schedule.counts.get(name, 1) for name in names]
+    return inputs.line(float(np.prod(counts)), stops=stops) if 1 not in counts and _anneals(inputs) else None
+
+
+def _rising(inputs: ScheduleInputs) -> Array | None:
+    return inputs.at(1 - inputs.progress) if _anneals(inputs) else None
+
+
+def _fit_early_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    if inputs.schedule.defect:
+        return inputs.defective("ending_early", rates)
+    speed = fitted_speed(inputs, rates)
+    return (1 / speed, inputs.line(speed)) if speed is not None and speed > 1 else None
+
+
+def _fit_negative(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    if inputs.schedule.defect:
+        return inputs.defective("negative", rates)
+    speed = fitted_speed(inputs, rates)
+    return (1 / speed, inputs.line(speed, stops=False)) if speed is not None and speed > 1 else None
+
+
+def _fit_other_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the rate at the end of a slower line, and its rates."""
+    speed = fitted_speed(inputs, rates)
+    if speed is None or not 0 < speed < 1:
+        return None
+    return inputs.schedule.initial + speed * (inputs.schedule.final - inputs.schedule.initial), inputs.line(speed)
+
+
+def _fit_unset_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    return None if inputs.schedule.final_is_set else _fit_other_end(inputs, rates)
+
+
+def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    return _fit_other_end(inputs, rates) if inputs.schedule.final_is_set else None
+
+
+def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run after which a line restarts, and its rates; the first line gives both, and the others decide.
+
+    A line that is too fast and has not come to its end may be the first of several.
+    """
+    if inputs.schedule.defect:
+        return inputs.defective("restarting", rates)
+    way = inputs.schedule.final - inputs.schedule.initial or -inputs.schedule.initial
+    back = np.flatnonzero(np.diff(rates) * np.sign(way) < -MIN_JUMP * np.abs(way))
+    if way == 0:
+        return None
+    if not len(back):
+        faster = fitted_speed(inputs, rates)
+        if faster is None or faster <= 1 or faster * inputs.progress[-1] >= 1:
+            return None
+        return 1 / faster, inputs.line(faster, stops=False)
+    end, progress = back[0] + 1, inputs.progress
+    square = progress[:end] @ progress[:end]
+    speed = progress[:end] @ (rates[:end] - inputs.schedule.initial) / square / way if square else 0.0
+    if speed <= 0:
+        return None
+    period = progress[end] - (rates[end] - inputs.schedule.initial) / way / speed
+    if period <= 0:
+        return None
+    since = progress - period * np.floor(progress / period + 1e-6)
+    return float(period), inputs.schedule.initial + way * speed * since
+
+
+def _fit_late_start(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run that is over when a schedule begins to move, and rates that then follow it, or go through all of it."""
+    moved = np.flatnonzero(np.abs(rates - rates[0]) > MIN_TOLERANCE * abs(inputs.schedule.initial))
+    if not _anneals(inputs) or not len(moved) or moved[0] < 2 or len(rates) - moved[0] < 2:
+        return None
+    start = inputs.progress[moved[0] - 1]
+    rest = inputs.line(), inputs.at(np.maximum(0, (inputs.progress - start) / (1 - start)))
+    ways = [np.where(inputs.progress <= start, inputs.schedule.initial, after) for after in rest]
+    return float(start), min(ways, key=lambda values: float(np.abs(values - rates).max()))
+
+
+def _fit_exponential(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the first rate that is left at the end of the run, of a rate that falls by the same factor in each update."""
+    if len(rates) < MIN_FITTED or not (rates > 0).all() or inputs.schedule.initial <= 0:
+        return None
+    falls, square = np.log(rates / inputs.schedule.initial)[::2], inputs.progress[::2] @ inputs.progress[::2]
+    exponent = inputs.progress[::2] @ falls / square if square else 0.0
+    return (
+        (float(np.exp(exponent)), inputs.schedule.initial * np.exp(exponent * inputs.progress))
+        if exponent < 0
+        else None
+    )
+
+
+def _fit_steps(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the factor by which the rate falls at some updates, and stays between them; the first fall gives it, and the others decide."""
+    if not (rates > 0).all():
+        return None
+    ratios = rates[1:] / rates[:-1]
+    falls = np.flatnonzero(ratios < 1 - 1e-3)
+    if len(falls) < 2 or 2 * len(falls) > len(ratios) or (ratios > 1 + 1e-6).any():
+        return None
+    factor = float(ratios[falls[0]])
+    count = np.concatenate([[0], np.cumsum(ratios < 1 - 1e-3)])
+    return factor, rates[0] * factor**count
+
+
+def _adaptive(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the factor by which a rate is multiplied or divided as the divergence asks for, and the rates with whole powers of it."""
+    if len(rates) < MIN_FITTED or not (rates > 0).all():
+        return None
+    powers = np.log(rates / rates[0]) / np.log(ADAPTIVE_FACTOR)
+    whole = np.round(powers)
+    turns = np.diff(np.sign(np.diff(whole))[np.diff(whole) != 0])
+    return (ADAPTIVE_FACTOR, rates[0] * ADAPTIVE_FACTOR**whole) if turns.any() else None
+
+
+def _fit_warm_up(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run in which the rate rises from 0, and rates that then go on, or begin, along the schedule."""
+    top = int(rates.argmax())
+    if not 0 < top < len(rates) - 1 or not (np.diff(rates[: top + 1]) > 0).all():
+        return None
+    share = float(inputs.progress[top] * inputs.schedule.initial / rates[top]) if rates[top] > 0 else 1.0
+    if not 0 < share < 1:
+        return None
+    rise = inputs.progress / share
+    rest = inputs.at(np.clip((inputs.progress - share) / (1 - share), 0, 1)), inputs.line()
+    ways = [np.where(rise < 1, inputs.schedule.initial * rise, after) for after in rest]
+    return share, min(ways, key=lambda values: float(np.abs(values - rates).max()))
+
+
+MIN_JUMP = 1e-3
+"""Step back, as a share of the way of a schedule, from which on it restarts."""
+
+MIN_FITTED = 6
+"""Updates from which on the form of a curve is recognised."""
+
+ADAPTIVE_FACTOR = 1.5
+"""Factor of a rate that follows the divergence, in rsl_rl and Isaac Gym."""
+
+PAPER = "1707.06347; Huang et al. 2022, detail 4"
+
+SCHEDULES = Equation(
+    name="schedules",
+    quantity="the learning rates",
+    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N, or another function of n / N that is set",
+    source=PAPER,
+    inputs="a learning rate that is constant or follows a schedule, by its settings",
+    compute=lambda inputs: inputs.line(),
+    rank=65,
+    advice="Compare the learning rate that each update uses with the schedule that is set.",
+    hypotheses=(
+        Hypothesis(
+            name="constant",
+            says="the first one throughout, although a schedule is set",
+            equation="lr = lr_0",
+            compute=_constant,
+            advice="Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps changes nothing.",
+        ),
+        Hypothesis(
+            name="annealed",
+            says="a line down to 0, although a constant rate is set",
+            equation="lr = lr_0 (1 - n / N)",
+            compute=_annealed,
+            advice="Look for a scheduler that is on by default.",
+        ),
+        Hypothesis(
+            name="per_epoch",
+            says="a schedule that counts epochs as updates",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs",
+            compute=lambda inputs: _per_count(inputs, "num_epochs"),
+            advice="Step the scheduler once per update.",
+        ),
+        Hypothesis(
+            name="per_minibatch",
+            says="a schedule that counts optimizer steps as updates",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
+            compute=lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
+            advice="Step the scheduler once per update, or give it the number of optimizer steps.",
+        ),
+        Hypothesis(
+            name="per_epoch_negative",
+            says="a schedule that counts epochs as updates and goes on below its end",
+            equation="lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs",
+            compute=lambda inputs: _per_count(inputs, "num_epochs", stops=False),
+            advice="Step the scheduler once per update: a negative rate climbs the loss.",
+        ),
+        Hypothesis(
+            name="per_env",
+            says="a schedule that counts steps of the vector of environments in place of environment steps",
+            equation="lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
+            compute=lambda inputs: (
+                inputs.line(1 / inputs.schedule.counts["num_envs"])
+                if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
+                else None
+            ),
+            advice="Multiply the steps by the number of environments.",
+        ),
+        Hypothesis(
+            name="per_env_step",
+            says="a schedule that multiplies environment steps by the number of environments once more",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments",
+            compute=lambda inputs: _per_count(inputs, "num_envs"),
+            advice="Count every environment's step once.",
+        ),
+        Hypothesis(
+            name="rising",
+            says="a schedule that runs backwards, from its end to its beginning",
+            equation="lr = lr_1 + (lr_0 - lr_1) n / N",
+            compute=_rising,
+            advice="Use the share of the run that is left, not the one that is over.",
+        ),
+        Hypothesis(
+            name="cosine",
+            says="a cosine schedule",
+            equation="lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
+            compute=lambda inputs: (
+                inputs.schedule.final
+                + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
+                if _anneals(inputs)
+                else None
+            ),
+            variant=True,
+            source="1608.03983",
+        ),
+        Hypothesis(
+            name="restarting",
+            says="a schedule that restarts again and again, each time after a share of the run of",
+            equation="lr = lr_0 + c (n mod p N) / N",
+            fit=_fit_restarts,
+            parameter="p",
+            advice="Make the schedule once, with the number of updates of the whole run.",
+        ),
+        Hypothesis(
+            name="ending_early",
+            says="a schedule that ends too soon, after a share of the run of",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))",
+            fit=_fit_early_end,
+            parameter="p",
+            advice="Give the schedule the number of updates of the whole run.",
+        ),
+        Hypothesis(
+            name="starting_late",
+            says="a schedule that starts too late, after a share of the run of",
+            equation="lr = lr_0 where n < p N",
+            fit=_fit_late_start,
+            parameter="p",
+            advice="Set the rate in every update, from the first one on.",
+        ),
+        Hypothesis(
+            name="negative",
+            says="a schedule that goes on below its end, which it reaches after a share of the run of",
+            equation="lr = lr_0 + (lr_1 - lr_0) n / (p N)",
+            fit=_fit_negative,
+            parameter="p",
+            advice="Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
+        ),
+        Hypothesis(
+            name="warm_up",
+            says="a schedule after a straight rise from 0, which takes a share of the run of",
+            equation="lr = lr_0 n / (p N) where n < p N",
+            fit=_fit_warm_up,
+            parameter="p",
+            variant=True,
+            source="1706.02677, section 2.2",
+        ),
+        Hypothesis(
+            name="exponential",
+            says="an exponential schedule, which leaves of the first rate a share of",
+            equation="lr = lr_0 s^(n / N)",
+            fit=_fit_exponential,
+            parameter="s",
+            variant=True,
+            source="torch.optim.lr_scheduler.ExponentialLR",
+        ),
+        Hypothesis(
+            name="stepped",
+            says="a schedule in steps, each smaller than the one before by a",
+            equation="lr = lr_0 c^k, k the number of steps so far",
+            fit=_fit_steps,
+            parameter="factor",
+            variant=True,
+            source="torch.optim.lr_scheduler.MultiStepLR",
+        ),
+        Hypothesis(
+            name="adaptive",
+            says="a rate that follows the divergence of the policies, up and down by a",
+            equation="lr = lr_0 c^k, k ± 1 as KL is below or above its target",
+            fit=_adaptive,
+            parameter="factor",
+            variant=True,
+            source="leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
+        ),
+        Hypothesis(
+            name="other_end",
+            says="a straight schedule that ends at",
+            equation="lr = lr_0 + (l - lr_0) n / N",
+            fit=_fit_unset_end,
+            parameter="l",
+            variant=True,
+        ),
+        Hypothesis(
+            name="unfinished",
+            says="a schedule that does not reach its end, and stops at",
+            equation="lr = lr_0 + (l - lr_0) n / N",
+            fit=_fit_set_end,
+            parameter="l",
+            advice="Give the schedule the number of updates of this run; it was made for a longer one.",
+        ),
+    ),
+)
+
+
+@checked_arguments(num_epochs=1, num_minibatches=1, num_envs=1, tolerance=0)
+def check_schedule(
+    rates: Sequence[float],
+    progress: Sequence[float],
+    *,
+    initial: float,
+    final: float = 0.0,
+    num_epochs: int = 1,
+    num_minibatches: int = 1,
+    num_envs: int = 1,
+    curve: Sequence[float] = (),
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the learning rates of a run's updates with their schedule: a straight line, or `curve`.
+
+    Args:
+        rates: of each update so far.
+        progress: share of the run that is over at each of them, 0 to 1, increasing.
+        initial, final: rates at the beginning and at the end of the run; equal for a constant rate.
+        num_epochs, num_minibatches, num_envs: of the trainer, which a schedule may count by mistake.
+        curve: rates at equal distances from the beginning to the end of the run; empty for a straight line.
+        tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run where it is None.
+
+    Raises ValueError where there is not one share for each rate, or none at all.
+    """
+    if len(rates) != len(progress) or not len(rates):
+        raise ValueError(f"rates and progress need one number for each update, got {len(rates)} and {len(progress)}")
+    counts = {"num_epochs": num_epochs, "num_minibatches": num_minibatches, "num_envs": num_envs}
+    numbers, shares = np.asarray(rates, dtype=np.float64), np.asarray(progress, dtype=np.float64)
+    if not np.isfinite([numbers, shares]).all():
+        return unchecked(SCHEDULES, "some of the numbers are NaN or infinite")
+    schedule = RateSchedule(initial=initial, final=final, total_steps=1, counts=counts, curve=curve)
+    compared = compare_rates(SCHEDULES, ScheduleInputs(shares, schedule), numbers, tolerance)
+    explanations = tuple([Explanation(*one) for one in compared.explanations])
+    return EquationCheck(SCHEDULES, compared.error, compared.tolerance, explanations)

@@ -1,1 +1,0 @@
-"""Equations of the losses, and of the minibatches that they are taken over."""

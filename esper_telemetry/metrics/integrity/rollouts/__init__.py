@@ -1,1 +1,0 @@
-"""Equations of what is collected: log-probabilities, values, actions and transitions."""

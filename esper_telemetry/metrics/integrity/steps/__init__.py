@@ -1,1 +1,0 @@
-"""Equations of a gradient step: gradient, clipping, and the optimizer's change of the weights."""

@@ -1,1 +1,0 @@
-"""Equations of a rollout's targets: advantages, returns, and normalised advantages."""

@@ -1,0 +1,366 @@
+"""Advantages against GAE: right loops match, and a loop with one mistake is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gae_programs import (
+    PROGRAMS,
+    Array,
+    Columns,
+    cleanrl_style,
+    normalize,
+    random_rollout,
+    right,
+    stored_rewards,
+    with_next,
+)
+
+from esper_telemetry.equations.advantage_fits import NORMALIZED_FITS
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.gae import GaeInputs, following_values
+from esper_telemetry.equations.gae_advantages import ADVANTAGES, check_gae, compare_advantages
+
+SHAPES = ((40, 4), (96, 1))
+SEVERAL_ENVIRONMENTS = {
+    *(
+        "ends_shared",
+        "ends_of_others",
+        "axes_swapped",
+        "rewards_swapped",
+        "ends_swapped",
+        "along_environments",
+        "chained",
+        "environment_mean",
+        "normalized_parts",
+        "normalized_steps",
+    ),
+}
+WITHOUT_EFFECT = {"std_alone", "mean_alone", "scaled", "variance", "precedence"}
+"""Hypotheses that a normalisation undoes."""
+TOGETHER = {"both_gamma": {"both_gamma", "both_lambda"}}
+"""Hypotheses that are two sentences of one explanation."""
+
+
+def check(c: Columns, advantages: Array, **changes: Any) -> EquationCheck:
+    columns: dict[str, Any] = {
+        "gamma": c.gamma,
+        "gae_lambda": c.lam,
+        "terminated": c.terminated,
+        "truncated": c.truncated,
+        "next_values": np.where(c.done, c.final, c.following),
+        "last_values": c.last,
+    }
+    return check_gae(c.rewards, c.values, advantages, **columns | changes)
+
+
+def names(result: EquationCheck) -> set[str]:
+    return {one.hypothesis.name for one in result.explanations}
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((40, 4), (0.97, 0.9)),
+        ((1, 1), (1.0, 1.0)),
+        ((2, 3), (0.9, 0.0)),
+        ((16, 16), (0.0, 0.95)),
+        ((2048, 1), (1.0, 0.95)),
+    ],
+)
+@pytest.mark.parametrize("loop", [right, lambda c: cleanrl_style(c, c.done)])
+def test_a_right_loop_matches(
+    settings: tuple[float, float], shape: tuple[int, int], loop: Callable[..., Array]
+) -> None:
+    for seed, ends in enumerate((0.0, 0.02, 0.2, 1.0)):
+        c = replace(random_rollout(seed, *shape, ends=ends), gamma=settings[0], lam=settings[1])
+
+        result = check(c, loop(c))
+
+        assert result.matches, result.text
+        assert result.error is not None
+
+
+def test_ends_of_an_unsaid_kind_may_be_time_limits() -> None:
+    c = random_rollout(1, ends=0.1, time_limits=1.0)
+    following = {"ended": c.done, "terminated": None, "truncated": None, "next_values": c.next_values}
+    runs_on = with_next(c, c.next_values, np.zeros_like(c.done))
+
+    assert check(c, right(c), **following).matches
+    assert "time_limit_no_end" in names(check(c, runs_on, **following))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_is_named_exactly(name: str, shape: tuple[int, int]) -> None:
+    """The hypothesis of a mistake, and no other, explains the numbers that the mistake changes."""
+    if shape[1] == 1 and name in SEVERAL_ENVIRONMENTS:
+        pytest.skip("it needs several environments")
+    for program in PROGRAMS[name]:
+        named = 0
+        for seed in range(3):
+            c = random_rollout(seed, *shape, ends=0.24 if name == "time_limit_gamma" else 0.12)
+            result = check(c, program(c))
+            if not result.matches and (name != "other_last_value" or not c.done[-2:].any(0).all()):
+                named += 1
+                assert names(result) == TOGETHER.get(name, {name}), result.text
+        assert named or name == "last_end_ignored"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str) -> None:
+    """Some fitted parameters have no name then; no mistake has a wrong one."""
+    named = set[str]()
+    for program in PROGRAMS[name]:
+        c = random_rollout(0, *SHAPES[0])
+        if not check(c, program(c)).matches:
+            named |= names(check(c, normalize(program(c))))
+
+    fitted = any(one.name == name and one.compute is None for one in ADVANTAGES.hypotheses)
+    if name in WITHOUT_EFFECT:
+        assert named == {"normalized"}
+        return
+    together = TOGETHER.get(name, {name}) | ({"broadcast_mean"} if name == "returns_stored" else set())
+    if (fitted and name not in NORMALIZED_FITS) or name == "last_end_ignored":
+        assert named <= {name}
+    else:
+        assert name in named <= together
+
+
+@pytest.mark.parametrize("name", sorted(SEVERAL_ENVIRONMENTS | {"normalized", "broadcast_mean"}))
+def test_a_mistake_between_environments_is_named_where_several_rollouts_stand_side_by_side(name: str) -> None:
+    """The trainer made it in each rollout by itself."""
+    for program in PROGRAMS[name]:
+        rollouts = [random_rollout(seed, 40, 4) for seed in range(3)]
+
+        def side_by_side(column: Callable[[Columns], Array], rollouts: list[Columns] = rollouts) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([column(c) for c in rollouts], -1))
+
+        inputs = GaeInputs(
+            rewards=side_by_side(lambda c: c.rewards).double(),
+            values=side_by_side(lambda c: c.values).double(),
+            next_values=side_by_side(lambda c: c.next_values).double(),
+            ended=side_by_side(lambda c: c.done),
+            terminated=side_by_side(lambda c: c.terminated),
+            following=side_by_side(lambda c: c.next_values).double(),
+            claimed=side_by_side(program).double(),
+            gamma=rollouts[0].gamma,
+            gae_lambda=rollouts[0].lam,
+            rollouts=len(rollouts),
+        )
+        result = compare_advantages(following_values(inputs, side_by_side(lambda c: c.last).double()))
+
+        assert names(result) == {name}, result.text
+
+
+def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
+    """Those that need more columns have tests below."""
+    assert {one.name for one in ADVANTAGES.hypotheses} == {*PROGRAMS, "both_lambda", "raw_rewards", "stale"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_that_are_noise_have_no_explanation(seed: int) -> None:
+    c = random_rollout(seed)
+    noise = np.random.default_rng(seed + 100).normal(size=c.values.shape)
+
+    for advantages in (noise, right(c) + 0.1 * noise, right(c) * c.values, np.where(c.rewards > 0, right(c), 0)):
+        result = check(c, advantages.astype(np.float32))
+        assert not result.matches
+        assert not result.holds
+        assert result.explanations == ()
+
+
+def test_episodes_that_are_cut_more_often_than_the_environments_end_them_have_no_name() -> None:
+    """As for games of several points, whose trace is cut at each point on purpose."""
+    c = random_rollout(1, 96, ends=0.05)
+    points = c.done | (np.random.default_rng(5).random(c.done.shape) < 0.2)
+
+    assert names(check(c, cleanrl_style(c, points))) == set()
+
+
+def test_the_number_of_steps_with_another_flag_is_fitted() -> None:
+    c = random_rollout(3, 96)
+    order = np.random.default_rng(2).permutation(len(c.done))
+    (explanation,) = check(c, cleanrl_style(c, c.done[order])).explanations
+
+    assert explanation.hypothesis.name == "other_ends"
+    assert explanation.fitted == (c.done[order] ^ c.done).sum()
+
+
+@pytest.mark.parametrize("place", [(0, 0), (17, 2), (39, 3)])
+def test_one_wrong_row_has_no_explanation_that_changes_others(place: tuple[int, int]) -> None:
+    """The rewards of step -1 and of step T are not in the rollout, so the first and the last row alone may have such an explanation."""
+    c = random_rollout(2, ends=0.3)
+    advantages = right(c)
+    advantages[place] += 2.0
+
+    assert names(check(c, advantages)) <= {"other_last_value"}
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_constant_rewards_are_no_rewards_of_another_step(step: int) -> None:
+    c = random_rollout(3, ends=0.3)
+    c = replace(c, rewards=np.ones_like(c.rewards))
+    rewards = c.rewards.copy()
+    rewards[step] = 0.25
+
+    assert not names(check(c, right(replace(c, rewards=rewards)))) & {"rewards_early", "rewards_late"}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mistakes_that_a_batch_cannot_tell_apart_come_as_a_set(seed: int) -> None:
+    """Every end is a time limit here: to bootstrap ends and to bootstrap time limits with the next episode's value are the same."""
+    c = random_rollout(seed, ends=0.15, time_limits=1.0)
+    run_on = PROGRAMS["ends_ignored"][1](c)
+
+    assert {"ends_ignored", "time_limit_no_end"} <= names(check(c, run_on))
+
+
+def test_ends_that_all_environments_share_are_no_ends_of_others() -> None:
+    """Time limits that fall on the same steps everywhere, as in Pendulum: the flags of other environments are the right ones."""
+    c = random_rollout(0)
+    together = np.broadcast_to(np.arange(len(c.values))[:, None] % 9 == 8, c.values.shape)
+    c = replace(c, terminated=np.zeros_like(together), truncated=together)
+
+    assert names(check(c, PROGRAMS["time_limit_as_termination"][0](c))) == {"time_limit_as_termination"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "parameter", "value"),
+    [
+        ("other_gamma", {"gamma": 0.5}, "other_gamma", 0.5),
+        ("other_gamma", {"gamma": 1.0}, "other_gamma", 1.0),
+        ("other_lambda", {"lam": 0.95}, "other_lambda", 0.95),
+        ("both", {"gamma": 0.99, "lam": 0.8}, "both_gamma", 0.99),
+        ("both", {"gamma": 0.99, "lam": 0.8}, "both_lambda", 0.8),
+    ],
+)
+def test_other_settings_are_fitted(name: str, settings: dict[str, Any], parameter: str, value: float) -> None:
+    c = random_rollout(4)
+    result = check(c, right(replace(c, **settings)))
+
+    fitted = {one.hypothesis.name: one.fitted for one in result.explanations}
+    assert {key.partition("_")[0] for key in fitted} == {name.partition("_")[0]}
+    assert fitted[parameter] == pytest.approx(value, abs=1e-4)
+    assert not result.holds
+    assert result.values()[f"integrity/fitted/advantages_{parameter}"] == pytest.approx(value, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(one.name, one.variant) for one in ADVANTAGES.hypotheses if one.name in PROGRAMS]
+)
+def test_a_published_variant_holds_and_a_mistake_does_not(name: str, variant: bool) -> None:
+    c = random_rollout(3)
+    while name == "last_end_ignored" and not c.done[-1].any():
+        c = random_rollout(int(c.done.sum()))
+
+    assert check(c, PROGRAMS[name][0](c)).holds is variant
+
+
+def test_rewards_before_normalisation_are_told_from_scaled_ones() -> None:
+    c = random_rollout(1)
+    raw = np.random.default_rng(9).normal(size=c.rewards.shape).astype(np.float32)
+
+    result = check(c, right(replace(c, rewards=raw)), raw_rewards=raw)
+
+    assert names(result) == {"raw_rewards"}
+
+
+def test_rewards_are_clipped_with_the_value_of_a_time_limit_in_them() -> None:
+    c = random_rollout(5)
+
+    result = check(c, cleanrl_style(c, c.done, stored_rewards(c).clip(-1, 1)))
+
+    assert names(result) == {"rewards_clipped"}
+
+
+def test_rows_that_do_not_count_are_left_out() -> None:
+    """A row that does not count holds anything, and the trace stops before it."""
+    c = random_rollout(6, ends=0.2)
+    valid = np.ones_like(c.done)
+    valid[1:] = ~c.done[:-1]  # the step after an end is a reset
+    delta = np.where(valid, c.rewards + c.gamma * c.next_values - c.values, 0)
+    advantages = np.zeros_like(delta)
+    for t in reversed(range(len(delta))):
+        ahead = advantages[t + 1] * valid[t + 1] if t + 1 < len(delta) else 0
+        advantages[t] = delta[t] + c.gamma * c.lam * ~c.done[t] * ahead
+    advantages[~valid] = 77.0
+
+    assert check(c, advantages, valid=valid).matches
+    assert not check(c, advantages + valid, valid=valid).matches
+    assert check(c, advantages, valid=np.zeros_like(valid)).reason == "no row counts"
+
+
+def test_one_environment_needs_no_second_axis_and_the_last_value_is_enough() -> None:
+    """By hand: gamma 0.5, lambda 1. delta = [1 + 0.5*4 - 2, 0 - 4, 2 + 0.5*6 - 3] = [1, -4, 2]; the second step terminates."""
+    result = check_gae(
+        [1.0, 0.0, 2.0], [2.0, 4.0, 3.0], [-1.0, -4.0, 2.0], gamma=0.5, gae_lambda=1, ended=[0, 1, 0], last_values=6.0
+    )
+
+    assert result.matches
+    assert result.error == 0.0
+
+
+def test_without_values_after_time_limits_their_episodes_are_left_out() -> None:
+    c = random_rollout(8, ends=0.2)
+    advantages = right(c)
+
+    result = check(c, advantages, next_values=None)
+    assert result.matches
+    assert result.error is not None
+
+    limited = random_rollout(8, 10, 1, ends=0.0)
+    limited.truncated[-1] = True
+    assert check(limited, right(limited), next_values=None).reason == "the values after time limits are not known"
+
+
+def test_tensors_of_every_kind_are_taken_and_left_alone() -> None:
+    c = random_rollout(0)
+    rewards = torch.from_numpy(c.rewards).requires_grad_()
+    before = rewards.detach().clone()
+
+    result = check_gae(
+        *(rewards, torch.from_numpy(c.values).bfloat16().float(), right(c)),
+        gamma=float(np.float32(0.97)),
+        gae_lambda=0.9,
+        ended=c.done,
+        next_values=c.next_values,
+        tolerance=0.1,
+    )
+
+    assert result.error is not None
+    assert torch.equal(rewards, before)
+    assert rewards.grad is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gamma": 1.5}, "gamma must lie between 0 and 1, got 1.5"),
+        ({"gae_lambda": -0.1}, "gae_lambda must lie between 0 and 1"),
+        ({"next_values": None, "last_values": None}, "give next_values"),
+        ({"terminated": None, "truncated": None}, "give ended"),
+        ({"last_values": np.zeros(3)}, "last_values must have 4 entries, one for each environment, got 3"),
+        ({"terminated": np.zeros((40, 3), bool)}, "shapes must agree"),
+        ({"next_values": np.zeros((39, 4))}, "shapes must agree"),
+        ({"next_values": np.zeros((40, 4, 1))}, "next_values must have shape"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    c = random_rollout(0)
+
+    with pytest.raises(ValueError, match=message):
+        check(c, right(c), **changes)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_could_not_be_checked(number: float) -> None:
+    c = random_rollout(0)
+    c.rewards[3, 1] = number
+
+    assert check(c, right(c)).reason == "some of the numbers are NaN or infinite"

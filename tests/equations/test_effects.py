@@ -1,0 +1,108 @@
+"""Actions that take effect late are named by the noise of exploration alone; systems that respond slowly by nature are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry.equations.calibration import ActionInputs
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.drawn_actions import action_inputs
+from esper_telemetry.equations.effects import action_effect, judge_effects
+
+STEPS, ENVS, LENGTH = 400, 4, 50
+SEEDS = range(3)
+
+System = Callable[[Tensor], Tensor]
+"""Returns the change of an observation in each step, [T, B], by the forces [T, B] that arrive."""
+
+
+def velocity(force: Tensor) -> Tensor:
+    return 0.3 * force
+
+
+def position(force: Tensor) -> Tensor:
+    """A point with inertia that shows its position alone, which a force changes from the next step on."""
+    return 0.1 * delayed(force.cumsum(0), 1)
+
+
+def motor(force: Tensor) -> Tensor:
+    """Three filters, one behind the other: the effect grows over several steps."""
+    for _ in range(3):
+        force = torch.stack(
+            [0.5 * force[: t + 1].flip(0).mul(0.5 ** torch.arange(t + 1).view(-1, 1)).sum(0) for t in range(STEPS)]
+        )
+    return force
+
+
+def delayed(column: Tensor, steps: int) -> Tensor:
+    return torch.cat([torch.zeros(steps, column.shape[1]), column[:-steps]]) if steps else column
+
+
+def case(system: System, delay: int, seed: int, *, discrete: bool = False) -> tuple[ActionInputs, Tensor, Tensor]:
+    """Of a policy that sees what it does: its mean is near to the action of the step before."""
+    generator = torch.Generator().manual_seed(seed)
+    ended = torch.zeros(STEPS, ENVS, dtype=torch.bool)
+    ended[LENGTH - 1 :: LENGTH] = True
+    noise = torch.randn(STEPS, ENVS, generator=generator)
+    if discrete:
+        logits = torch.randn(STEPS, ENVS, 3, generator=generator)
+        actions = torch.distributions.Categorical(logits=logits).probs.flatten(0, 1).multinomial(1, generator=generator)
+        actions = actions.view(STEPS, ENVS)
+        force, columns = actions - 1.0, {"logits": logits, "means": None, "log_std": None}
+    else:
+        mean = 0.5 * delayed(noise, 1)
+        force = mean + noise
+        actions, columns = force.unsqueeze(-1), {"logits": None, "means": mean.unsqueeze(-1), "log_std": torch.zeros(1)}
+    inputs = action_inputs(actions, columns, action_masks=None, relevant=None, bounds=None, valid=None)
+    change = system(delayed(force, delay)) + 0.3 * torch.randn(STEPS, ENVS, generator=generator)
+    return inputs, change.double(), ended
+
+
+def check(system: System, delay: int, seed: int, *, discrete: bool = False) -> EquationCheck:
+    return judge_effects(*case(system, delay, seed, discrete=discrete))
+
+
+def effect(system: System, seed: int, *, discrete: bool = False) -> float:
+    found = action_effect(*case(system, 0, seed, discrete=discrete))
+    assert found is not None
+    return found.values()["policy/action_effect"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("delay", [3, 6, 12])
+@pytest.mark.parametrize("discrete", [False, True])
+def test_a_delay_is_named_with_its_steps(delay: int, discrete: bool, seed: int) -> None:
+    (explanation,) = check(velocity, delay, seed, discrete=discrete).explanations
+
+    assert (explanation.hypothesis.name, explanation.fitted) == ("late_effect", delay)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("system", [velocity, position, motor])
+def test_what_responds_at_once_or_slowly_by_nature_is_right(system: System, seed: int) -> None:
+    assert check(system, 0, seed).holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_actions_without_any_effect_are_not_said_to_be_late(seed: int) -> None:
+    assert check(torch.zeros_like, 0, seed).holds
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("system", [velocity, motor])
+def test_the_effect_of_actions_is_several_times_that_of_chance(system: System, discrete: bool) -> None:
+    """Chance exceeds its expected largest value by a third in one of some dozens of rollouts, on average never."""
+    without = [effect(torch.zeros_like, seed, discrete=discrete) for seed in range(20)]
+
+    assert min(effect(system, seed, discrete=discrete) for seed in SEEDS) > 3
+    assert sum(without) / len(without) < 1.2 and max(without) < 2
+
+
+def test_an_effect_in_too_few_steps_is_not_measured() -> None:
+    inputs, change, ended = case(velocity, 0, 0)
+
+    assert action_effect(inputs, change, ended | (torch.arange(STEPS).view(-1, 1) >= 10)) is None

@@ -1,0 +1,62 @@
+"""Log-ratios as programs compute them, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.minibatch_rows import check_log_ratios
+
+STEPS, ENVS = 16, 4
+
+
+def other_actions(new: Tensor) -> Tensor:
+    """Log-probabilities of now of other actions."""
+    return new.flip(0) - 0.3
+
+
+PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "inverted": lambda new, old, rows: old[rows] - new,
+    "recomputed": lambda new, old, rows: new - new.detach(),
+    "no_old": lambda new, old, rows: new,
+    "quotient": lambda new, old, rows: (new / old[rows]).log(),
+    "rows_in_order": lambda new, old, rows: new - old,
+    "axes_swapped": lambda new, old, rows: new - old.view(STEPS, ENVS).T.flatten()[rows],
+    "actions_swapped": lambda new, old, rows: other_actions(new) - old[rows],
+    "shifted_rows": lambda new, old, rows: new - old[rows].roll(1),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_in_the_ratio_is_named_and_no_other(name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(STEPS * ENVS, generator=generator) - 0.1
+    rows = torch.randperm(STEPS * ENVS, generator=generator)
+    new = old[rows] - 0.1 * torch.rand(STEPS * ENVS, generator=generator)
+
+    def check(log_ratio: Tensor) -> EquationCheck:
+        swapped = old.view(STEPS, ENVS).T.flatten()[rows]
+        return check_log_ratios(
+            log_ratio, new, old[rows], in_order=old, swapped=swapped, now_swapped=other_actions(new)
+        )
+
+    assert {one.hypothesis.name for one in check(PROGRAMS[name](new, old, rows)).explanations} == {name}
+    assert check(new - old[rows]).matches
+    assert check((new - old[rows]).exp().log()).matches
+
+
+def test_log_probabilities_of_certain_actions_are_rounded_at_one() -> None:
+    """A policy that is certain: in single precision log(1 - 1e-12) is 0, so all log-ratios are; in double they are 1e-12."""
+    now, stored = torch.full((8,), -1e-12), torch.full((8,), -2e-12)
+    assert check_log_ratios(torch.zeros(8), now, stored).matches
+    assert not check_log_ratios(torch.zeros(8), torch.full((8,), -0.001), torch.full((8,), -0.002)).matches
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="shapes must agree"):
+        check_log_ratios(torch.zeros(4), torch.zeros(4, 1), torch.zeros(4))

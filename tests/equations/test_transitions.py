@@ -1,0 +1,253 @@
+"""Transitions: observations, rewards and actions arrive in the row, the step and the environment that they belong to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry.equations.comparison import EquationCheck
+from esper_telemetry.equations.transitions import (
+    check_executed,
+    check_rewards,
+    check_transitions,
+    checksums,
+)
+
+STEPS, ENVS, LENGTH = 96, 4, 12
+SEEDS = range(2)
+
+
+def names(check: EquationCheck) -> list[str]:
+    return [one.hypothesis.name for one in check.explanations]
+
+
+class Rollout(NamedTuple):
+    """A rollout whose episodes end after twelve steps, at another step in each environment; observations [T, B, 3]."""
+
+    observations: Tensor
+    returned: Tensor
+    final: Tensor
+    ended: Tensor
+
+
+def rollout(seed: int) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    observed = torch.randn(STEPS + 1, ENVS, 3, generator=generator)
+    ended = (torch.arange(STEPS).view(-1, 1) + torch.arange(ENVS)) % LENGTH == LENGTH - 1
+    final = torch.randn(STEPS, ENVS, 3, generator=generator)
+    return Rollout(observed[:-1], observed[1:], final, ended)
+
+
+def check(data: Rollout, observations: Tensor) -> EquationCheck:
+    return check_transitions(observations, data.returned, ended=data.ended, final_observations=data.final)
+
+
+def delayed(column: Tensor) -> Tensor:
+    return torch.cat([column[:1], column[:-1]])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_observations_that_follow_one_another_match(seed: int) -> None:
+    data = rollout(seed)
+
+    assert check(data, data.observations).matches
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_observations_that_are_not_updated_in_some_steps_are_named(seed: int) -> None:
+    data = rollout(seed)
+    kept = torch.arange(STEPS).view(-1, 1, 1) % 3 == 2
+
+    result = check(data, torch.where(kept, delayed(data.observations), data.observations))
+
+    assert names(result) == ["sometimes_updated"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", ["never_updated", "stale", "next_stored", "final_observation", "other_environment"])
+def test_a_mistake_is_named(seed: int, mistake: str) -> None:
+    data = rollout(seed)
+    before = data.ended.unsqueeze(-1).roll(1, 0)
+    stored = {
+        "never_updated": data.observations[:1].expand_as(data.observations),
+        "stale": delayed(data.observations),
+        "next_stored": data.returned,
+        "final_observation": torch.where(before, data.final.roll(1, 0), data.observations),
+        "other_environment": data.observations.roll(1, 1),
+    }[mistake]
+
+    result = check(data, stored)
+
+    assert not result.holds
+    assert names(result) == [mistake]
+
+
+def test_observations_that_are_processed_on_their_way_are_unexplained() -> None:
+    data = rollout(0)
+
+    assert names(check(data, 2 * data.observations)) == []
+
+
+def test_an_environment_that_never_updates_its_observation_is_named_without_what_it_returned() -> None:
+    data = rollout(0)
+    first = torch.randn(1, ENVS, 3)
+    frozen = first.expand(STEPS, ENVS, 3)
+
+    assert names(check_transitions(frozen, ended=data.ended)) == ["never_updated"]
+    assert names(check_transitions(frozen, frozen, ended=data.ended)) == ["never_updated"]
+
+
+@pytest.mark.parametrize(
+    "observations",
+    [
+        torch.zeros(STEPS, ENVS, 3),  # a bandit that shows nothing
+        torch.full((STEPS, ENVS), 5),  # a state of a small grid in which the agent runs into walls
+        torch.ones(STEPS, ENVS, 4, dtype=torch.uint8),  # a picture of a game that waits
+    ],
+)
+def test_observations_that_may_well_stay_the_same_are_no_mistake(observations: Tensor) -> None:
+    ended = torch.zeros(STEPS, ENVS, dtype=torch.bool)
+
+    assert check_transitions(observations, observations, ended=ended).matches
+
+
+def test_a_contextual_bandit_is_no_mistake() -> None:
+    contexts = torch.randn(STEPS + 1, ENVS, 3)
+    ended = torch.ones(STEPS, ENVS, dtype=torch.bool)
+
+    assert check_transitions(contexts[:-1], contexts[1:], ended=ended).matches
+
+
+@pytest.mark.parametrize("mistake", ["step_before", "step_after", "axes_swapped"])
+def test_rewards_of_another_row_are_named_although_they_are_scaled(mistake: str) -> None:
+    paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(1))
+    stored = {
+        "step_before": paid.roll(1, 0),
+        "step_after": paid.roll(-1, 0),
+        "axes_swapped": paid.reshape(ENVS, STEPS).t(),
+    }[mistake]
+
+    assert names(check_rewards(stored / 8, paid)) == [mistake]
+
+
+def test_rewards_that_a_program_makes_itself_have_no_name() -> None:
+    paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(1))
+
+    assert names(check_rewards(paid.square() / 3, paid)) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", ["", "step_before", "step_after", "other_environment", "axes_swapped"])
+def test_rewards_of_another_row_are_named(seed: int, mistake: str) -> None:
+    paid = torch.randn(STEPS, ENVS, generator=torch.Generator().manual_seed(seed))
+    stored = {
+        "": paid,
+        "step_before": paid.roll(1, 0),
+        "step_after": paid.roll(-1, 0),
+        "other_environment": paid.roll(1, 1),
+        "axes_swapped": paid.reshape(ENVS, STEPS).t(),
+    }[mistake]
+
+    result = check_rewards(stored, paid)
+
+    assert result.matches == (not mistake)
+    assert names(result) == ([mistake] if mistake else [])
+
+
+def test_rewards_that_a_program_clips_or_scales_are_variants() -> None:
+    paid = 2 * torch.randn(STEPS, ENVS)
+
+    clipped, scaled = check_rewards(paid.clamp(-1, 1), paid), check_rewards(0.1 * paid, paid)
+
+    assert names(clipped) == ["clipped"] and names(scaled) == ["scaled"]
+    assert all(one.hypothesis.variant for result in (clipped, scaled) for one in result.explanations)
+    assert clipped.explanations[0].fitted == 1
+
+
+@pytest.mark.parametrize("choices", [2, 4])
+@pytest.mark.parametrize("kind", ["replaced", "sticky", "renamed"])
+def test_actions_that_are_replaced_by_chance_are_told_from_renamed_ones(kind: str, choices: int) -> None:
+    draw = torch.Generator().manual_seed(choices)
+    sent = torch.randint(choices, (400, 4), generator=draw)
+    some = torch.rand(400, 4, generator=draw) < 0.2
+    arrived = torch.where(some, (sent + torch.randint(1, choices, sent.shape, generator=draw)) % choices, sent)
+    if kind == "sticky":
+        for step in range(400):
+            arrived[step] = torch.where(some[step], arrived[step - 1], sent[step]) if step else sent[step]
+    if kind == "renamed":
+        arrived = sent.clamp(max=choices - 2)
+
+    result = check_executed(sent, arrived)
+
+    assert names(result) == ([] if kind == "renamed" else [kind])
+    assert result.holds == (kind == "sticky")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", ["", "other_environment", "step_before"])
+def test_actions_that_arrive_elsewhere_are_named(seed: int, mistake: str) -> None:
+    torch.manual_seed(seed)
+    sent = torch.randint(0, 3, (STEPS, ENVS))
+    received = {"": sent, "other_environment": sent.roll(1, 1), "step_before": sent.roll(1, 0)}[mistake]
+
+    result = check_executed(sent, received)
+
+    assert result.matches == (not mistake)
+    assert names(result) == ([mistake] if mistake else [])
+
+
+@pytest.mark.parametrize("delay", [2, 6])
+def test_actions_that_arrive_some_steps_late_are_named_with_their_delay(delay: int) -> None:
+    sent = torch.randn(STEPS, ENVS)
+    received = torch.cat([torch.zeros(delay, ENVS), sent[:-delay]])
+
+    (explanation,) = check_executed(sent, received).explanations
+
+    assert (explanation.hypothesis.name, explanation.fitted) == ("late", delay)
+
+
+def test_actions_that_do_not_depend_on_those_sent_are_named_and_other_numbers_for_them_are_not() -> None:
+    torch.manual_seed(0)
+    sent = torch.randint(0, 3, (64, 4))
+
+    assert names(check_executed(sent, torch.randint(0, 3, (64, 4)))) == ["unrelated"]
+    assert names(check_executed(sent, 2 - sent)) == []
+
+
+def test_actions_in_other_units_are_a_variant() -> None:
+    sent = torch.randn(STEPS, ENVS)
+    result = check_executed(sent, 0.05 * sent)
+
+    assert names(result) == ["scaled"]
+    assert result.holds
+    assert result.explanations[0].fitted == pytest.approx(0.05)
+
+
+def test_actions_that_a_wrapper_maps_to_others_are_unexplained() -> None:
+    sent = torch.randint(0, 3, (STEPS, ENVS))
+
+    assert names(check_executed(sent, 2 - sent)) == []
+
+
+def test_checksums_tell_observations_apart_and_read_a_part_of_large_ones() -> None:
+    pictures = torch.randint(0, 256, (2, 3, 4, 84, 84), dtype=torch.uint8)
+    swapped = torch.tensor([[[1.0, 2.0]], [[2.0, 1.0]]])
+
+    assert checksums(pictures).shape == (2, 3)
+    assert len(checksums(pictures).unique()) == 6
+    assert len(checksums(swapped).unique()) == 2
+
+
+def test_wrong_shapes_are_refused() -> None:
+    data = rollout(0)
+    settings: Any = {"ended": data.ended}
+
+    with pytest.raises(ValueError, match=r"\[T, B, \.\.\.\]"):
+        check_transitions(torch.zeros(5), **settings)
+    with pytest.raises(ValueError, match="shapes must agree"):
+        check_transitions(data.observations, data.returned[:-1], **settings)
+    with pytest.raises(ValueError, match="shapes must agree"):
+        check_transitions(data.observations[:-1], **settings)
