@@ -251,7 +251,6 @@ class BackwardEnd(NamedTuple):
         max_norm: limit of the norm; None if nothing is clipped.
         heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None if
             each head has parameters of its own, in a group `head:<name>`.
-        applied: [K] L2 norms after clipping, from a source that does not clip by the norm alone; else None.
         clipped_apart: names of the parameters in each part of the network that is clipped by a norm of its own, in the order of the clips;
             empty if all gradients are clipped together.
     """
@@ -263,7 +262,6 @@ class BackwardEnd(NamedTuple):
     norms: Tensor
     max_norm: float | None
     heads: Tensor | None = None
-    applied: Tensor | None = None
     clipped_apart: tuple[frozenset[str], ...] = ()
 
 

@@ -1,8 +1,8 @@
-"""An adapter for a trainer that knows nothing of telemetry: it wraps methods of one object and emits events.
+"""An adapter for a trainer that knows nothing of telemetry: it listens to methods of one object and emits events.
 
     python examples/custom_adapter.py
 
-`Trainer` stands for somebody's PPO; `Adapter` is what you write, see docs/writing_an_adapter.md.
+`Trainer` stands for somebody's PPO; `TrainerAdapter` is what you write, see docs/writing_an_adapter.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from esper_telemetry import Telemetry, attach
-from esper_telemetry.adapters.columns import FinishedEpisode, episodes_event, next_values, normalized_advantages
-from esper_telemetry.core.tensors import gradient_norms
-from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, OptimizerStep, RolloutEnd, RunStart, UpdateEnd
+from esper_telemetry import Level, Telemetry
+from esper_telemetry.adapters.adapter import Adapter, named_parameters, parameter_groups
+from esper_telemetry.adapters.columns import next_values, normalized_advantages
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
 
 ENVS, STEPS, EPISODE, EPOCHS, ROWS = 8, 64, 16, 2, 128
 GAMMA, LAMBDA, CLIP, MAX_NORM, LEARNING_RATE = 0.9, 0.95, 0.2, 0.5, 1e-2
@@ -95,75 +95,53 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
 
-class Adapter:
-    """Emits the events of a `Trainer` from wrappers around the methods of that one object."""
+class TrainerAdapter(Adapter):
+    """Emits the events of a `Trainer` from taps on that one object."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.hooks = Hooks()
-        self._trainer = trainer
-        self._original = trainer.collect, trainer.learn_from, trainer.clip
-        self._update = self._env_step = self._gradient_step = self._step = 0
-        modules = {"actor": trainer.actor, "critic": trainer.critic}
-        self._parameters = {f"{part}.{name}": p for part, net in modules.items() for name, p in net.named_parameters()}
-
-    def learn(self, updates: int) -> None:
-        trainer: Any = self._trainer
-        groups = {part: [n for n in self._parameters if n.startswith(part)] for part in ("actor", "critic")}
+    def __init__(self, telemetry: Telemetry, trainer: Trainer, total_steps: int) -> None:
+        super().__init__(telemetry)
+        parameters = named_parameters(actor=trainer.actor, critic=trainer.critic)
+        groups = parameter_groups(parameters, trainer.actor.parameters(), trainer.critic.parameters())
         facts = {"clip": CLIP, "max_grad_norm": MAX_NORM, "gamma": GAMMA, "gae_lambda": LAMBDA, "groups": groups}
-        facts |= {"num_envs": ENVS, "num_steps": STEPS, "num_epochs": EPOCHS, "total_steps": updates * STEPS * ENVS}
+        facts |= {"num_envs": ENVS, "num_steps": STEPS, "num_epochs": EPOCHS, "total_steps": total_steps}
         facts |= {"normalize_advantages": True, "normalize_minibatches": True, "heads": {"action": "categorical"}}
-        self.hooks.emit(RunStart({"learning_rate": LEARNING_RATE}, facts, 0, 0, 0))
-        trainer.collect, trainer.learn_from, trainer.clip = self._collect, self._learn_from, self._clip
-        handle = trainer.actor.register_forward_hook(self._keep_logits)
-        try:
-            trainer.learn(updates)
-            self._end_update()
-        finally:  # the trainer is what it was, also after an exception
-            handle.remove()
-            del trainer.collect, trainer.learn_from, trainer.clip
+        self.begin_run({"learning_rate": LEARNING_RATE}, facts)
+        self.follow([trainer.optimizer], parameters)
+        self.listen(trainer.actor, "forward", self._after_actor)
+        self.listen(trainer, "collect", self._after_collect)
+        self.listen(trainer, "learn_from", self._after_learn_from)
 
-    def _keep_logits(self, actor: nn.Module, inputs: Any, logits: Tensor) -> None:
+    def _after_actor(self, args: Any, kwargs: Any, logits: Tensor) -> None:
         self._logits = logits.detach()
 
-    def _collect(self) -> Rollout:
-        self._end_update()  # nothing says that an update is over but the next rollout
-        rollout = self._original[0]()
-        self._update, self._step, self._env_step = self._update + 1, 0, self._env_step + rollout.rewards.numel()
-        self.hooks.emit(
-            RolloutEnd(
-                update=self._update,
-                env_step=self._env_step,
-                rewards=rollout.rewards,
-                values=rollout.values,
-                advantages=rollout.advantages,
-                returns=rollout.advantages + rollout.values,
-                log_probs=rollout.log_probs,
-                ended=rollout.ended,
-                terminated=rollout.ended,
-                next_values=next_values(rollout.values, rollout.last_value, rollout.ended),
-                actions={"action": rollout.actions},
-                gamma=GAMMA,
-                logits={"action": self._logits},
-            )
-        )
-        totals = rollout.rewards.unflatten(0, (-1, EPISODE)).sum(1)  # [episodes, B]
-        episodes = [
-            FinishedEpisode(float(total), EPISODE, EPISODE * (k + 1) - 1)
-            for k, row in enumerate(totals)
-            for total in row
-        ]
-        if event := episodes_event(episodes, self._env_step):
-            self.hooks.emit(event)
-        return rollout
+    def _after_collect(self, args: Any, kwargs: Any, rollout: Rollout) -> None:
+        self.begin_update(self.env_step + rollout.rewards.numel(), lambda: self._rollout(rollout))
+        self.begin_minibatch(epoch=0)
 
-    def _learn_from(self, rollout: Rollout, rows: Tensor) -> Minibatch:
-        minibatch = self._original[1](rollout, rows)
-        self.hooks.emit(OptimizerStep(self._epoch, self._step, self._trainer.optimizer, self._parameters))
+    def _rollout(self, rollout: Rollout) -> RolloutEnd:
+        return RolloutEnd(
+            update=self.update,
+            env_step=self.env_step,
+            rewards=rollout.rewards,
+            values=rollout.values,
+            advantages=rollout.advantages,
+            returns=rollout.advantages + rollout.values,
+            log_probs=rollout.log_probs,
+            ended=rollout.ended,
+            terminated=rollout.ended,
+            next_values=next_values(rollout.values, rollout.last_value, rollout.ended),
+            actions={"action": rollout.actions},
+            gamma=GAMMA,
+            logits={"action": self._logits},
+        )
+
+    def _after_learn_from(self, args: tuple[Rollout, Tensor], kwargs: Any, minibatch: Minibatch) -> None:
+        rollout, rows = args
         old_values, advantages = (column.flatten()[rows] for column in (rollout.values, rollout.advantages))
         self.hooks.emit(
             MinibatchEnd(
-                self._epoch,
-                self._step,
+                self.epoch,
+                self.step,
                 old_values=old_values,
                 returns=advantages + old_values,
                 rows=rows,
@@ -171,26 +149,7 @@ class Adapter:
                 **minibatch._asdict(),
             )
         )
-        self._step += 1
-        return minibatch
-
-    def _clip(self) -> None:
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if self.hooks.wants(BackwardEnd):  # norms are worth computing where somebody listens
-            norms = gradient_norms(list(gradients.values()))
-            self.hooks.emit(
-                BackwardEnd(self._epoch, self._step, self._parameters, tuple(gradients), norms, max_norm=MAX_NORM)
-            )
-        self._original[2]()
-
-    @property
-    def _epoch(self) -> int:
-        return self._step // (STEPS * ENVS // ROWS)
-
-    def _end_update(self) -> None:
-        self._gradient_step += self._step
-        if self._step:
-            self.hooks.emit(UpdateEnd(self._update, self._env_step, self._gradient_step, LEARNING_RATE, seconds={}))
+        self.begin_minibatch(epoch=(self.step + 1) // (STEPS * ENVS // ROWS))
 
 
 def main() -> None:
@@ -199,9 +158,10 @@ def main() -> None:
     parser.add_argument("--run-dir", help="a new runs/custom-adapter-<time> by default")
     options = parser.parse_args()
     with Telemetry(["console"], run_dir=options.run_dir or "auto", name="custom-adapter") as telemetry:
-        adapter = Adapter(Trainer())
-        attach(telemetry, adapter)
-        adapter.learn(options.total_steps // (STEPS * ENVS))
+        trainer = Trainer()
+        if telemetry.level > Level.OFF:
+            TrainerAdapter(telemetry, trainer, options.total_steps)
+        trainer.learn(options.total_steps // (STEPS * ENVS))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import NONE, EpisodeEnd
+from esper_telemetry.updates.update import JoinedMinibatches
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -50,7 +51,7 @@ class HeadColumns(NamedTuple):
 
 
 def head_names(count: int) -> tuple[str, ...]:
-    """Return the names of a policy's heads: `action`, or `action_0`, `action_1`, ... where there are several."""
+    """Return the names of a policy's heads: `action`, or `action_0`, `action_1`, ... for several."""
     return ("action",) if count == 1 else tuple(f"action_{index}" for index in range(count))
 
 
@@ -58,7 +59,7 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
     """Return the detached columns of a policy's distributions.
 
     Args:
-        parts: by head a distribution with `logits` (categorical; its `masks` too, where it has some), one with `mean` and `stddev`
+        parts: by head a distribution with `logits` (categorical; also its `masks`, if it has some), one with `mean` and `stddev`
             (Gaussian), or the log-odds [...] of a choice between 0 and 1.
     """
     logits: dict[str, Tensor] = {}
@@ -71,7 +72,7 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
             logits[name] = torch.stack([torch.zeros_like(odds), odds], -1)
         elif hasattr(part, "logits"):
             logits[name] = part.logits.detach()
-            # classes of scripts have an empty list where there is no mask, and may have numbers of 0 and 1
+            # classes of scripts have an empty list without a mask, and may have numbers of 0 and 1
             mask = getattr(part, "masks", None)
             if isinstance(mask, Tensor) and mask.shape == logits[name].shape:
                 masks[name] = mask.bool()
@@ -91,12 +92,24 @@ def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
     return HeadColumns(*joined)
 
 
-def head_actions(actions: Tensor, names: Sequence[str], continuous: Collection[str]) -> dict[str, Tensor]:
-    """Split actions [..., D] by head: [..., D] of a continuous head, [...] in int64 of a categorical one.
+def head_actions(
+    actions: Tensor, names: Sequence[str], continuous: Collection[str], shape: Sequence[int]
+) -> dict[str, Tensor]:
+    """Split actions by head: [*shape, D] of a continuous head, `shape` in int64 of a categorical one.
 
-    One head has all of the last dimension; of several heads each has one entry, in the order of `names`.
+    Args:
+        actions: [*shape, D]; also `shape` if there is one number per row.
+        names: of the heads. A single head has all D entries, several heads one each.
+        continuous: names of the heads whose actions are numbers.
+        shape: of the rows, such as the shape of their log-probabilities: (N,) or (T, B).
+
+    Raises:
+        ValueError: if the actions do not have these shapes.
     """
-    parts = (actions,) if len(names) == 1 else actions.split(1, -1)
+    split = actions.unsqueeze(-1) if actions.shape == tuple(shape) else actions
+    if split.shape[:-1] != tuple(shape) or 1 < len(names) > split.shape[-1]:
+        raise ValueError(f"actions {[*actions.shape]} lack an entry for each of {len(names)} heads in rows {[*shape]}")
+    parts = (split,) if len(names) == 1 else split.split(1, -1)
     return {
         name: part if name in continuous else part.squeeze(-1).long() for name, part in zip(names, parts, strict=False)
     }
@@ -126,25 +139,161 @@ class LossColumns(NamedTuple):
     entropy: Tensor
 
 
-def policy_loss(columns: LossColumns, clip: float | None) -> Tensor:
-    """Clipped surrogate loss [N] of each row (Schulman 2017, equation 7); of a policy gradient without a ratio where `clip` is None."""
+def policy_loss(columns: LossColumns, clip: float | None, *, dual_clip: float | None = None) -> Tensor:
+    """Return the clipped surrogate loss [N] of each row (Schulman 2017, equation 7).
+
+    Args:
+        columns: of the rows.
+        clip: range of the ratio; None for a policy gradient without a ratio.
+        dual_clip: factor above 1 that bounds the loss of negative advantages (Ye 2020, equation 5); None without this bound.
+    """
     if clip is None:
         return -columns.advantages * columns.log_probs
-    ratio = columns.log_ratio.exp()
-    return -torch.min(columns.advantages * ratio, columns.advantages * ratio.clamp(1 - clip, 1 + clip))
+    advantages, ratio = columns.advantages, columns.log_ratio.exp()
+    gain = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
+    if dual_clip is not None:
+        gain = torch.where(advantages < 0, torch.max(gain, dual_clip * advantages), gain)
+    return -gain
 
 
-def value_loss(columns: LossColumns, clip: float | None) -> Tensor:
-    """Half the squared error [N] of each row, of values that moved by at most `clip` since collection."""
-    values = columns.values
-    if clip is not None:
-        values = columns.old_values + (values - columns.old_values).clamp(-clip, clip)
-    return 0.5 * (columns.returns - values).square()
+def value_loss(columns: LossColumns, clip: float | None, *, maximum: bool = False) -> Tensor:
+    """Return half the squared error [N] of each row.
+
+    Args:
+        columns: of the rows.
+        clip: limit of a value's move since collection; None if they are not clipped.
+        maximum: take the larger one of the losses of the value and of the clipped value, as OpenAI Baselines and RSL-RL do.
+    """
+    loss = 0.5 * (columns.returns - columns.values).square()
+    if clip is None:
+        return loss
+    values = columns.old_values + (columns.values - columns.old_values).clamp(-clip, clip)
+    clipped = 0.5 * (columns.returns - values).square()
+    return torch.maximum(loss, clipped) if maximum else clipped
 
 
-def loss_columns(columns: LossColumns, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
-    """Losses of each row [N] by the names of `MinibatchEnd`: `policy`, `value` (half the squared error), `entropy` (negative)."""
-    return {"policy": policy_loss(columns, clip), "value": value_loss(columns, clip_value), "entropy": -columns.entropy}
+def loss_columns(
+    columns: LossColumns,
+    clip: float | None,
+    clip_value: float | None,
+    *,
+    dual_clip: float | None = None,
+    clip_maximum: bool = False,
+) -> dict[str, Tensor]:
+    """Return the losses of each row [N] by the names of `MinibatchEnd`: `policy`, `value` and `entropy` (its negative).
+
+    Arguments are as in `policy_loss` and `value_loss`.
+    """
+    return {
+        "policy": policy_loss(columns, clip, dual_clip=dual_clip),
+        "value": value_loss(columns, clip_value, maximum=clip_maximum),
+        "entropy": -columns.entropy,
+    }
+
+
+def minibatch_means(column: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the mean [M] of each minibatch's rows, from a column [R] of all minibatches with `counts` rows each."""
+    if len(set(counts)) == 1:
+        means: Tensor = column.view(len(counts), -1).mean(-1)
+        return means
+    return torch.stack([part.mean() for part in column.split(list(counts))])
+
+
+class EvaluatedMinibatch(NamedTuple):
+    """Columns [N] or [N, 1] of a minibatch from which its losses follow.
+
+    Attributes:
+        epoch: pass over the rollout, from 0.
+        rows: [n], transitions of the rollout, t B + b; other rows, after the first n, do not count. None if they are not known.
+        advantages: as used.
+        old_log_probs, old_values, returns: at collection.
+        log_probs: of the actions now.
+        gaussian: mean and standard deviation of a Gaussian now, [N, D] each, or the latter alone; empty for other distributions.
+        values: the critic's estimates now.
+    """
+
+    epoch: int
+    rows: Tensor | None
+    advantages: Tensor
+    old_log_probs: Tensor
+    old_values: Tensor
+    returns: Tensor
+    log_probs: Tensor
+    gaussian: tuple[Tensor, ...]
+    values: Tensor
+
+
+@torch.no_grad()
+def evaluated_minibatches(
+    rows: Sequence[EvaluatedMinibatch], head: str, *, clip: float, clip_value: float | None, clip_maximum: bool = False
+) -> JoinedMinibatches:
+    """Return the minibatches of an update, with their losses; see `loss_columns` for the clips. `head` is the name of the one head."""
+    fields: Any = EvaluatedMinibatch._make(zip(*rows, strict=True))  # each field of all minibatches
+    sizes = tuple([log_probs.numel() for log_probs in fields.log_probs])
+    counts = tuple([size if own is None else len(own) for own, size in zip(fields.rows, sizes, strict=True)])
+
+    def counted(columns: Sequence[Tensor]) -> Tensor:
+        """Columns [n, ...] joined; not cut if all rows count: to cut twenty takes as long as to join them."""
+        if sizes != counts:
+            columns = [column[:count] for column, count in zip(columns, counts, strict=True)]
+        return torch.cat(tuple(columns))
+
+    def joined(name: str) -> Tensor:
+        columns = getattr(fields, name)
+        if sizes != counts or len({column.shape for column in columns}) > 1:
+            columns = [column.flatten() for column in columns]
+        return counted(columns).flatten()
+
+    def joined_head(place: int) -> dict[str, Tensor]:
+        return {head: counted([parameters[place].flatten(0, -2) for parameters in fields.gaussian])}
+
+    log_probs = joined("log_probs")
+    columns = LossColumns(
+        log_ratio=log_probs - joined("old_log_probs"),
+        log_probs=log_probs,
+        entropy=log_probs,  # no loss reads it
+        **{name: joined(name) for name in ("advantages", "values", "old_values", "returns")},
+    )
+    losses = {"policy": policy_loss(columns, clip), "value": value_loss(columns, clip_value, maximum=clip_maximum)}
+    known = [own for own in fields.rows if own is not None]
+    return JoinedMinibatches(
+        epochs=fields.epoch,
+        counts=counts,
+        valid=None,
+        losses={name: minibatch_means(loss, counts) for name, loss in losses.items()},
+        log_std={name: std.log() for name, std in joined_head(-1).items()} if all(fields.gaussian) else {},
+        means=joined_head(0) if all(len(parameters) > 1 for parameters in fields.gaussian) else {},
+        rows=torch.cat(known) if len(known) == len(rows) else None,
+        **{name: getattr(columns, name) for name in ("log_ratio", "advantages", "values", "old_values", "returns")},
+    )
+
+
+def rows_by_environment(lengths: Sequence[int]) -> Tensor:
+    """Return the place t B + b in the grid [T, B] of each of R flat rows that follow environment by environment.
+
+    Args:
+        lengths: number of rows of each of the B environments.
+    """
+    counts = torch.tensor(lengths)
+    envs = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    times = torch.arange(len(envs)) - (counts.cumsum(0) - counts)[envs]
+    return times * len(counts) + envs
+
+
+def as_grid(column: Tensor, rows: Tensor, num_envs: int) -> Tensor:
+    """Return a flat column [R, ...] as [T, B, ...], 0 in places of the grid without a row.
+
+    Ones become the column `valid` of a rollout whose environments have unequal lengths.
+
+    Args:
+        column: of a rollout.
+        rows: [R], the place t B + b of each entry: `rows_by_environment`, or `torch.arange(R)` if rows follow step by step.
+        num_envs: B.
+    """
+    steps = -(-(int(rows.max()) + 1) // num_envs)
+    grid = column.new_zeros((steps * num_envs, *column.shape[1:]))
+    grid[rows] = column
+    return grid.view(steps, num_envs, *column.shape[1:])
 
 
 def normalized_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -161,7 +310,7 @@ def next_values(values: Tensor, last: Tensor, ended: Tensor, bootstrap: Tensor |
         values: [T, B], estimates of the states that were acted in.
         last: [B], estimates of the states after the last step.
         ended: [T, B], bool: the step ended its episode.
-        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None where no
+        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None if no
             episode has one.
     """
     following = torch.cat([values[1:], last.reshape(1, -1).to(values)])
@@ -177,7 +326,7 @@ class FinishedEpisode(NamedTuple):
 
 
 def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> EpisodeEnd | None:
-    """Return the event of a rollout's episodes; None where none finished."""
+    """Return the event of a rollout's episodes; None if none finished."""
     columns = [list(column) for column in zip(*episodes, strict=True)]
     return EpisodeEnd(env_step, *columns) if columns else None
 
@@ -196,7 +345,7 @@ class EpisodeCounter:
         self._complete = np.full(num_envs, complete)
 
     def episodes(self, rewards: Tensor, ended: Tensor, env_step: int) -> EpisodeEnd | None:
-        """Return the event of the episodes that finished in a rollout with these columns [T, B]; None where none did."""
+        """Return the event of the episodes that finished in a rollout with these columns [T, B]; None if none did."""
         sums = rewards.detach().cpu().double().cumsum(0).numpy() + self._sums
         envs, times = ended.cpu().numpy().T.nonzero()  # [K] ends, environment by environment
         lengths = self._lengths[envs] + times + 1

@@ -1,6 +1,6 @@
 """Listeners on the methods of single objects, and on gradients at the moment before they are clipped.
 
-A foreign trainer is observed on the objects that it holds, never on classes: a tap stands in an object's attributes before one of its
+A foreign trainer is observed on the objects that it holds, never on classes: a tap hides one of an object's
 methods. An object with a tap can be pickled and copied, and loses it then, so that what is saved during training is clean, and the
 adapter's own passes through copies of the policy reach no listener.
 
@@ -36,12 +36,12 @@ Value = TypeVar("Value")
 
 
 def reraise(listener: Callable[..., object], error: Exception) -> NoReturn:
-    """Raise a listener's exception in whoever called the method."""
+    """Raise a listener's exception in the caller of the method."""
     raise error
 
 
 class Tap:
-    """Stands in an object's attributes before one of its methods and calls listeners after every call."""
+    """Attribute of an object that hides one of its methods and calls listeners after every call."""
 
     def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
@@ -94,6 +94,49 @@ def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler 
     return remove
 
 
+class SurroundingTap(Tap):
+    """Tap that calls functions before each call, and after it, also if it raises."""
+
+    def __init__(self, owner: object, name: str, before: Callable[..., object], after: Callable[[], object]) -> None:
+        super().__init__(owner, name)
+        self._before, self._after = before, after
+        vars(owner)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The method's result."""
+        self._before(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._after()
+
+
+class GeneratorTap(Tap):
+    """Tap on a method that returns a generator: passes each item to a listener before the caller receives it.
+
+    Args:
+        listener: receives the item and the local variables of the generator.
+        on_error: receives what the listener raises.
+    """
+
+    def __init__(
+        self, owner: object, name: str, listener: Callable[[Any, Mapping[str, Any]], object], on_error: ErrorHandler
+    ) -> None:
+        super().__init__(owner, name)
+        self._listener, self._on_error = listener, on_error
+        vars(owner)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The generator's items."""
+        generator = self._method(*args, **kwargs)
+        for item in generator:
+            try:
+                self._listener(item, getattr(getattr(generator, "gi_frame", None), "f_locals", {}))
+            except Exception as error:  # a bug of ours must not reach the trainer
+                self._on_error(self._listener, error)
+            yield item
+
+
 @contextmanager
 def without_trace(policy: nn.Module) -> Iterator[None]:
     """Context for passes through a copy of a policy; after it the generators of random numbers are what they were.
@@ -144,8 +187,8 @@ class ClipListener(Protocol):
     def owns(self, parameters: Sequence[Tensor]) -> bool:
         """Return True for the parameters that it observes."""
 
-    def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
-        """They are about to be clipped together; norms [K] of all that have a gradient, None where they were not computed."""
+    def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
+        """These parameters are about to be clipped together; norms [K] of all with a gradient, None if they were not computed."""
 
 
 class ClipFunction:
@@ -171,10 +214,10 @@ class ClipFunction:
             return self._clip(again, max_norm, *args, **kwargs)
         gradients = [p.grad for p in listed if p.grad is not None]
         if args or kwargs or not self._reproduces_torch(gradients, max_norm):
-            _report(owners, max_norm, None)
+            _report(owners, listed, max_norm, None)
             return self._clip(listed, max_norm, *args, **kwargs)
         norms = ops.raw_norms(gradients)
-        _report(owners, max_norm, norms)
+        _report(owners, listed, max_norm, norms)
         return ops.clip_by_norms(gradients, norms, float(max_norm))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -188,17 +231,22 @@ class ClipFunction:
         return plain and bool(self._verified)
 
 
-def _report(owners: Sequence[tuple[ClipListener, ErrorHandler]], max_norm: float, norms: Tensor | None) -> None:
+def _report(
+    owners: Sequence[tuple[ClipListener, ErrorHandler]],
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norms: Tensor | None,
+) -> None:
     for owner, on_error in owners:
         try:
-            owner.before_clip(max_norm, norms)
+            owner.before_clip(parameters, max_norm, norms)
         except Exception as error:  # a bug of ours must not reach the trainer
             on_error(owner.before_clip, error)
 
 
 @torch.no_grad()
 def equals_torch(gradients: Sequence[Tensor], max_norm: float) -> bool:
-    """Clip copies of these gradients, at `max_norm` and at half their norm, and return True where torch gives the same bits."""
+    """Clip copies of these gradients, at `max_norm` and at half their norm, and return True if torch gives the same bits."""
 
     def equal(limit: float) -> bool:
         ours, theirs = [g.clone() for g in gradients], [nn.Parameter(torch.empty_like(g)) for g in gradients]
@@ -213,7 +261,7 @@ def equals_torch(gradients: Sequence[Tensor], max_norm: float) -> bool:
 
 
 def listen_to_clipping(listener: ClipListener, on_error: ErrorHandler) -> Remover | None:
-    """Call `listener` before `torch.nn.utils.clip_grad_norm_` clips; None where something else has replaced that function already."""
+    """Call `listener` before `torch.nn.utils.clip_grad_norm_` clips; None if something else has replaced that function already."""
     owner = vars(nn.utils)
     current = owner[CLIP_FUNCTION]
     if not isinstance(current, ClipFunction):

@@ -1,8 +1,8 @@
 """`TelemetryCallback`, the callback that makes TRL's `GRPOTrainer` emit events.
 
 An update is what is learned from one batch of completions: `steps_per_generation` times `num_iterations` passes, with one record. That is
-the unit in which rewards, groups and the first pass at the weights of collection come, and with `num_iterations` above 1 the only one in
-which ratios before the first step differ from those after it. Where several batches feed one optimizer step, they share a record.
+the unit of rewards, of groups and of the first pass at the weights of collection. With `num_iterations` above 1, only such a unit has
+ratios before the first step and after it. If several batches feed one optimizer step, they share a record.
 
 Environment steps count completions: a completion is an episode with one reward, their number is known without asking the device, and runs
 whose completions grow or shrink stay comparable. Tokens are `lm/tokens`.
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from numbers import Real
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 try:
     from transformers import TrainerCallback
@@ -26,28 +25,15 @@ except ModuleNotFoundError as missing:
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from esper_telemetry.adapters.adapter import Adapter, plain_settings
 from esper_telemetry.adapters.completions import CompletionsEnd, CompletionsUpdate, TokensEnd, TokensUpdate
-from esper_telemetry.adapters.taps import Listener, listen
-from esper_telemetry.core.clock import PhaseTimes
+from esper_telemetry.adapters.taps import Listener
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.rates import rate_fields
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.tensors import gradient_norms
-from esper_telemetry.events import (
-    BackwardEnd,
-    EpisodeEnd,
-    Hooks,
-    MinibatchEnd,
-    OptimizerStep,
-    Remover,
-    RunStart,
-    UpdateEnd,
-    UpdateStart,
-)
-from esper_telemetry.session import TelemetrySession
-from esper_telemetry.telemetry import Telemetry, attach, session_of
+from esper_telemetry.events import BackwardEnd, EpisodeEnd, Hooks, MinibatchEnd, UpdateStart
+from esper_telemetry.telemetry import Telemetry, session_of
 
 METHODS = (
     "_compute_loss",
@@ -68,97 +54,67 @@ SETTINGS = (
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that clip the ratio as PPO does."""
 
-
 MAX_CHECKED_PARAMETERS = 1 << 24
 """Parameters up to which sampled updates check steps of the optimizer, for which they copy its state."""
 
 
-class Progress(NamedTuple):
-    """Updates, completions and optimizer steps so far, as `events.RunStart` has them."""
+class TrainerListener(Adapter):
+    """Emits the events of a trainer that learns on the callback's hooks, from `start` to `stop`."""
 
-    update: int
-    env_step: int
-    gradient_step: int
+    prefix = "trl"
 
+    def __init__(self, callback: TelemetryCallback) -> None:
+        self.extensions = callback.extensions
+        super().__init__(callback.telemetry, hooks=callback.hooks)
 
-class Pass(NamedTuple):
-    """One forward pass with its loss: its tokens, and the advantages that multiply their ratios, [B, T]."""
-
-    tokens: TokensEnd
-    advantages: Tensor
-
-
-class TrainerListener:
-    """Emits the events of a trainer that learns until `stop`; `session` handles exceptions of the listeners.
-
-    Attributes:
-        progress: progress by now, the update under way included.
-    """
-
-    def __init__(self, session: TelemetrySession, trainer: Any, hooks: Hooks, before: Progress) -> None:
-        self.progress = before
-        self._session, self._trainer, self._hooks = session, trainer, hooks
-        self._parameters = trained_parameters(trainer)
-        self._small = sum(parameter.numel() for parameter in self._parameters.values()) <= MAX_CHECKED_PARAMETERS
+    def start(self, trainer: Any, state: Any) -> None:
+        """Listen to a trainer that begins to learn."""
+        self._trainer = trainer
+        self.update, self.env_step, self.gradient_step = progress_of(trainer, int(state.global_step))
+        self.optimizers, self.parameters = [trainer.optimizer], trained_parameters(trainer)
+        self.emits_steps = sum(p.numel() for p in self.parameters.values()) <= MAX_CHECKED_PARAMETERS
         self._ends = end_tokens(trainer)
         pad = getattr(_tokenizer(trainer), "pad_token_id", None)
         known = [] if self._ends is None else self._ends.tolist()
         self._pads_with_end = pad in known
-        closing = (
-            known if pad is None else [*known, pad]
-        )  # a completion that ends with padding is not cut, as TRL counts
+        # a completion that ends with padding is not cut, as TRL counts
+        closing = known if pad is None else [*known, pad]
         self._closing = torch.tensor(closing, device=trainer.accelerator.device)
         self._whole = samples_whole_distribution(trainer)
         self._rewards: Tensor | None = None
         self._forward: tuple[Tensor, Tensor | None] | None = None
-        self._passes: list[Pass] = []
-        self._open = False
+        self._passes: list[tuple[TokensEnd, Tensor]] = []  # with the advantages [B, T] that multiply the ratios
         self._rates: dict[str, Any] = {"learning_rate": 0.0}
-        self._first_step = before.gradient_step
-        self._times = PhaseTimes()
-        self._taps = [
-            self._listen("_calculate_rewards", self._after_rewards),
-            self._listen("_generate_and_score_completions", self._after_generation),
-            self._listen("_get_per_token_logps_and_entropies", self._after_forward),
-            self._listen("_compute_loss", self._after_loss),
-            self._listen("training_step", self._after_backward),
-        ]
+        self.begin_run(config_of(trainer), facts_of(trainer, int(state.max_steps)))
+        self.times.begin()
+        taps: dict[str, Listener] = {
+            "_calculate_rewards": self._after_rewards,
+            "_generate_and_score_completions": self._after_generation,
+            "_get_per_token_logps_and_entropies": self._after_forward,
+            "_compute_loss": self._after_loss,
+            "training_step": self._after_backward,
+        }
+        for name, listener in taps.items():
+            self.listen(trainer, name, listener, timed=True)
 
-    def stop(self) -> None:
-        """Emit what is open and listen to nothing any more."""
-        while self._taps:
-            self._taps.pop()()
-        self._session.attempt(lambda listener: listener._end_update(), self)
+    def end_fields(self) -> dict[str, Any]:
+        """Return passes, and the rates of the last step, before the scheduler has changed them."""
+        self._passes = []
+        return {"epochs": self._trainer.num_iterations, **self._rates}
 
-    def step_begins(self) -> None:
-        """Completions may be generated from now on."""
-        self._times.end("update")
-
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+    def after_optimizer_step(self, optimizer: Any) -> None:
         """Emit the step and the passes that it was taken for."""
-        step = self._step
-        self._rates = rate_fields([optimizer], self._parameters, dict)
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self._times.end("update")
-        if self._small:
-            self._hooks.emit(OptimizerStep(self._epoch, step, inner, self._parameters))
+        self._rates = rate_fields([optimizer], self.parameters, dict)
+        self.times.end("update")
+        self.after_step(getattr(optimizer, "optimizer", optimizer))
         passes, self._passes = self._passes, []
-        stored = [part for part in passes if part.tokens.old is not None]
-        if stored and len(stored) == len(passes):  # without them every ratio is 1 by construction and says nothing
-            self._hooks.emit(_minibatch(self._epoch, step, stored))
-        self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + 1)
-
-    @property
-    def _step(self) -> int:
-        """Optimizer steps in this update so far."""
-        return self.progress.gradient_step - self._first_step
-
-    @property
-    def _epoch(self) -> int:
-        """Passes over the completions so far."""
-        args = self._trainer.args
-        passes = self._step * args.gradient_accumulation_steps
-        return int(min(passes // max(1, args.steps_per_generation), self._trainer.num_iterations - 1))
+        ratios = [(tokens.log_probs - tokens.old).flatten() for tokens, _ in passes if tokens.old is not None]
+        # without log-probabilities at collection every ratio is 1 by construction and says nothing
+        if ratios and len(ratios) == len(passes):
+            advantages = torch.cat([advantages.flatten() for _, advantages in passes])
+            valid = torch.cat([tokens.mask.flatten() for tokens, _ in passes])
+            self.hooks.emit(MinibatchEnd(self.epoch, self.step, torch.cat(ratios), advantages, valid=valid))
+        self.finish_minibatch()
 
     def _after_rewards(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rewards: Tensor) -> None:
         if self._trainer.model.training:
@@ -169,26 +125,25 @@ class TrainerListener:
         if not trainer.model.training or rewards is None:
             return
         self._rewards = None
-        if self._open and self._step:
-            self._end_update()
-        self._times.end("rollout", environment=0.0)
-        if not self._open:
-            self._open, self._first_step = True, self.progress.gradient_step
-            self.progress = self.progress._replace(update=self.progress.update + 1)
-        self.progress = self.progress._replace(env_step=self.progress.env_step + len(rewards))
-        self._hooks.emit(UpdateStart(self.progress.update, self.progress.env_step))
+        if self.updating and not self.step:  # several batches of completions feed one step
+            self.times.end("rollout", environment=0.0)
+            self.env_step += len(rewards)
+            self.hooks.emit(UpdateStart(self.update, self.env_step))
+        else:
+            self.end_learning(timed=False)
+            self.begin_update(self.env_step + len(rewards), environment=0.0)
         local = rewards
         count, rank = len(batch["completion_ids"]), trainer.accelerator.process_index
-        if len(rewards) > count:  # those of all processes, in their order
+        if len(rewards) > count:  # from all processes, in their order
             local = rewards[rank * count : (rank + 1) * count]
         event = self._completions(args[0] if args else kwargs["inputs"], batch, local)
-        self._hooks.emit(event)
+        self.hooks.emit(event)
         totals = event.total_rewards.tolist()
         lengths = event.lengths.tolist()
         scored = [(total, int(length)) for total, length in zip(totals, lengths, strict=True) if total == total]
         if scored:
             returns, steps = zip(*scored, strict=True)
-            self._hooks.emit(EpisodeEnd(self.progress.env_step, returns, steps))
+            self.hooks.emit(EpisodeEnd(self.env_step, returns, steps))
 
     def _completions(self, inputs: list[Any], batch: Mapping[str, Any], rewards: Tensor) -> CompletionsEnd:
         """Return the event of completions whose `rewards` are [B, functions]."""
@@ -231,10 +186,10 @@ class TrainerListener:
         ends = None
         if self._ends is not None and tools is None:
             ends = torch.isin(batch["completion_ids"], self._ends)
-            if self._pads_with_end:  # behind a completion that stopped without an end token these are padding
+            if self._pads_with_end:  # after a completion that stopped without an end token they are padding
                 ends = ends & mask.bool()
         tokens = TokensEnd(
-            step=self._step,
+            step=self.step,
             log_probs=log_probs,
             mask=(mask if tools is None else mask * tools).bool(),
             entropy=entropy,
@@ -244,54 +199,20 @@ class TrainerListener:
             ends=ends,
             whole=self._whole,
         )
-        self._hooks.emit(tokens)
+        self.hooks.emit(tokens)
         advantages = batch["advantages"].detach()
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
-        self._passes.append(Pass(tokens, advantages.expand_as(log_probs)))
+        self._passes.append((tokens, advantages.expand_as(log_probs)))
 
     def _after_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
         """Emit the gradients of all passes of a step; they are clipped later."""
-        if not self._trainer.accelerator.sync_gradients or not self._hooks.wants(BackwardEnd):
-            return
-        trained = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not trained:  # sharded by a library that keeps gradients to itself
-            return
-        limit = self._trainer.args.max_grad_norm
-        norms = gradient_norms(list(trained.values()))
-        self._hooks.emit(
-            BackwardEnd(self._epoch, self._step, self._parameters, tuple(trained), norms, limit if limit else None)
-        )
-
-    def _end_update(self) -> None:
-        if not self._open:
-            return
-        self._open, self._passes = False, []
-        seconds, cpu_seconds = self._times.take()
-        epochs = self._trainer.num_iterations
-        self._hooks.emit(
-            UpdateEnd(*self.progress, seconds=seconds, cpu_seconds=cpu_seconds, epochs=epochs, **self._rates)
-        )
-
-    def _listen(self, name: str, listener: Listener) -> Remover:
-        def timed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-            with self._session.clock:
-                listener(args, kwargs, result)
-
-        return listen(self._trainer, name, timed, self._session.failed)
-
-
-def _minibatch(epoch: int, step: int, passes: list[Pass]) -> MinibatchEnd:
-    """Return the tokens of the passes of one optimizer step as one minibatch."""
-    tokens = [part.tokens for part in passes]
-    ratios = [one.log_probs - one.old for one in tokens if one.old is not None]
-    return MinibatchEnd(
-        epoch,
-        step,
-        log_ratio=torch.cat([ratio.flatten() for ratio in ratios]),
-        advantages=torch.cat([part.advantages.flatten() for part in passes]),
-        valid=torch.cat([one.mask.flatten() for one in tokens]),
-    )
+        settings = self._trainer.args
+        if self._trainer.accelerator.sync_gradients:
+            passes = self.step * settings.gradient_accumulation_steps // max(1, settings.steps_per_generation)
+            self.begin_minibatch(int(min(passes, self._trainer.num_iterations - 1)))
+            if self.hooks.wants(BackwardEnd):
+                self.emit_gradients(settings.max_grad_norm or None)
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed where it is not installed
@@ -321,24 +242,18 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if not isinstance(telemetry, Telemetry):
             raise TypeError(f"TelemetryCallback takes a Telemetry, got {type(telemetry).__name__}")
         self.telemetry = telemetry
-        self._session = session_of(telemetry)
         self.hooks = Hooks()
         self._listener: TrainerListener | None = None
-        self._logs: dict[str, float] = {}
-        self._attached = False
-        self._updates = 0
 
     @property
     def updates(self) -> int:
         """Updates of the trainer so far."""
-        return self._updates if self._listener is None else self._listener.progress.update
+        return 0 if self._listener is None else self._listener.update
 
     def detach(self) -> None:
         """Listen to nothing any more; harmless before and after training, twice, and after an exception."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            self._updates = listener.progress.update
-            listener.stop()
+        if self._listener is not None:
+            self._listener.stop()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self  # a trainer that is copied keeps one callback: a run has one writer
@@ -354,55 +269,41 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise TypeError(
                 f"TelemetryCallback watches GRPOTrainer, got {type(trainer).__name__}, which has no {lacking[0]}"
             )
-        self._attempt(lambda: self._start(trainer, state))
+        self._attempt(self._start, trainer, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the time before it towards the update."""
-        if self._listener is not None:
-            self._attempt(self._listener.step_begins)
+        """Count the time before it towards the update: completions may be generated from now on."""
+        if self._listener is not None and self._listener.listening:
+            self._attempt(self._listener.times.end, "update")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report a step."""
-        listener = self._listener
-        if listener is not None:
-            self._attempt(lambda: listener.after_optimizer_step(kwargs["optimizer"]))
+        if self._listener is not None and self._listener.listening:
+            self._attempt(self._listener.after_optimizer_step, kwargs["optimizer"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep the numbers that TRL logs for the next record."""
-        if self._listener is not None:
-            self._attempt(lambda: self._logs.update(logs or {}))
+        """Keep the numbers that TRL logs for the next record: `rewards/f/mean` becomes `trl/rewards/f/mean`."""
+        if self._listener is not None and self._listener.listening:
+            parts = {name: [segment(part) for part in str(name).split("/") if part] for name in logs or {}}
+            self._listener.logged |= {"/".join(parts[name]): value for name, value in (logs or {}).items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last record."""
-        if self._listener is not None:
-            self._attempt(self.detach)
+        self._attempt(self.detach)
 
     def _start(self, trainer: Any, state: Any) -> None:
-        if not self._attached:
-            self.hooks.on(UpdateEnd, self._log_numbers)
-            attach(self.telemetry, self)
-            self._session.on_close(self.detach)
-            self._attached = True
-        before = progress_of(trainer, int(state.global_step))
-        self.hooks.emit(RunStart(config_of(trainer), facts_of(trainer, int(state.max_steps)), *before))
-        self._listener = TrainerListener(self._session, trainer, self.hooks, before)
+        self._listener = self._listener or TrainerListener(self)
+        self._listener.start(trainer, state)
 
-    def _log_numbers(self, _: UpdateEnd) -> None:
-        """Log single numbers under keys that every backend takes: `rewards/f/mean` becomes `trl/rewards/f/mean`."""
-        logs, self._logs = self._logs, {}
-        parts = {name: [segment(part) for part in str(name).split("/") if part] for name in logs}
-        self.telemetry.log(
-            {"/".join(["trl", *parts[name]]): float(value) for name, value in logs.items() if isinstance(value, Real)}
-        )
-
-    def _attempt(self, function: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on telemetry's clock; what it raises costs its events and a warning."""
-        with self._session.clock:
-            self._session.attempt(lambda call: call(), function)
+        session = session_of(self.telemetry)
+        with session.clock:
+            session.attempt(lambda given: (function(*given), None)[1], arguments)
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """Return the trainer whose handler calls the callback, from the stack; None where no caller has it."""
+    """Return the trainer whose handler calls the callback, from the stack; None if no caller has it."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -420,7 +321,7 @@ def trained_parameters(trainer: Any) -> dict[str, nn.Parameter]:
 
 
 def end_tokens(trainer: Any) -> Tensor | None:
-    """Return the ids of end tokens; None where the trainer names none."""
+    """Return the ids of end tokens; None if the trainer names none."""
     ids = getattr(trainer, "eos_token_ids", None) or [getattr(_tokenizer(trainer), "eos_token_id", None)]
     known = [one for one in ids if isinstance(one, int)]
     return torch.tensor(known, device=trainer.accelerator.device) if known else None
@@ -446,11 +347,11 @@ def generation_passes(trainer: Any) -> int:
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
-def progress_of(trainer: Any, steps: int) -> Progress:
-    """Return the progress after that many optimizer steps, as a trainer that goes on from a checkpoint has it."""
+def progress_of(trainer: Any, steps: int) -> tuple[int, int, int]:
+    """Return updates, completions and steps after that many optimizer steps, of a trainer that continues from a checkpoint."""
     generations = -(-steps * trainer.args.gradient_accumulation_steps // generation_passes(trainer))
     shared = max(1, trainer.args.gradient_accumulation_steps // generation_passes(trainer))
-    return Progress(-(-generations // shared), generations * completions_per_generation(trainer), steps)
+    return -(-generations // shared), generations * completions_per_generation(trainer), steps
 
 
 def completions_per_generation(trainer: Any) -> int:
@@ -462,11 +363,7 @@ def completions_per_generation(trainer: Any) -> int:
 
 def config_of(trainer: Any) -> dict[str, Any]:
     """Return a trainer's settings as plain values."""
-    values = {name: getattr(trainer.args, name) for name in SETTINGS if hasattr(trainer.args, name)}
-    plain = {
-        name: value if isinstance(value, bool | int | float | str | type(None)) else str(value)
-        for name, value in values.items()
-    }
+    plain = {name: plain_settings(getattr(trainer.args, name)) for name in SETTINGS if hasattr(trainer.args, name)}
     name = getattr(getattr(trainer.model, "config", None), "_name_or_path", "")
     rewards = ", ".join(trainer.reward_func_names)
     return {"algorithm": type(trainer).__name__, "model": str(name), "reward_functions": rewards, **plain}

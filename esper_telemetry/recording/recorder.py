@@ -162,14 +162,14 @@ class UpdateRecorder:
 
         Args:
             progress: update, environment steps and optimizer steps so far.
-            optimizers: of the trainer; the learning rate and beta2 are those of the first one.
+            optimizers: of the trainer; the learning rate and beta2 are those of the first one. Without any, `fields` have the rate.
             parameters: by name.
             groups: returns names of parameters by part of the network.
             times: of the phases.
             fields: further fields of `UpdateEnd`, and those that replace what the optimizers say.
         """
         seconds, cpu_seconds = times.take()
-        known = {**rate_fields(optimizers, parameters, groups), **fields}
+        known = {**(rate_fields(optimizers, parameters, groups) if optimizers else {}), **fields}
         self.hooks.emit(UpdateEnd(*progress, seconds=seconds, cpu_seconds=cpu_seconds, **known))
 
     def take(self, progress: TrainingProgress | None = None) -> Update:

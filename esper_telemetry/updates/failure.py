@@ -6,7 +6,7 @@ import atexit
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from traceback import walk_tb
@@ -161,6 +161,12 @@ def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
         yield Candidate(name, getattr(event, name), environments=1)
     if event.states is not None:
         yield Candidate("states", event.states)
+
+
+def of_parameters(parameters: Mapping[str, Tensor]) -> Iterator[Candidate]:
+    """Yield parameters as they are, then their gradients."""
+    yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
+    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
 
 
 def of_minibatches(event: JoinedMinibatches) -> Iterator[Candidate]:

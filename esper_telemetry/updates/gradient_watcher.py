@@ -27,7 +27,7 @@ from esper_telemetry.core.rates import group_rates, rates_by_name
 from esper_telemetry.core.tensors import gradient_norms, stop_at_nonfinite, total_norm
 from esper_telemetry.events import BackwardEnd, Hooks
 from esper_telemetry.metrics.optimizer import LearningRate, group_learning_rates
-from esper_telemetry.updates.failure import Candidate
+from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.sources import ObservedSource
 from esper_telemetry.updates.update import BackwardGradients, Update
 
@@ -189,7 +189,7 @@ class GradientTap:
         names = self._names()
         parameters = {names[id(parameter)]: parameter for parameter in self._parameters()}
         place = len(self._steps) - 1
-        self.hooks.emit(BackwardEnd(0, place, parameters, step.names, step.before, None, applied=step.after))
+        self.hooks.emit(BackwardEnd(0, place, parameters, step.names, step.before, None))
 
     def _names(self) -> dict[int, str]:
         """Return the names of the optimizer's parameters by `id`; parameters of other models are numbered."""
@@ -347,9 +347,8 @@ class WatchedModels:
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the parameters that optimizers train, as they are, then their gradients."""
-        trained = [item for tap in self._taps for item in tap.trained().items()]
-        yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
-        yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
+        for tap in self._taps:
+            yield from of_parameters(tap.trained())
 
     def rates(self, groups: Mapping[str, Sequence[str]]) -> list[Measurement]:
         """Return the measurements of the first optimizer's learning rate, and of all rates if they differ; `groups` name them."""

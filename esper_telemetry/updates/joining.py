@@ -273,7 +273,7 @@ def _stacked(passes: Sequence[BackwardEnd]) -> BackwardGradients:
         norms=norms,
         max_norm=None if last.clipped_apart else last.max_norm,
         heads=of_passes([event.heads for event in passes]),
-        applied=clipped_norms(last, norms) if last.clipped_apart else of_passes([event.applied for event in passes]),
+        applied=clipped_norms(last, norms) if last.clipped_apart else None,
     )
 
 

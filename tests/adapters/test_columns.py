@@ -9,18 +9,23 @@ import torch
 from torch.distributions import Categorical, Normal
 
 from esper_telemetry.adapters.columns import (
+    EvaluatedMinibatch,
     FinishedEpisode,
     HeadColumns,
     LossColumns,
+    as_grid,
     chosen_log_probs,
     episodes_event,
+    evaluated_minibatches,
     head_actions,
     head_columns,
     head_names,
     join_columns,
     loss_columns,
+    minibatch_means,
     next_values,
     normalized_advantages,
+    rows_by_environment,
 )
 
 
@@ -67,10 +72,53 @@ def test_actions_are_split_by_head() -> None:
     """Two choices and a number in each row; alone, a head has the whole row."""
     actions = torch.tensor([[1.0, 2.0, 0.5]])
 
-    several = head_actions(actions, ("a", "b", "c"), {"c"})
+    several = head_actions(actions, ("a", "b", "c"), {"c"}, (1,))
     assert (several["a"].tolist(), several["b"].tolist(), several["c"].tolist()) == ([1], [2], [[0.5]])
-    assert head_actions(actions, ("c",), {"c"})["c"].tolist() == actions.tolist()
+    assert head_actions(actions, ("c",), {"c"}, (1,))["c"].tolist() == actions.tolist()
     assert chosen_log_probs(torch.zeros(1, 4), several["b"]).tolist() == pytest.approx([-math.log(4)])
+
+
+def test_a_single_environment_keeps_its_dimension() -> None:
+    """Five steps [5, 1] of one environment, and five rows [5] with one entry each."""
+    assert head_actions(torch.zeros(5, 1), ("a",), (), (5, 1))["a"].shape == (5, 1)
+    assert head_actions(torch.zeros(5, 1), ("a",), (), (5,))["a"].shape == (5,)
+    with pytest.raises(ValueError, match=r"actions \[5, 1\] lack an entry for each of 2 heads in rows \[5\]"):
+        head_actions(torch.zeros(5, 1), ("a", "b"), (), (5,))
+
+
+def test_flat_rollouts_become_grids() -> None:
+    """Three rows of the first environment and two of the second, of which the grid has none in its last step."""
+    rows = rows_by_environment([3, 2])
+
+    assert rows.tolist() == [0, 2, 4, 1, 3]
+    assert as_grid(torch.tensor([1.0, 2, 3, 4, 5]), rows, 2).tolist() == [[1, 4], [2, 5], [3, 0]]
+    assert as_grid(torch.ones(5, dtype=torch.bool), rows, 2).tolist() == [[True, True], [True, True], [True, False]]
+    assert as_grid(torch.zeros(4, 7), torch.arange(4), 2).shape == (2, 2, 7)
+
+
+def test_means_of_minibatches() -> None:
+    assert minibatch_means(torch.tensor([1.0, 3, 5, 7]), (2, 2)).tolist() == [2, 6]
+    assert minibatch_means(torch.tensor([1.0, 3, 5]), (1, 2)).tolist() == [1, 4]
+
+
+def test_rows_that_are_no_data_are_left_out_of_minibatches() -> None:
+    """The second row of the second minibatch is none of the rollout; the ratio of the others is e, their clipped loss -1.2 times 1."""
+    column = torch.ones(2)
+    whole = EvaluatedMinibatch(
+        0, torch.tensor([0, 1]), column, 0 * column, column, column, column, (torch.full((2, 1), math.e),), column
+    )
+    joined = evaluated_minibatches(
+        [whole, whole._replace(epoch=1, rows=torch.tensor([1]))], "action", clip=0.2, clip_value=None
+    )
+
+    assert (joined.epochs, joined.counts) == ((0, 1), (2, 1))
+    assert joined.rows is not None
+    assert joined.rows.tolist() == [0, 1, 1]
+    assert joined.log_ratio.tolist() == [1, 1, 1]
+    assert joined.losses["policy"].tolist() == pytest.approx([-1.2, -1.2])
+    assert joined.losses["value"].tolist() == [0, 0]
+    assert joined.log_std["action"].flatten().tolist() == pytest.approx([1, 1, 1])
+    assert not joined.means
 
 
 def test_the_state_after_a_step() -> None:
@@ -102,6 +150,22 @@ def test_losses_of_rows() -> None:
     assert clipped["entropy"].tolist() == pytest.approx([-0.3, -0.3])
     assert plain["policy"].tolist() == [1, -2]
     assert plain["value"].tolist() == [0.5, 0.5]
+
+
+def test_losses_with_two_clips() -> None:
+    """A ratio of 8: with a dual clip of 3 the loss at an advantage of -1 is 3, not 8. Targets 0, values that moved from 0 to 1: the loss
+    of the value clipped to 0.5 is 0.125, the larger one 0.5.
+    """
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    advantages = torch.tensor([1.0, -1.0])
+    columns = LossColumns(torch.full((2,), math.log(8)), zeros, advantages, ones, zeros, zeros, zeros)
+
+    losses = loss_columns(columns, 0.2, 0.5, dual_clip=3.0, clip_maximum=True)
+
+    assert losses["policy"].tolist() == pytest.approx([-1.2, 3.0])
+    assert losses["value"].tolist() == [0.5, 0.5]
+    assert loss_columns(columns, 0.2, 0.5)["policy"].tolist() == pytest.approx([-1.2, 8.0])
+    assert loss_columns(columns, 0.2, 0.5)["value"].tolist() == [0.125, 0.125]
 
 
 def test_advantages_are_normalised_by_valid_rows() -> None:

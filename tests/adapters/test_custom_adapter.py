@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_telemetry import Telemetry, advantage_stats, attach, ratio_diagnostics, value_fit
+from esper_telemetry import Level, Telemetry, advantage_stats, attach, ratio_diagnostics, value_fit
 from esper_telemetry.core.record import Record
 from esper_telemetry.events import EpisodeEnd, Hooks, RunStart, UpdateEnd, UpdateStart
 from esper_telemetry.testing import MemorySink
@@ -64,9 +64,9 @@ def adapted(level: str = "normal") -> tuple[list[Record], Any]:
     """The records of an adapter's run, and its trainer."""
     sink, trainer = MemorySink(), Trainer()
     with Telemetry([sink], run_dir=None, level=level) as telemetry:
-        adapter = EXAMPLE["Adapter"](trainer)
-        attach(telemetry, adapter)
-        adapter.learn(UPDATES)
+        if telemetry.level > Level.OFF:
+            EXAMPLE["TrainerAdapter"](telemetry, trainer, UPDATES * 512)
+        trainer.learn(UPDATES)
     return list(sink.records), trainer
 
 

@@ -219,13 +219,13 @@ def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -
 
 
 def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esper_telemetry.adapters.rsl_rl import minibatches, rollouts
+    from esper_telemetry.adapters import rsl_rl
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("telemetry is broken")
 
-    monkeypatch.setattr(rollouts, "observations_of", fails)
-    monkeypatch.setattr(minibatches, "joined_minibatches", fails)
+    monkeypatch.setattr(rsl_rl, "next_values", fails)
+    monkeypatch.setattr(rsl_rl, "evaluated_minibatches", fails)
     model = rsl_rl_models.runner()
 
     rsl_rl_models.recorded_run(model, tmp_path / "run")

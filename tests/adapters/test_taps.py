@@ -7,12 +7,14 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.taps import Tap, listen, without_trace
+from esper_telemetry.adapters.taps import GeneratorTap, SurroundingTap, Tap, listen, reraise, without_trace
 
 MISSING = """
 import sys
@@ -84,6 +86,33 @@ def test_what_a_listener_raises_goes_to_its_handler() -> None:
 
     assert counter.add(1) == 1
     assert errors == [(fail, "a bug")]
+
+
+def test_functions_are_called_around_a_method_also_if_it_raises() -> None:
+    counter, calls = Counter(), []
+    tap = SurroundingTap(counter, "add", lambda amount: calls.append(amount), lambda: calls.append("after"))
+
+    with pytest.raises(TypeError):
+        counter.add(None)  # type: ignore[arg-type] # what is tested
+    tap.remove()
+
+    assert calls == [None, "after"]
+    assert "add" not in vars(counter)
+
+
+def test_items_of_a_generator_come_with_its_variables() -> None:
+    class Storage:
+        def batches(self, count: int) -> Iterator[str]:
+            for epoch in range(count):
+                yield f"batch {epoch}"
+
+    storage, items = Storage(), []
+    tap = GeneratorTap(storage, "batches", lambda item, variables: items.append((item, variables["epoch"])), reraise)
+
+    assert list(storage.batches(2)) == ["batch 0", "batch 1"]
+    assert items == [("batch 0", 0), ("batch 1", 1)]
+    tap.remove()
+    assert list(storage.batches(1)) == ["batch 0"]
 
 
 def test_a_tap_that_was_wrapped_since_stays_and_is_silent() -> None:

@@ -200,13 +200,13 @@ def test_an_exception_ends_the_run_as_failed_and_leaves_no_tap(tmp_path: Path) -
 
 
 def test_a_failure_of_telemetry_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esper_telemetry.adapters.torchrl import listener
+    from esper_telemetry.adapters import torchrl
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("telemetry is broken")
 
-    monkeypatch.setattr(listener, "rollout_event", fails)
-    monkeypatch.setattr(listener, "columns_of", fails)
+    monkeypatch.setattr(torchrl, "acting_distribution", fails)
+    monkeypatch.setattr(torchrl, "columns_of", fails)
     program = Program()
     torchrl_models.recorded_loop(program, tmp_path / "run")
     bare = Program()

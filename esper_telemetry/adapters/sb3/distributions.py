@@ -78,7 +78,7 @@ class ActionHeads:
         """Per head [...] (categorical) or [..., D] (continuous, before a squash), from a buffer's [..., D]."""
         if self.continuous and self._squash:
             stored = torch.atanh(stored.clamp(-1 + 1e-6, 1 - 1e-6))
-        return head_actions(stored, self.names, self.names if self.continuous else ())
+        return head_actions(stored, self.names, self.names if self.continuous else (), stored.shape[:-1])
 
     def bounds(self, device: torch.device) -> dict[str, Tensor]:
         """Per bounded Gaussian head [2, D]."""

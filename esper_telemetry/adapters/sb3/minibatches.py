@@ -301,7 +301,7 @@ class MinibatchListener:
         """Return True for the parameters of the policy while a minibatch is open."""
         return self._open is not None and [*map(id, parameters)] == self._parameter_ids
 
-    def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
+    def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
         """The policy's gradients are about to be clipped; `norms` [K] of all there are, None where they were not computed."""
         if not self.sees_clipping:
             self.sees_clipping = True

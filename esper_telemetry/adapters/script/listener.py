@@ -537,7 +537,7 @@ class ScriptListener:
             # without distributions in acting those of training, if it is one, are of the same head
             names = head_names(max(1, count))
             whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
-            by_head = head_actions(actions, names, heads.means if count or whole else names)
+            by_head = head_actions(actions, names, heads.means if count or whole else names, log_probs.shape)
         bounds = transitions = None
         if collected is not None:
             bounds = collected.bounds(actions) if count == 1 and actions is not None else None
