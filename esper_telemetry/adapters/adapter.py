@@ -109,7 +109,7 @@ class Adapter:
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the tensors to search for the first one that is not finite, in forward order."""
-        return of_parameters(self.parameters)
+        return of_parameters(self.parameters.items())
 
     # What it calls.
 
@@ -272,9 +272,11 @@ class Adapter:
         """Emit the norms of all gradients before any was clipped; without a clip `max_norm` is None."""
         self._measured = True
         kept = [(part, self._clipped[part]) for part in self._parts if part in self._clipped]
-        names = [name for part, _ in kept for name in part]
-        rest = {name: p.grad for name, p in self.parameters.items() if name not in names and p.grad is not None}
-        columns = [norms for _, norms in kept]
+        names, columns = [name for part, _ in kept for name in part], [norms for _, norms in kept]
+        rest: dict[str, Tensor] = {}
+        if len(kept) < len(self._parts) or not kept:
+            known = {*names}
+            rest = {name: p.grad for name, p in self.parameters.items() if name not in known and p.grad is not None}
         if rest:
             names, columns = [*names, *rest], [*columns, ops.gradient_norms(list(rest.values()))]
         if names:

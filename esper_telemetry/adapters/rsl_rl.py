@@ -323,7 +323,7 @@ class RunnerListener(Adapter):
             yield Candidate(f"observations[{name!r}]", part[rows], environments=1)
         for name in ("rewards", "values", "actions_log_prob", "returns", "advantages"):  # as they are computed
             yield Candidate(name, getattr(storage, name)[rows], environments=1)
-        yield from of_parameters(self._parameters())
+        yield from of_parameters(self._parameters().items())
 
     def joined(self, rows: Sequence[EvaluatedMinibatch]) -> JoinedMinibatches:
         """Return all minibatches of the update."""

@@ -6,7 +6,7 @@ import atexit
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from traceback import walk_tb
@@ -163,10 +163,10 @@ def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
         yield Candidate("states", event.states)
 
 
-def of_parameters(parameters: Mapping[str, Tensor]) -> Iterator[Candidate]:
+def of_parameters(named: Collection[tuple[str, Tensor]]) -> Iterator[Candidate]:
     """Yield parameters as they are, then their gradients."""
-    yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
-    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+    yield from (Candidate(name, parameter.detach()) for name, parameter in named)
+    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in named if p.grad is not None)
 
 
 def of_minibatches(event: JoinedMinibatches) -> Iterator[Candidate]:

@@ -347,8 +347,7 @@ class WatchedModels:
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the parameters that optimizers train, as they are, then their gradients."""
-        for tap in self._taps:
-            yield from of_parameters(tap.trained())
+        return of_parameters([item for tap in self._taps for item in tap.trained().items()])
 
     def rates(self, groups: Mapping[str, Sequence[str]]) -> list[Measurement]:
         """Return the measurements of the first optimizer's learning rate, and of all rates if they differ; `groups` name them."""
