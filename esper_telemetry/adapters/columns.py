@@ -164,12 +164,13 @@ def value_loss(columns: LossColumns, clip: float | None, *, maximum: bool = Fals
         clip: limit of a value's move since collection; None if they are not clipped.
         maximum: take the larger one of the losses of the value and of the clipped value, as OpenAI Baselines and RSL-RL do.
     """
-    loss = 0.5 * (columns.returns - columns.values).square()
-    if clip is None:
-        return loss
-    values = columns.old_values + (columns.values - columns.old_values).clamp(-clip, clip)
-    clipped = 0.5 * (columns.returns - values).square()
-    return torch.maximum(loss, clipped) if maximum else clipped
+    values = columns.values
+    if clip is not None:
+        values = columns.old_values + (values - columns.old_values).clamp(-clip, clip)
+    error = (columns.returns - values).square()
+    if maximum and clip is not None:
+        error = torch.maximum(error, (columns.returns - columns.values).square())
+    return 0.5 * error
 
 
 def loss_columns(
