@@ -81,6 +81,11 @@ def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
     return HeadColumns(logits, means, log_std, masks)
 
 
+def cat(columns: Sequence[Tensor]) -> Tensor:
+    """Return columns one after the other; a single one as it is."""
+    return columns[0] if len(columns) == 1 else torch.cat(tuple(columns))
+
+
 def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
     """Join each column of several `HeadColumns`; a kind of column that some of them lack is left out."""
     if len(columns) == 1 and join is torch.cat:

@@ -1,13 +1,13 @@
 """Actions and action distributions of a Stable-Baselines3 policy, by head.
 
-A recorder is called between the trainer's own steps, where every line counts: `capture` returns references to as few tensors as possible,
-and `join` turns many captures into columns at once.
+`ActionHeads.capture` is called between the trainer's own steps, where every line counts: it returns references to as few tensors as
+possible, and `joined` turns many captures into columns at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ from esper_telemetry.adapters.columns import (
 )
 
 SQUASH_BOUND = math.atanh(0.99)
-"""A squashed action counts as at its bound from 99 % of the way, in units before the squash."""
+"""From this size on, before the squash, a squashed action is at its bound: 99 % of the way."""
 
 MAX_CAPTURES = 16
-"""Captures that are joined at once. References to a few tensors of every call of an update would wake Python's garbage collector, whose
+"""Captures that are joined at once. References to a few tensors of every call of an update would wake Python's garbage collector. Its
 full collection takes a fifth of a second in a process that has loaded torch, more than everything else that telemetry does."""
 
 
@@ -91,68 +91,44 @@ class ActionHeads:
         return {self.names[0]: both} if bool(both.isfinite().any()) else {}
 
     def log_probs(self, columns: HeadColumns, actions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Log-probabilities [...] of each categorical head, where there are several; empty otherwise."""
+        """Log-probabilities [...] of each categorical head; empty if there is only one head."""
         if len(self.names) < 2:
             return {}
         return {name: chosen_log_probs(columns.logits[name], actions[name]) for name in self.names}
 
     def score_counts(self, scores: int) -> list[int]:
-        """Return how many of a layer's scores each head has; empty where the space does not say."""
+        """Return how many of a layer's scores each head has; empty if the space does not say."""
         heads = len(self.names)
         sizes = self._space.nvec.ravel().tolist() if isinstance(self._space, spaces.MultiDiscrete) else []
         return sizes if sum(sizes) == scores else [] if sizes or scores % heads else [scores // heads] * heads
 
+    def capture(self, policy: Any) -> Any:
+        """Return what `joined` needs of the distribution that the policy sampled from or evaluated last."""
+        distribution = last_distribution(policy)
+        if self.continuous:
+            return distribution.mean.detach(), distribution.stddev.detach()
+        if self.single_choice:
+            return distribution.logits.detach(), getattr(distribution, "masks", None)
+        return self.columns(distribution)
 
-class DistributionRecorder:
-    """Keeps the distributions of a policy until their columns are needed, in as few tensors as its kind of distribution allows.
-
-    Attributes:
-        capture: returns what is needed of the distribution that a policy sampled from or evaluated last.
-    """
-
-    def __init__(self, heads: ActionHeads, policy: Any) -> None:
-        self._heads, self._head = heads, heads.names[0]
-        self.capture: Callable[[Any], Any] = lambda policy: heads.columns(last_distribution(policy))
-        if heads.continuous:
-            self.capture = _means_and_stds
-        elif heads.single_choice:
-            self.capture = _logits_and_masks if hasattr(policy.action_dist, "apply_masking") else _logits
+    def joined(self, captures: Sequence[Any], join: Join) -> HeadColumns:
+        """Return the columns of several captures."""
+        if not (self.continuous or self.single_choice):
+            return join_columns(captures, join)
+        (name,), (first, second) = self.names, zip(*captures, strict=True)
+        if self.continuous:
+            return HeadColumns(means={name: join(first)}, log_std={name: join(second).log()})
+        masked = all(masks is not None for masks in second)
+        return HeadColumns(logits={name: join(first)}, action_masks={name: join(second)} if masked else {})
 
     def summary(self, policy: Any, shape: tuple[int, int]) -> HeadColumns | None:
         """Columns of a rollout [T, B] that updates need which are not sampled, from the policy that has collected it.
 
-        None where only captures of its steps give them: several heads, masks, and a spread that depends on the state.
+        None if only captures of its steps give them: several heads, masks, and a spread that depends on the state.
         """
-        if self.capture is _logits:
+        if self.single_choice and not hasattr(policy.action_dist, "apply_masking"):
             return HeadColumns()
         log_std = getattr(policy, "log_std", None)
         if type(policy.action_dist) is not DiagGaussianDistribution or not isinstance(log_std, Tensor):
             return None
-        return HeadColumns(log_std={self._head: log_std.detach().clone().expand(*shape, -1)})
-
-    def join(self, captures: Sequence[Any], join: Join) -> HeadColumns:
-        """Return the columns of several captures."""
-        if not (self._heads.continuous or self._heads.single_choice):
-            return join_columns(captures, join)
-        if self.capture is _logits:
-            return HeadColumns(logits={self._head: join(tuple(captures))})
-        first, second = zip(*captures, strict=True)
-        if self._heads.continuous:
-            return HeadColumns(means={self._head: join(first)}, log_std={self._head: join(second).log()})
-        masked = all(masks is not None for masks in second)
-        return HeadColumns(logits={self._head: join(first)}, action_masks={self._head: join(second)} if masked else {})
-
-
-def _means_and_stds(policy: Any) -> tuple[Tensor, Tensor]:
-    distribution = policy.action_dist.distribution
-    return distribution.mean.detach(), distribution.stddev.detach()
-
-
-def _logits(policy: Any) -> Tensor:
-    logits: Tensor = policy.action_dist.distribution.logits
-    return logits.detach() if logits.requires_grad else logits
-
-
-def _logits_and_masks(policy: Any) -> tuple[Tensor, Tensor | None]:
-    distribution = policy.action_dist.distribution
-    return distribution.logits.detach(), distribution.masks
+        return HeadColumns(log_std={self.names[0]: log_std.detach().clone().expand(*shape, -1)})

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dis
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 from esper_telemetry.updates.pickles import policy_copy
-
-PLAIN_TYPES = (bool, int, float, str, type(None))
 
 SETTINGS = (
     *("n_steps", "batch_size", "n_epochs", "n_envs", "gamma", "gae_lambda", "ent_coef", "vf_coef", "max_grad_norm"),
@@ -30,16 +28,6 @@ A2C_RECORD_TRANSITIONS = 2048
 
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
-
-LOSSES = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
-"""Equations of losses and of ratios, which the adapter computes itself."""
-
-PASSES = ("gradient", "replayed_log_probs", "values")
-"""Equations that take passes through a copy of the policy."""
-
-ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
-"""Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
-
 
 FORMULA_FUNCTIONS = ("abs", "float", "int", "max", "min", "pow", "round")
 """Built-in functions that a formula may call."""
@@ -70,9 +58,9 @@ def minibatches_of(model: Any) -> int:
 
 
 def default_updates_per_record(model: Any) -> int:
-    """1 where a rollout is learned from in several passes; for A2C, whose updates are single steps, those of 2048 transitions.
+    """1 if a rollout is learned from in several passes; the updates with 2048 transitions for A2C, whose updates are single steps.
 
-    A run that is shorter has a single record, whose last update is checked; those of a record that does not become full are not.
+    A run that is shorter has a single record, whose last update is checked. A record that does not become full is not checked.
     """
     if hasattr(model, "n_epochs"):
         return 1
@@ -92,11 +80,23 @@ def config_of(model: Any) -> dict[str, Any]:
 
 def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
     """Return what alarms need to know of a run whose records have that many updates each, as plain values."""
-    policy, scaled = model.policy, model.get_vec_normalize_env()
+    policy, scaled, rate = model.policy, model.get_vec_normalize_env(), schedule_of(model)
+    epochs, minibatches = getattr(model, "n_epochs", 1), minibatches_of(model)
+    losses = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
+    uncopied = ""
+    try:
+        policy_copy(policy)
+    except TypeError as error:  # then no pass can be taken
+        uncopied = str(error)
+    schedule: dict[str, Any] = {}
+    if rate is not None:
+        counts = {"num_epochs": epochs, "num_minibatches": minibatches, "num_envs": model.n_envs}
+        table = RateSchedule.tabulated(lambda over: rate(1.0 - over), total_steps=model._total_timesteps, counts=counts)
+        schedule = {SCHEDULE_FACT: table.fact()}
     lstm, activation = getattr(policy, "lstm_actor", None), getattr(policy, "activation_fn", None)
     try:
         spec = model.get_env().get_attr("spec")[0]
-    except Exception:  # whatever an environment raises where it has no such attribute
+    except Exception:  # of any kind, if an environment lacks the attribute
         spec = None
     return {
         "trainer": f"stable-baselines3 {type(model).__name__}",
@@ -120,8 +120,8 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "normalize_advantages": bool(model.normalize_advantage),
         "normalize_minibatches": True,
         "num_steps": updates * model.n_steps,
-        "num_epochs": getattr(model, "n_epochs", 1),
-        "num_minibatches": updates * minibatches_of(model),
+        "num_epochs": epochs,
+        "num_minibatches": updates * minibatches,
         "learning_rate": float(model.lr_schedule(1.0)),
         "value_coef": 2 * model.vf_coef,  # their value loss is the mean squared error, ours half of it
         "entropy_coef": model.ent_coef,
@@ -134,49 +134,21 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "correlated_noise": bool(getattr(model, "use_sde", False)),
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
-        **_schedule_fact(model),
+        **schedule,
         UNCHECKED_FACT: {
-            **_passes_unchecked(model.policy),
-            **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            **dict.fromkeys(("gradient", "replayed_log_probs", "values") if uncopied else (), uncopied),
+            **dict.fromkeys(losses, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
             **({"actions": "gSDE draws the noise of many steps at once"} if getattr(model, "use_sde", False) else {}),
             "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
         },
     }
 
 
-def _passes_unchecked(policy: Any) -> dict[str, str]:
-    """Return why the equations that take passes cannot be checked: nothing if the policy can be copied."""
-    try:
-        policy_copy(policy)
-    except TypeError as error:
-        return dict.fromkeys(PASSES, str(error))
-    return {}
-
-
-def _schedule_fact(model: Any) -> dict[str, Any]:
-    """Return the fact of the learning rate's schedule; none of a function that a call may change."""
-    set_rate = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
-    if not _callable_unseen(set_rate):
-        return {}
-    counts = {
-        "num_epochs": getattr(model, "n_epochs", 1),
-        "num_minibatches": minibatches_of(model),
-        "num_envs": model.n_envs,
-    }
-    total = model._total_timesteps
-    schedule = RateSchedule.tabulated(lambda over: set_rate(1.0 - over), total_steps=total, counts=counts)
-    return {SCHEDULE_FACT: schedule.fact()}
-
-
-def current_rate(model: Any) -> float | None:
-    """Return the rate that the schedule gives now; None of a function that may count its calls, or change something else."""
-    schedule = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
-    return float(schedule(model._current_progress_remaining)) if _callable_unseen(schedule) else None
-
-
-def _callable_unseen(schedule: Any) -> bool:
-    """Return True for a schedule that a call leaves as it is: one of Stable-Baselines3's own, or a formula."""
-    return str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.") or is_formula(schedule)
+def schedule_of(model: Any) -> Callable[[float], float] | None:
+    """Return the learning rate by what remains of training; None of a function that may count its calls, or change something else."""
+    schedule: Any = getattr(model.lr_schedule, "value_schedule", model.lr_schedule)
+    is_library = str(getattr(schedule, "__module__", "")).startswith("stable_baselines3.")
+    return schedule if is_library or is_formula(schedule) else None
 
 
 def is_formula(function: Any) -> bool:
@@ -199,18 +171,13 @@ def is_formula(function: Any) -> bool:
 
 
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters that serve the `actor`, the `critic` or both (`shared`), and of those of memory (`lstm`)."""
-    owners = {name: _owner(policy, name) for name in parameters_by_name(policy)}
+    """Names of the parameters that serve the `actor`, the `critic` or both (`shared`), and of the memory (`lstm`)."""
+    owners = {name: _owner(policy, name) for name, _ in policy.named_parameters()}
     groups = {
         group: [name for name, owner in owners.items() if owner == group] for group in ("actor", "shared", "critic")
     }
     groups["lstm"] = [name for name in owners if name.split(".")[0] in ("lstm_actor", "lstm_critic")]
     return {group: members for group, members in groups.items() if members}
-
-
-def parameters_by_name(policy: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name; a tensor with several names by its first one."""
-    return dict(policy.named_parameters())
 
 
 def _owner(policy: nn.Module, name: str) -> str:
@@ -230,7 +197,7 @@ def _initial(schedule: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, PLAIN_TYPES):
+    if isinstance(value, int | float | str | None):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
@@ -247,15 +214,15 @@ def nonfinite_candidates(model: Any) -> Iterator[Candidate]:
     steps = buffer.buffer_size if buffer.full else buffer.pos
     yield from _arrays("rewards", buffer.rewards[:steps], environments=1)
     flat = buffer.generator_ready  # then the rows of all environments follow one another
-    for name in ROLLOUT_ARRAYS:
+    for name in ("observations", "values", "log_probs", "advantages", "returns"):
         yield from _arrays(name, getattr(buffer, name), environments=None if flat else 1, steps=None if flat else steps)
-    parameters = parameters_by_name(model.policy)
+    parameters = dict(model.policy.named_parameters())
     yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
     yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
 
 
 def _arrays(name: str, value: Any, *, environments: int | None, steps: int | None = None) -> Iterator[Candidate]:
-    """One array, or those of observations with several parts."""
+    """One array, or the parts of observations with several."""
     parts = {f"{name}[{key!r}]": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
     for part_name, part in parts.items():
         if part is not None:

@@ -2,19 +2,20 @@
 
 **Norms before clipping** are taken by `adapters.taps`. Trainers that clip in another way are observed at `policy.parameters`.
 
-**The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
-of its own takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
+**The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a
+separate pass takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
 
-The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
+The losses follow Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from gymnasium import spaces
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.adapters.sb3.facts import current_rate, groups_of, minibatches_of, parameters_by_name
-from esper_telemetry.adapters.taps import without_trace
+from esper_telemetry.adapters.sb3.facts import groups_of, minibatches_of, schedule_of
+from esper_telemetry.adapters.taps import Listener, without_trace
 from esper_telemetry.core.event_parts import FirstMinibatch, Shard
 from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward, MinibatchObjective
-from esper_telemetry.events import HeadsBackward, Hooks, TrunkBackward
+from esper_telemetry.events import HeadsBackward, Hooks, Remover, TrunkBackward
 from esper_telemetry.updates.pickles import policy_copy
 
 LIBRARIES = ("stable_baselines3.", "sb3_contrib.")
@@ -39,27 +40,20 @@ MAX_PADDING = 1e-8
 """Entries of a minibatch's mask up to which rows are padding, as RecurrentPPO reads it."""
 
 
-class HeadNorms:
-    """Gradient norms of the heads of a policy, each of which has rows of its last layer, `action_net`."""
-
-    def __init__(self, policy: Any, heads: ActionHeads) -> None:
-        layer, self._count = getattr(policy, "action_net", None), len(heads.names)
-        counts = heads.score_counts(layer.out_features) if isinstance(layer, nn.Linear) and self._count > 1 else []
-        self._layer: nn.Linear | None = layer if counts else None
-        self._head_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.long))
-
-    def norms(self) -> Tensor | None:
-        """L2 norm of each head's gradient, [H] in float64; None where there is one head, or the layer has no gradient."""
-        layer = self._layer
-        weight = None if layer is None else layer._parameters.get("weight")  # not a parametrised one
-        if layer is None or weight is None or weight.grad is None:
-            return None
-        with torch.no_grad():
-            squares = weight.grad.double().square().sum(1)
-            if layer.bias is not None and layer.bias.grad is not None:
-                squares += layer.bias.grad.double().square()
-            empty = torch.zeros(self._count, dtype=torch.float64, device=squares.device)
-            return empty.index_add_(0, self._head_of_row.to(squares.device), squares).sqrt_()
+@torch.no_grad()
+def head_norms(policy: Any, heads: ActionHeads) -> Tensor | None:
+    """L2 norms of the gradients of the heads, each of which has rows of the last layer, `action_net`: [H] in float64; None for one head."""
+    layer = getattr(policy, "action_net", None)
+    if len(heads.names) == 1 or not isinstance(layer, nn.Linear):
+        return None
+    counts, weight = heads.score_counts(layer.out_features), layer._parameters.get("weight")  # not a parametrised one
+    if not counts or weight is None or weight.grad is None:
+        return None
+    squares = weight.grad.double().square().sum(1)
+    if layer.bias is not None and layer.bias.grad is not None:
+        squares += layer.bias.grad.double().square()
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(squares.device)
+    return squares.new_zeros(len(counts)).index_add_(0, owners, squares).sqrt_()
 
 
 class TrunkListener:
@@ -85,13 +79,17 @@ class TrunkListener:
         self._latent: Tensor | None = None
         self._clear()
 
-    def after_features(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The shared features were computed."""
-        self._clear(result)
+    def taps(self, listen: Callable[[object, str, Listener], Remover]) -> list[Remover]:
+        """Return taps on the heads, and on the features that they share."""
+        heads = {"actor": self._policy.action_net, "critic": self._policy.value_net}
+        taps = [listen(network, "forward", partial(self._after_head, head)) for head, network in heads.items()]
+        if self._shared:
+            taps.append(listen(self._policy.features_extractor, "forward", lambda _, __, result: self._clear(result)))
+        return taps
 
-    def after_head(self, head: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+    def _after_head(self, head: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         """A head, `actor` or `critic`, read the trunk's output."""
-        # The first minibatch is enough where nothing is shared, and where such a pass goes through time.
+        # the first minibatch is enough if nothing is shared, or if such a pass goes through time
         first_only = not self._shared or hasattr(self._policy, "lstm_actor")
         skipped = not torch.is_grad_enabled() or (first_only and self._place()[1] > 0)
         if skipped or not self._hooks.wants(TrunkBackward) or not result.requires_grad:
@@ -136,7 +134,7 @@ class TrunkListener:
         own = (
             name for name in (*groups.get("shared", ()), *groups["actor"]) if name.split(".")[0] not in HEAD_PARAMETERS
         )
-        named = parameters_by_name(self._policy)
+        named = dict(self._policy.named_parameters())
         epoch, step, _ = self._place()
         by_head = dict(zip(self._heads.names, gradients, strict=True))
         self._hooks.emit(HeadsBackward(epoch, step, output, by_head, {name: named[name] for name in own}))
@@ -144,7 +142,7 @@ class TrunkListener:
     def _emit(self) -> None:
         actor, critic = self._outputs["actor"], self._outputs["critic"]
         outputs = (actor,) if actor is critic else (actor, critic)
-        named = parameters_by_name(self._policy)
+        named = dict(self._policy.named_parameters())
         shared = [named[name] for name in self._shared]
         gradients, (epoch, step, mask) = self._gradients, self._place()
         valid = None if mask is None else mask > MAX_PADDING
@@ -161,7 +159,7 @@ def advantages_as_used(model: Any, advantages: Tensor, valid: Tensor | None) -> 
 
 
 def clip_of(model: Any, name: str = "clip_range") -> float | None:
-    """Range of the ratio, or of the critic's estimates (`clip_range_vf`), at this point of training; None where there is none."""
+    """Range of the ratio, or of the critic's estimates (`clip_range_vf`), at this point of training; None without one."""
     schedule = getattr(model, name, None)
     return None if schedule is None else float(schedule(model._current_progress_remaining))
 
@@ -175,20 +173,14 @@ def shard_gradients(model: Any, samples: Any, count: int) -> list[Shard]:
 
 def minibatch_forward(model: Any, samples: Any) -> MinibatchForward:
     """Return the pass of a minibatch through the model's policy."""
-    rows = partial(
-        loss_rows,
-        samples=samples,
-        advantages=advantages_as_used(model, samples.advantages, _valid_rows(samples)),
-        discrete=isinstance(model.action_space, spaces.Discrete),
-        clip=clip_of(model),
-        clip_value=clip_of(model, "clip_range_vf"),
-    )
-    return MinibatchForward(model.policy, rows)
+    advantages = advantages_as_used(model, samples.advantages, _valid_rows(samples))
+    clips = {"clip": clip_of(model), "clip_value": clip_of(model, "clip_range_vf")}
+    return MinibatchForward(model.policy, partial(loss_rows, samples=samples, advantages=advantages, **clips))
 
 
 @contextmanager
 def loss_rows(
-    policy: Any, *, samples: Any, advantages: Tensor, discrete: bool, clip: float | None, clip_value: float | None
+    policy: Any, *, samples: Any, advantages: Tensor, clip: float | None, clip_value: float | None
 ) -> Iterator[LossRows]:
     """Pass a minibatch through the policy without a trace; padding is left out.
 
@@ -196,13 +188,13 @@ def loss_rows(
     """
     valid = _valid_rows(samples)
     with without_trace(policy):
-        values, log_probs, entropy = _evaluate(discrete, samples, partial(type(policy).evaluate_actions, policy))
-        entropies = _entropies(policy, discrete, samples, log_probs, entropy)
+        values, log_probs, entropy = _evaluate(policy, samples, partial(type(policy).evaluate_actions, policy))
+        entropy, unmasked = _entropies(policy, samples, log_probs, entropy)
         columns = {
             "log_ratio": log_probs - samples.old_log_prob,
             "log_probs": log_probs,
             "values": values.flatten(),
-            "entropy": entropies.right,
+            "entropy": entropy,
             "advantages": advantages,
             "old_values": samples.old_values,
             "returns": samples.returns,
@@ -211,43 +203,36 @@ def loss_rows(
         # Stable-Baselines3 takes the squared error of the clipped value alone
         of_rows = partial(LossRows, clip=clip, clip_value=clip_value, clip_maximum=False)
         if valid is None:
-            yield of_rows(**columns, unmasked_entropy=entropies.unmasked)
+            yield of_rows(**columns, unmasked_entropy=unmasked)
             return
-        padding = of_rows(**{name: column[~valid] for name, column in columns.items()})
-        counted = {name: column[valid] for name, column in columns.items()}
-        yield of_rows(**counted, padding=None if bool(valid.all()) else padding)
+        counted, padding = (of_rows(**{name: c[rows] for name, c in columns.items()}) for rows in (valid, ~valid))
+        yield replace(counted, padding=None if bool(valid.all()) else padding)
 
 
-class _Entropies(NamedTuple):
-    """Entropies [N] of a minibatch: those of its distributions, and those without action masks where the policy returns these."""
+def _entropies(policy: Any, samples: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the entropies [N] of a minibatch's distributions, and those without action masks if the policy returns these.
 
-    right: Tensor
-    unmasked: Tensor | None = None
-
-
-def _entropies(policy: Any, discrete: bool, samples: Any, log_probs: Tensor, entropy: Tensor | None) -> _Entropies:
-    """Return the entropies that the library's class gives, where a policy of the user's class makes a known mistake in their place.
-
-    Others that it returns beside the same log-probabilities are its own choice.
+    If a policy of the user's class makes a known mistake, they come from the library's class. Other entropies that it returns with the
+    same log-probabilities are its own choice.
     """
     evaluate = _library_evaluation(policy)
     if entropy is None:
-        return _Entropies(-log_probs)
+        return -log_probs, None
     if evaluate is None or getattr(type(policy), "evaluate_actions", None) is evaluate:
-        return _Entropies(entropy)
-    _, same, right = _evaluate(discrete, samples, partial(evaluate, policy))
+        return entropy, None
+    _, same, right = _evaluate(policy, samples, partial(evaluate, policy))
     if right is None or not torch.allclose(same, log_probs) or torch.allclose(entropy, right):
-        return _Entropies(entropy)
+        return entropy, None
     if "action_masks" in samples._fields:
-        _, _, unmasked = _evaluate(discrete, samples._replace(action_masks=None), partial(evaluate, policy))
+        _, _, unmasked = _evaluate(policy, samples._replace(action_masks=None), partial(evaluate, policy))
         if unmasked is not None and torch.allclose(entropy, unmasked):
-            return _Entropies(right, unmasked=entropy)
+            return right, entropy
     is_mistake = any(torch.allclose(entropy, wrong) for wrong in (-log_probs, log_probs, -right))
-    return _Entropies(right if is_mistake else entropy)
+    return right if is_mistake else entropy, None
 
 
 def _library_evaluation(policy: Any) -> Callable[..., Evaluation] | None:
-    """Return how the library's class of a policy evaluates actions; None of a policy that is no subclass of one."""
+    """Return how the library's class of a policy evaluates actions; None if no class of the library is a base of it."""
     kinds = (kind for kind in type(policy).__mro__ if kind.__module__.startswith(LIBRARIES))
     return next((kind.evaluate_actions for kind in kinds if hasattr(kind, "evaluate_actions")), None)
 
@@ -255,13 +240,10 @@ def _library_evaluation(policy: Any) -> Callable[..., Evaluation] | None:
 def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMinibatch:
     """Return the event of an update's first minibatch, for which the trainer has computed the log-probabilities `trained` [N]."""
     valid = _valid_rows(samples)
-    evaluate = _library_evaluation(model.policy)
-    discrete = isinstance(model.action_space, spaces.Discrete)
+    evaluate, own_policy = _library_evaluation(model.policy), cache(policy_copy)
 
     def counted(column: Tensor) -> Tensor:
         return column if valid is None else column[valid]
-
-    own_policy = cache(policy_copy)
 
     def passes(name: str) -> Tensor | None:
         changed = _mistaken(samples, name)
@@ -269,13 +251,13 @@ def first_minibatch_event(model: Any, samples: Any, trained: Tensor) -> FirstMin
             return None
         policy = own_policy(model.policy)
         with torch.no_grad(), without_trace(policy):
-            return counted(_evaluate(discrete, changed, partial(evaluate, policy))[1])
+            return counted(_evaluate(policy, changed, partial(evaluate, policy))[1])
 
     return FirstMinibatch(counted(samples.old_log_prob), counted(trained), passes)
 
 
 def _mistaken(samples: Any, name: str) -> Any:
-    """Return a minibatch as a training that makes this mistake reads it; None where it does not apply."""
+    """Return a minibatch as a training that makes this mistake reads it; None if it does not apply."""
     if name == "mask_missing" and "action_masks" in samples._fields:
         return samples._replace(action_masks=None)
     if "lstm_states" not in samples._fields:
@@ -288,20 +270,11 @@ def _mistaken(samples: Any, name: str) -> Any:
 
 
 def objective_event(
-    model: Any,
-    samples: Any,
-    parameters: Mapping[str, Tensor],
-    *,
-    epoch: int,
-    step: int,
-    gradient_step: int,
-    value_gradients: Sequence[Tensor],
+    model: Any, samples: Any, parameters: Mapping[str, Tensor], value_gradients: Sequence[Tensor], **counts: Any
 ) -> MinibatchObjective:
-    """Return the event of a minibatch that `train` has taken from the buffer.
+    """Return the event of a minibatch that `train` has taken from the buffer, with these `counts` of it.
 
-    Args:
-        gradient_step: counts the optimizer's steps so far.
-        value_gradients: list to which the gradients of the loss at the values, [N, 1], are added in the backward pass.
+    `value_gradients` is a list to which the gradients of the loss at the values, [N, 1], are added in the backward pass.
     """
     valid = _valid_rows(samples)
 
@@ -312,21 +285,18 @@ def objective_event(
     # their value loss is the mean squared error, ours half of it
     sign = -1.0 if model.policy.optimizer.param_groups[0].get("maximize") else 1.0
     coefficients = {"policy": sign, "value": sign * 2 * float(model.vf_coef), "entropy": sign * float(model.ent_coef)}
-    rate = current_rate(model)
-    if rate is None:  # as the model has logged it
-        in_use = model.policy.optimizer.param_groups[0]["lr"]
-        rate = float(model.logger.name_to_value.get("train/learning_rate", in_use))
+    schedule, in_use = schedule_of(model), model.policy.optimizer.param_groups[0]["lr"]
+    logged = model.logger.name_to_value.get("train/learning_rate", in_use)
+    rate = logged if schedule is None else schedule(model._current_progress_remaining)
     return MinibatchObjective(
-        epoch=epoch,
-        step=step,
+        **counts,
         steps=getattr(model, "n_epochs", 1) * minibatches_of(model),
         forward=partial(minibatch_forward, model, samples),
         coefficients=coefficients,
         parameters=parameters,
         optimizer=model.policy.optimizer,
         max_norm=model.max_grad_norm,
-        learning_rate=rate,
-        gradient_step=gradient_step,
+        learning_rate=float(rate),
         value_gradient=value_gradient,
     )
 
@@ -353,8 +323,7 @@ def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
 
 def _gradient(model: Any, policy: Any, samples: Any, advantages: Tensor) -> Tensor:
     """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
-    discrete = isinstance(model.action_space, spaces.Discrete)
-    values, log_probs, entropy = _evaluate(discrete, samples, policy.evaluate_actions)
+    values, log_probs, entropy = _evaluate(policy, samples, policy.evaluate_actions)
     columns = LossColumns(
         log_ratio=log_probs - samples.old_log_prob,
         log_probs=log_probs,
@@ -368,7 +337,7 @@ def _gradient(model: Any, policy: Any, samples: Any, advantages: Tensor) -> Tens
     valid = _valid_rows(samples)
     if valid is None:
         losses = {name: column.mean(-1) for name, column in losses.items()}
-    else:  # what padding holds has no part in a mean, nor in its gradient
+    else:  # padding is left out of means and of their gradients
         losses = {name: torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1) for name, column in losses.items()}
     loss: Tensor = losses["policy"] + 2 * model.vf_coef * losses["value"] + model.ent_coef * losses["entropy"]
     parameters = list(policy.parameters())
@@ -380,10 +349,10 @@ def _gradient(model: Any, policy: Any, samples: Any, advantages: Tensor) -> Tens
 Evaluation: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _evaluate(discrete: bool, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
-    """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks for them."""
+def _evaluate(policy: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
+    """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks the policy for them."""
     actions, fields = samples.actions, samples._fields
-    if discrete:
+    if isinstance(policy.action_space, spaces.Discrete):
         actions = actions.long().flatten()
     memory = [samples.lstm_states, samples.episode_starts] if "lstm_states" in fields else []
     masks = {"action_masks": samples.action_masks} if "action_masks" in fields else {}
@@ -391,6 +360,6 @@ def _evaluate(discrete: bool, samples: Any, evaluate: Callable[..., Evaluation])
 
 
 def _valid_rows(samples: Any) -> Tensor | None:
-    """[N], bool; None where there is no padding."""
+    """[N], bool; None without padding."""
     mask = getattr(samples, "mask", None)
     return None if mask is None else mask > MAX_PADDING

@@ -21,20 +21,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, join_columns, loss_columns
-from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
+from esper_telemetry.adapters.columns import (
+    ADVANTAGE_EPS,
+    Array,
+    HeadColumns,
+    LossColumns,
+    cat,
+    join_columns,
+    loss_columns,
+)
+from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads
 from esper_telemetry.adapters.sb3.gradients import (
     MAX_PADDING,
-    HeadNorms,
+    TrunkListener,
     clip_of,
     first_minibatch_event,
+    head_norms,
     objective_event,
     shard_gradients,
 )
+from esper_telemetry.adapters.taps import Listener
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.event_parts import FirstMinibatch, UsedAdvantages
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
-from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd
+from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, Remover, RolloutEnd, TrunkBackward
 from esper_telemetry.recording.recorder import UpdateRecorder
 from esper_telemetry.updates.update import JoinedMinibatches
 
@@ -44,12 +54,11 @@ sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
 """The columns of a buffer's minibatch that are kept: all but the observations, which are large, and states."""
 
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
-"""An evaluated minibatch: epoch, place of its rollout among those of the record, numbers of its samples in the buffer, padding mask,
-`sample_columns`, then values, log-probabilities and entropy of `evaluate_actions`, and what the recorder captured."""
-
+"""An evaluated minibatch: epoch, index of its rollout in the record, numbers of its samples in the buffer, padding mask,
+`sample_columns`. Then values, log-probabilities and entropy of `evaluate_actions`, and the result of `ActionHeads.capture`."""
 
 MAX_FIRST_RATIO = 1e-5
-"""Nats by which log-probabilities of the first minibatch may differ where ratios count as 1."""
+"""Nats by which log-probabilities of the first minibatch may differ if ratios are 1."""
 
 
 class Block(NamedTuple):
@@ -58,8 +67,7 @@ class Block(NamedTuple):
     Attributes:
         rows: [R], transitions of the record's rollouts, counted time by time.
         columns: [R] each: `sample_columns`, then values and log-probabilities now.
-        entropy: [R]; None where the policy returns none.
-        complete: no minibatch before these is missing.
+        entropy: [R]; None if the policy returns none.
     """
 
     epochs: tuple[int, ...]
@@ -68,16 +76,13 @@ class Block(NamedTuple):
     columns: tuple[Tensor, ...]
     entropy: Tensor | None
     heads: HeadColumns
-    complete: bool
 
 
 class Fetched(NamedTuple):
     """A minibatch that the buffer has returned, and that the policy has not evaluated yet.
 
     Attributes:
-        samples: as they were returned.
         numbers: of its samples in the buffer.
-        epoch: pass over the rollout, from 0.
         place: counts the minibatches that the buffer has returned in this update, from 1.
         alone: every minibatch before it was evaluated, or one after that.
     """
@@ -89,124 +94,45 @@ class Fetched(NamedTuple):
     alone: bool
 
 
-class MinibatchJoiner:
-    """Joins the minibatches of an update; `model` says how advantages are normalised and losses are clipped."""
-
-    def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder) -> None:
-        self._model, self._heads, self._recorder = model, heads, recorder
-        self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
-
-    @torch.no_grad()
-    def block(self, minibatches: Sequence[MinibatchRow], *, complete: bool) -> Block:
-        """Join some minibatches and leave out their padding."""
-        epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
-        present = [mask for mask in masks if mask is not None]
-        valid = (torch.cat(present) > MAX_PADDING).nonzero().flatten() if present else None
-
-        def without_padding(column: Tensor) -> Tensor:
-            return column if valid is None else column[valid]
-
-        rows = [self._order[own] + place * len(self._order) for place, own in zip(places, numbers, strict=True)]
-        columns = (*zip(*samples, strict=True), values, log_probs)
-        return Block(
-            epochs=epochs,
-            counts=tuple([len(own) for own in numbers]),
-            rows=np.concatenate(rows),
-            columns=tuple([without_padding(_cat(column)) for column in columns]),
-            entropy=None if entropies[0] is None else without_padding(_cat(entropies)),
-            heads=self._recorder.join(captures, torch.cat).map(without_padding),
-            complete=complete,
-        )
-
-    @torch.no_grad()
-    def joined(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> JoinedMinibatches:
-        """Return all blocks; `rollout` is the event of their rollouts."""
-        fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
-        counts = tuple(chain.from_iterable(fields.counts))
-        joined = map(_cat, zip(*fields.columns, strict=True))
-        old_log_probs, advantages, old_values, returns, actions, values, log_probs = joined
-        count = torch.tensor(counts, device=log_probs.device)
-        minibatch = torch.repeat_interleave(torch.arange(len(counts), device=log_probs.device), count)
-
-        def means(column: Tensor) -> Tensor:
-            empty = torch.zeros(len(count), dtype=torch.float64, device=column.device)
-            return empty.index_add_(0, minibatch, column.double()) / count
-
-        columns = LossColumns(
-            log_ratio=log_probs - old_log_probs,
-            log_probs=log_probs,
-            advantages=self._as_used(advantages, count, minibatch, means),
-            values=values.flatten(),
-            old_values=old_values,
-            returns=returns,
-            entropy=-log_probs if blocks[0].entropy is None else _cat(fields.entropy),
-        )
-        losses = loss_columns(columns, clip_of(self._model), clip_of(self._model, "clip_range_vf"))
-        heads = join_columns(fields.heads, torch.cat)
-        rows = torch.from_numpy(np.concatenate(fields.rows)).to(log_probs.device)
-        ratios: dict[str, Tensor] = {}
-        if rollout is not None and len(self._heads.names) > 1:
-            now = self._heads.log_probs(heads, self._heads.actions(actions))
-            ratios = {name: part - rollout.head_log_probs[name].flatten()[rows] for name, part in now.items()}
-        return JoinedMinibatches(
-            epochs=tuple(chain.from_iterable(fields.epochs)),
-            valid=None,
-            counts=counts,
-            log_ratio=columns.log_ratio,
-            advantages=columns.advantages,
-            values=columns.values,
-            old_values=old_values,
-            returns=returns,
-            losses={name: means(column).to(column.dtype) for name, column in losses.items()},
-            head_log_ratios=ratios,
-            rows=rows if all(fields.complete) else None,
-            **heads._asdict(),
-        )
-
-    def _as_used(
-        self, advantages: Tensor, count: Tensor, minibatch: Tensor, means: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """The values [R] that multiply the ratio: normalised over each minibatch where the model does so."""
-        model = self._model
-        if not model.normalize_advantage:
-            return advantages
-        centred = advantages.double() - means(advantages)[minibatch]
-        std = (means(centred.square()) * count / (count - 1)).sqrt()
-        used = (centred / (std[minibatch] + ADVANTAGE_EPS)).to(advantages.dtype)
-        if hasattr(model, "clip_range") and not hasattr(model.policy, "lstm_actor"):
-            used = torch.where(count[minibatch] < 2, advantages, used)  # PPO leaves a single row as it is
-        return used
-
-
 class MinibatchListener:
     """Records gradients and steps at once, and minibatches sixteen at a time.
+
+    Args:
+        listen: calls a listener after every call of a method of an object; returns the function that ends this.
+        attempt: calls a function with an argument and handles its exceptions.
 
     Attributes:
         rollout: event of the rollouts that are learned from.
         epoch: pass over the rollout, from 0; -1 before the first.
         step: optimizer steps so far in this update.
-        sees_clipping: the trainer has clipped where `before_clip` is called.
-        when_clipping_is_seen: is called then.
     """
 
     def __init__(
-        self, model: Any, heads: ActionHeads, distributions: DistributionRecorder, recorder: UpdateRecorder
+        self,
+        model: Any,
+        heads: ActionHeads,
+        recorder: UpdateRecorder,
+        listen: Callable[[object, str, Listener], Remover],
+        attempt: Callable[..., object],
     ) -> None:
-        self._model, self._policy, self._recorder, self._hooks = model, model.policy, recorder, recorder.hooks
-        self._joiner, self._head_norms = MinibatchJoiner(model, heads, distributions), HeadNorms(model.policy, heads)
-        self._capture = distributions.capture
+        self._model, self._heads = model, heads
+        self._listen, self._attempt = listen, attempt
+        self._optimizer: Any = None
+        self._stop_following: Remover = lambda: None
+        self._recorder, self._hooks = recorder, recorder.hooks
+        self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
         self.rollout: RolloutEnd | None = None
         self._padded = hasattr(model.policy, "lstm_actor")
-        self.sees_clipping = False
-        self.when_clipping_is_seen: Callable[[], object] = lambda: None
+        self._sees_clipping = False
+        self._when_clipping_is_seen: Callable[[], object] = lambda: None
         self._minibatches: list[MinibatchRow] = []
         self._complete = True
-        self.begin(0, {})
+        self.begin(0)
 
-    def begin(self, place: int, named: Mapping[str, Tensor], *, gradient_step: int = 0) -> None:
-        """An update of these parameters begins; `place` is that of its rollout among those of the record, `gradient_step` counts the
-        optimizer's steps before it.
-        """
+    def begin(self, place: int, *, gradient_step: int = 0) -> None:
+        """An update begins; `place` is the index of its rollout in the record, `gradient_step` counts the steps before it."""
+        self._policy = self._model.policy
+        named = dict(self._policy.named_parameters())
         self.epoch, self.step = -1, 0
         self._gradient_step = gradient_step
         self._place = place
@@ -222,11 +148,38 @@ class MinibatchListener:
         self._emitted = False
         self._wants_steps = self._hooks.wants(OptimizerStep)
 
-    def after_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The buffer was asked for a pass over its rows."""
+    def taps(self) -> list[Remover]:
+        """Return taps on what is called while minibatches are learned from."""
+        policy, buffer, listen = self._policy, self._model.rollout_buffer, self._listen
+        self._optimizer = None
+        self._follow_optimizer()
+        taps = [
+            listen(buffer, "get", self._after_pass),
+            listen(buffer, "_get_samples", self._after_samples),
+            listen(buffer, "_get_samples", self._follow_optimizer),
+            listen(policy, "evaluate_actions", self._after_evaluation),
+            lambda: self._stop_following(),
+        ]
+        if self._hooks.wants(TrunkBackward):
+            taps += TrunkListener(policy, self._heads, self._hooks, self._place_of_open, self._attempt).taps(listen)
+        if not self._sees_clipping:
+            self._when_clipping_is_seen = listen(policy, "parameters", self._after_parameters)
+            taps.append(self._when_clipping_is_seen)
+        return taps
+
+    def _follow_optimizer(self, *_: Any) -> None:
+        """Listen to the steps of the policy's optimizer, which may be another object than in the last minibatch."""
+        optimizer = self._model.policy.optimizer
+        if optimizer is not self._optimizer:
+            self._stop_following()
+            self._optimizer = optimizer
+            after_step = partial(self._attempt, self._after_optimizer_step)
+            self._stop_following = optimizer.register_step_post_hook(lambda own, *_: after_step(own)).remove
+
+    def _after_pass(self, *_: Any) -> None:
         self.epoch += 1
 
-    def after_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
+    def _after_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
         """The buffer returned a minibatch; one before it that led to no step, because training stops, is done."""
         self.finish()
         epoch, alone = max(self.epoch, 0), self._newest_evaluated == self._fetched_count
@@ -243,12 +196,10 @@ class MinibatchListener:
         if self._hooks.wants(MinibatchObjective):
             self._value_gradients = []
             counts = {"epoch": epoch, "step": self.step, "gradient_step": self._gradient_step + self.step}
-            event = objective_event(
-                self._model, samples, self._parameters, value_gradients=self._value_gradients, **counts
-            )
+            event = objective_event(self._model, samples, self._parameters, self._value_gradients, **counts)
             self._hooks.emit(event if with_forward else replace(event, forward=None))
 
-    def after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy evaluated a minibatch."""
         fetched = self._evaluated(args[0] if args else kwargs.get("obs"))
         if fetched is None:
@@ -270,7 +221,7 @@ class MinibatchListener:
             values.detach(),
             log_probs.detach(),
             None if entropy is None else entropy.detach(),
-            self._capture(self._policy),
+            self._heads.capture(self._policy),
         )
         if self.step == 0 and epoch == 0 and self._hooks.wants(FirstMinibatch):
             event = first_minibatch_event(self._model, samples, log_probs.detach())
@@ -293,7 +244,7 @@ class MinibatchListener:
             self._newest_evaluated = max(self._newest_evaluated, fetched.place)
         return fetched
 
-    def place(self) -> tuple[int, int, Tensor | None]:
+    def _place_of_open(self) -> tuple[int, int, Tensor | None]:
         """Epoch and step, and the mask of padding of the open minibatch."""
         return max(self.epoch, 0), self.step, None if self._open is None else self._open[3]
 
@@ -302,46 +253,45 @@ class MinibatchListener:
         return self._open is not None and [*map(id, parameters)] == self._parameter_ids
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float, norms: Tensor | None) -> None:
-        """The policy's gradients are about to be clipped; `norms` [K] of all there are, None where they were not computed."""
-        if not self.sees_clipping:
-            self.sees_clipping = True
-            self.when_clipping_is_seen()
+        """The policy's gradients are about to be clipped; `norms` [K] of all there are, None if they were not computed."""
+        if not self._sees_clipping:
+            self._sees_clipping = True
+            self._when_clipping_is_seen()
         if not self._emitted:
             self._emit_gradients(max_norm, norms)
 
-    def after_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _after_parameters(self, *_: Any) -> None:
         """The policy was asked for its parameters, which happens between the backward pass and clipping."""
-        if self._open is not None and not (self._emitted or self.sees_clipping):
+        if self._open is not None and not (self._emitted or self._sees_clipping):
             self._emit_gradients(self._model.max_grad_norm, None)
 
-    def after_optimizer_step(self, optimizer: Any) -> None:
+    def _after_optimizer_step(self, optimizer: Any) -> None:
         """The optimizer took a step; norms of a minibatch that was not clipped are those applied."""
         if self._open is None:
             return
         if not self._emitted:
             self._emit_gradients(None, None)
         if self._gradients_of_log_probs:
-            self._emit_used_advantages()
+            self._emit_used_advantages(self._open)
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(max(self.epoch, 0), self.step, optimizer, self._parameters))
         self.finish()
         self.step += 1
 
-    def _emit_used_advantages(self) -> None:
+    def _emit_used_advantages(self, minibatch: MinibatchRow) -> None:
         """Emit what multiplied the ratios, which were 1: the gradient at log-probability i of a mean over N rows is -A_i / N."""
-        gradients, raw, opened = self._gradients_of_log_probs, self._raw_advantages, self._open
+        gradients, raw, buffer = self._gradients_of_log_probs, self._raw_advantages, self._model.rollout_buffer
         self._gradients_of_log_probs = []
-        assert opened is not None
-        mask, buffer = opened[3], self._model.rollout_buffer
+        _, _, numbers, mask, (_, _, old_values, _, _), *_ = minibatch
         valid = torch.ones_like(raw, dtype=torch.bool) if mask is None else mask > MAX_PADDING
         count, environments = int(valid.sum()), torch.zeros(len(raw), dtype=torch.long, device=raw.device)
-        environments[valid] = torch.as_tensor(opened[2] // buffer.buffer_size, device=raw.device)
-        numbers, own = torch.as_tensor(opened[2], device=raw.device), raw.clone()
+        environments[valid] = torch.as_tensor(numbers // buffer.buffer_size, device=raw.device)
+        at, own = torch.as_tensor(numbers, device=raw.device), raw.clone()
         rows, values = (
             torch.as_tensor(column, device=raw.device).flatten() for column in (buffer.advantages, buffer.values)
         )
-        if torch.equal(values[numbers].to(raw), opened[4][2].flatten()[valid].to(raw)):  # the buffer counts its rows so
-            own[valid] = rows[numbers].to(raw)
+        if torch.equal(values[at].to(raw), old_values.flatten()[valid].to(raw)):  # the buffer counts its rows so
+            own[valid] = rows[at].to(raw)
         event = UsedAdvantages(
             raw=own,
             used=-count * sum(gradients),
@@ -351,6 +301,22 @@ class MinibatchListener:
             environments=environments,
         )
         self._hooks.emit(event)
+
+    def _emit_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
+        self._emitted = True
+        names, norms = self._names, raw
+        if norms is None or not len(norms) == len(names) == len(self._parameter_ids) or ops.doubtful_norms(norms):
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            if not gradients:
+                return
+            names, values = tuple(gradients), list(gradients.values())
+            with (
+                torch.no_grad()
+            ):  # gradients may have a graph; `raw` are others if frozen parameters still have a gradient
+                fits = raw is not None and len(raw) == len(values)
+                norms = ops.checked_norms(values, raw) if raw is not None and fits else ops.gradient_norms(values)
+        heads = head_norms(self._policy, self._heads)
+        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
 
     def finish(self) -> None:
         """The open minibatch, if there is one, is done."""
@@ -365,35 +331,79 @@ class MinibatchListener:
         self.finish()
         minibatches, self._minibatches = self._minibatches, []
         if minibatches:
-            self._recorder.minibatch(self._joiner.block(minibatches, complete=self._complete))
+            self._recorder.minibatch(self._block(minibatches))
 
     def record_ends(self) -> None:
         """Begin with minibatches of other rollouts."""
         self.rollout, self._complete = None, True
 
+    @torch.no_grad()
+    def _block(self, minibatches: Sequence[MinibatchRow]) -> Block:
+        """Join some minibatches and leave out their padding."""
+        epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
+        present = [mask for mask in masks if mask is not None]
+        valid = (torch.cat(present) > MAX_PADDING).nonzero().flatten() if present else None
+
+        def without_padding(column: Tensor) -> Tensor:
+            return column if valid is None else column[valid]
+
+        rows = [self._order[own] + place * len(self._order) for place, own in zip(places, numbers, strict=True)]
+        return Block(
+            epochs=epochs,
+            counts=tuple([len(own) for own in numbers]),
+            rows=np.concatenate(rows),
+            columns=tuple([without_padding(cat(c)) for c in (*zip(*samples, strict=True), values, log_probs)]),
+            entropy=None if entropies[0] is None else without_padding(cat(entropies)),
+            heads=self._heads.joined(captures, torch.cat).map(without_padding),
+        )
+
+    @torch.no_grad()
     def joined(self, blocks: Sequence[Block]) -> JoinedMinibatches:
         """Return the minibatches that were recorded in blocks."""
-        return self._joiner.joined(blocks, self.rollout)
+        fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
+        counts = tuple(chain.from_iterable(fields.counts))
+        joined = map(cat, zip(*fields.columns, strict=True))
+        old_log_probs, advantages, old_values, returns, actions, values, log_probs = joined
+        count = torch.tensor(counts, device=log_probs.device)
+        minibatch = torch.repeat_interleave(torch.arange(len(counts), device=log_probs.device), count)
 
-    def _emit_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
-        self._emitted = True
-        names, norms = self._names, raw
-        if norms is None or not len(norms) == len(names) == len(self._parameter_ids) or ops.doubtful_norms(norms):
-            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-            if not gradients:
-                return
-            names, norms = tuple(gradients), _norms(list(gradients.values()), raw)
-        heads = self._head_norms.norms()
-        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
+        def means(column: Tensor) -> Tensor:
+            empty = torch.zeros(len(count), dtype=torch.float64, device=column.device)
+            return empty.index_add_(0, minibatch, column.double()) / count
 
-
-def _cat(columns: Sequence[Tensor]) -> Tensor:
-    return columns[0] if len(columns) == 1 else torch.cat(tuple(columns))
-
-
-@torch.no_grad()
-def _norms(gradients: Sequence[Tensor], raw: Tensor | None) -> Tensor:
-    """Norms [K] of gradients that may have a graph of their own; from `raw`, unless frozen parameters still have a gradient."""
-    if raw is not None and len(raw) == len(gradients):
-        return ops.checked_norms(gradients, raw)
-    return ops.gradient_norms(gradients)
+        if self._model.normalize_advantage:
+            raw, centred = advantages, advantages.double() - means(advantages)[minibatch]
+            std = (means(centred.square()) * count / (count - 1)).sqrt()
+            advantages = (centred / (std[minibatch] + ADVANTAGE_EPS)).to(raw.dtype)
+            if hasattr(self._model, "clip_range") and not self._padded:
+                advantages = torch.where(count[minibatch] < 2, raw, advantages)  # PPO leaves a single row as it is
+        columns = LossColumns(
+            log_ratio=log_probs - old_log_probs,
+            log_probs=log_probs,
+            advantages=advantages,
+            values=values.flatten(),
+            old_values=old_values,
+            returns=returns,
+            entropy=-log_probs if blocks[0].entropy is None else cat(fields.entropy),
+        )
+        losses = loss_columns(columns, clip_of(self._model), clip_of(self._model, "clip_range_vf"))
+        heads = join_columns(fields.heads, torch.cat)
+        rows = torch.from_numpy(np.concatenate(fields.rows)).to(log_probs.device)
+        ratios: dict[str, Tensor] = {}
+        if self.rollout is not None and len(self._heads.names) > 1:
+            now, stored = self._heads.log_probs(heads, self._heads.actions(actions)), self.rollout.head_log_probs
+            ratios = {name: part - stored[name].flatten()[rows] for name, part in now.items()}
+        return JoinedMinibatches(
+            epochs=tuple(chain.from_iterable(fields.epochs)),
+            valid=None,
+            counts=counts,
+            log_ratio=columns.log_ratio,
+            advantages=advantages,
+            values=columns.values,
+            old_values=old_values,
+            returns=returns,
+            losses={name: means(column).to(column.dtype) for name, column in losses.items()},
+            head_log_ratios=ratios,
+            rows=rows if self._complete else None,
+            **heads._asdict(),
+        )

@@ -1,14 +1,15 @@
-"""The rollout, passed through a Stable-Baselines3 policy once more; see `events.PolicyReplay`.
+"""The rollout, passed through a Stable-Baselines3 policy again: as it was stored, and as a known mistake would read it.
 
-Shapes: T steps, B environments, N = T B transitions counted time by time, H width of a recurrent state, F width of latents.
+See `event_parts.PolicyReplay` and `event_parts.CollectionReplay`. Shapes: T steps, B environments, N = T B transitions counted time by
+time, H width of a recurrent state, F width of latents.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
-from esper_telemetry.adapters.taps import listen, without_trace
-from esper_telemetry.core.event_parts import Activations, Copy, Outputs, StateGradients
-from esper_telemetry.core.tensors import allow_recurrent_gradients
+from esper_telemetry.adapters.taps import in_mode, listen, without_trace
+from esper_telemetry.core.event_parts import Activations, CollectionReplay, Copy, Outputs, StateGradients
+from esper_telemetry.core.tensors import allow_recurrent_gradients, are_rescaled
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.updates.pickles import policy_copy
 
@@ -34,12 +35,21 @@ PART_ROWS = 512
 MAX_GRADIENT_ENVS = 4
 """Environments through whose time gradients are taken."""
 
+MAX_OLDER_ENTRIES = 1 << 20
+"""Entries of the weights that are copied in a sampled update, for a comparison in the next one."""
+
 ACTOR_PARTS = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
 """Networks between observations and the actor's latents."""
 
 NONLINEAR = (nn.ReLU, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Mish, nn.Softplus)
 
+MODE_LAYERS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+"""Layers that work differently in training."""
+
 Observations: TypeAlias = "Tensor | dict[str, Tensor]"
+
+LstmState: TypeAlias = tuple[Tensor, Tensor]
+"""h and c, [layers, B, H] each."""
 
 
 class StoredRollout(NamedTuple):
@@ -48,7 +58,7 @@ class StoredRollout(NamedTuple):
     Attributes:
         observations: [T, B, ...], or several by name.
         actions: [T, B, D].
-        starts: [T, B], 1 where a step began an episode.
+        starts: [T, B], 1 if a step began an episode.
         masks: of actions, [T, B, A]; None without any.
     """
 
@@ -69,53 +79,83 @@ class StoredRollout(NamedTuple):
         return StoredRollout(observations, self.actions[:, envs], self.starts[:, envs], masks)
 
 
-def stored_rollout(buffer: Any) -> StoredRollout:
-    """Return the inputs in a full buffer from which no minibatch has been taken yet."""
-    observations = dict(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
-    return StoredRollout(observations, buffer.actions, buffer.episode_starts, getattr(buffer, "action_masks", None))
+class Memory(NamedTuple):
+    """States in which the first step of a rollout began; `critic` is None if the critic lacks an LSTM."""
+
+    actor: LstmState
+    critic: LstmState | None
+
+    @classmethod
+    def stored(cls, buffer: Any, device: torch.device) -> Memory | None:
+        """Return a copy of what a full buffer has stored; None without states."""
+        if not hasattr(buffer, "hidden_states_pi"):
+            return None
+        names = [(f"hidden_states_{part}", f"cell_states_{part}") for part in ("pi", "vf")]
+        first: list[Any] = [[torch.tensor(getattr(buffer, name)[0], device=device) for name in pair] for pair in names]
+        return cls(*first)
+
+    @classmethod
+    def received(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], of_lstm: LstmState) -> Memory:
+        """Return what the policy was called with; `of_lstm` is what its actor's LSTM was called with."""
+        states: Any = args[1] if len(args) > 1 else kwargs.get("lstm_states")
+        return cls(states.pi, states.vf) if hasattr(states, "pi") and hasattr(states, "vf") else cls(of_lstm, None)
+
+    def empty(self) -> Memory:
+        """Return states of zeros."""
+        actor, critic = (None if s is None else (torch.zeros_like(s[0]), torch.zeros_like(s[1])) for s in self)
+        assert actor is not None
+        return Memory(actor, critic)
+
+    def equals(self, actor: Sequence[Tensor], starts: Array) -> bool:
+        """Return whether these are the actor's states in the environments [B] whose episode does not begin with the step."""
+        going = torch.as_tensor(~starts.astype(bool))
+        pairs = zip(self.actor, actor, strict=True)
+        return all(torch.equal(one.cpu()[:, going], two.cpu()[:, going]) for one, two in pairs)
 
 
-class LossSettings(NamedTuple):
-    """Settings of the actor's loss in an update.
-
-    Attributes:
-        advantages: [T, B] as they multiply the ratio.
-        clip: range of the ratio; None without one.
-        entropy_coef: weight of the entropy.
-    """
-
-    advantages: Tensor
-    clip: float | None
-    entropy_coef: float
-
-
-class CallbackReplay:
-    """A `PolicyReplay` of a model of Stable-Baselines3; its passes write to the policy, so that they are for copies.
+class RolloutReplay:
+    """A `PolicyReplay` of a model with a full buffer; its passes write to the policy, so that they are for copies.
 
     Args:
         rollout: the event of the rollout.
-        stored: its inputs.
-        after: states after each step [T, layers, 2, B, H]; None for a feed-forward policy.
+        acted: observations [T, B, ...] as the policy received them; None if they were not kept.
+        received: states before the first step, as the policy was called; None for a feed-forward policy.
+        after: states after each step [T, layers, 2, B, H]; likewise.
+        older: weights of the policy in the previous sampled update; may be empty.
     """
 
     def __init__(
-        self, model: Any, heads: ActionHeads, rollout: RolloutEnd, stored: StoredRollout, after: Tensor | None
+        self,
+        model: Any,
+        heads: ActionHeads,
+        rollout: RolloutEnd,
+        *,
+        acted: Tensor | None,
+        received: Memory | None,
+        after: Tensor | None,
+        older: Sequence[Tensor],
     ) -> None:
-        self._policy, self._heads, self._rollout, self._inputs, self._after = (
-            model.policy,
-            heads,
-            rollout,
-            stored,
-            after,
-        )
-        self._loss_settings: LossSettings | None = None
+        self._policy, self._heads, self._rollout = model.policy, heads, rollout
+        self._acted, self._received, self._after, self._older = acted, received, after, older
+        buffer = model.rollout_buffer
+        observations = dict(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
+        masks = getattr(buffer, "action_masks", None)
+        self._inputs = StoredRollout(observations, buffer.actions, buffer.episode_starts, masks)
+        self._memory = Memory.stored(buffer, model.device) or received
         if after is not None:
             used = advantages_as_used(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
-            self._loss_settings = LossSettings(used, clip_of(model), float(model.ent_coef))
+            self._used_advantages, self._clip, self._entropy_coef = used, clip_of(model), float(model.ent_coef)
+
+    def collection(self) -> CollectionReplay:
+        """Return the passes of what the policy acted on."""
+        rollout = self._rollout
+        has_modes = any(isinstance(module, MODE_LAYERS) for module in self._policy.modules())
+        rows = torch.arange(rollout.rewards.numel(), device=self._policy.device)
+        return CollectionReplay(rollout.values, rollout.actions, rows, self.hypothesis, has_modes)
 
     def stored(self) -> Outputs:
         """See `PolicyReplay`."""
-        return self._stored(self._rows)
+        return self._stored(slice(None))
 
     def stored_part(self) -> Outputs:
         """See `PolicyReplay`."""
@@ -124,14 +164,25 @@ class CallbackReplay:
     @torch.no_grad()
     def outputs(self) -> Outputs:
         """See `PolicyReplay`."""
-        states, memory, forward = self._rollout.states, None, self._policy.mlp_extractor.forward_actor
         with without_trace(self._policy):
-            if states is None:
-                latents = torch.cat([forward(part) for part in self._feature_chunks(self._rows)])
-            else:
-                latents, memory = self._recurrent_latents(states[0])
-            outputs = self._outputs_of(latents, self._rows)
-        return outputs._replace(memory=memory, features=latents)
+            return self._pass(self._inputs, self._memory, critic=False)
+
+    @torch.no_grad()
+    def hypothesis(self, name: str) -> Outputs | None:
+        """See `CollectionReplay.outputs`."""
+        policy = self._policy
+        with without_trace(policy):
+            if name == "older_weights":
+                return self._of_older_weights()
+            if name in ("other_mode", "training"):
+                set_mode = getattr(policy, "set_training_mode", None)
+                with in_mode(policy, training=name == "training" or not policy.training, set_mode=set_mode):
+                    return self._pass(self._inputs, self._memory)
+            if name == "random_passes":
+                torch.manual_seed(0)  # of the copy that `without_trace` made
+                return self._pass(self._inputs, self._memory)
+            mistaken = self._mistaken(name)
+            return None if mistaken is None else self._pass(*mistaken)
 
     @torch.no_grad()
     def without_memory(self) -> Outputs | None:
@@ -139,18 +190,27 @@ class CallbackReplay:
         if self._after is None:
             return None
         with without_trace(self._policy):
-            return self._outputs_of(_memoryless_latents(self._policy, self._observations), self._part)
+            latents = _memoryless_latents(self._policy, self._observations)
+            return self._outputs_of(latents, self._inputs, self._part, None)
 
     @torch.no_grad()
     def activations(self) -> Activations:
         """See `PolicyReplay`; layers of a recurrent policy respond to memory as it was stored."""
-        policy = self._policy
-        with without_trace(policy), _nonlinearities(policy) as responses:
-            features = _features(policy, self._observations)
-            memory = self._memory(self._part)
+        policy, calls = self._policy, list[tuple[str, Tensor, Tensor]]()
+        parts = {"features": policy.features_extractor, "actor": policy.mlp_extractor.policy_net}
+        with without_trace(policy), ExitStack() as stack:
+            for part, network in parts.items():
+                for name, module in network.named_modules():
+                    if isinstance(module, NONLINEAR):
+                        note = partial(_note_response, calls, f"{part}_{name}".replace(".", "_"))
+                        stack.callback(listen(module, "forward", note))
+            features = _features(policy, self._observations)[0]
+            memory = self._memory_after(self._part)
             policy.mlp_extractor.forward_actor(features if memory is None else memory)
-        layers = responses.layers if memory is None else {**responses.layers, "core": memory}
-        return Activations(layers, responses.last)
+        layers = {name: response for name, _, response in calls}
+        if memory is not None:
+            layers["core"] = memory
+        return Activations(layers, calls[-1][1].flatten(1) if calls else None)
 
     def state_gradients(self) -> StateGradients | None:
         """See `PolicyReplay`."""
@@ -183,15 +243,10 @@ class CallbackReplay:
 
         return Copy(latents, list(parameters.values()), inputs)
 
-    @cached_property
-    def _rows(self) -> Array:
-        """Numbers of all transitions, [N]."""
-        return np.arange(self._inputs.starts.size)
-
-    @cached_property
+    @property
     def _part(self) -> Array:
         """Numbers of some transitions, evenly spread, [n]."""
-        count = len(self._rows)
+        count = self._inputs.starts.size
         rows: Array = np.linspace(0, count - 1, min(count, PART_ROWS)).round().astype(np.int64)
         return rows
 
@@ -200,42 +255,112 @@ class CallbackReplay:
         """Observations of some transitions."""
         return self._inputs.rows(self._part, self._policy.device)
 
-    def _feature_chunks(self, rows: Array) -> Iterator[Tensor]:
-        for start in range(0, len(rows), CHUNK_ROWS):
-            observations = self._inputs.rows(rows[start : start + CHUNK_ROWS], self._policy.device)
-            yield _features(self._policy, observations)
+    def _mistaken(self, name: str) -> tuple[StoredRollout, Memory | None] | None:
+        """Return what a mistake reads instead of the stored inputs; None if it does not apply."""
+        inputs, memory = self._inputs, self._memory
+        if not name:
+            return inputs, memory
+        if name == "mask_missing":
+            return None if inputs.masks is None else (inputs._replace(masks=None), memory)
+        if name in ("other_observations", "other_statistics"):
+            own = self._other_observations()
+            if own is None or _are_rescaled(inputs.observations, own) != (name == "other_statistics"):
+                return None
+            return inputs._replace(observations=own), memory
+        if memory is None:
+            return None
+        if name == "memory_zero":
+            return inputs, memory.empty()
+        if name in ("other_memory", "memory_stored_late"):
+            received, starts, after = self._received, inputs.starts[0], self._after
+            known = received is None or any(received.equals(s.actor, starts) for s in (memory, received.empty()))
+            stores_late = after is not None and memory.equals(after[0].unbind(1), np.zeros_like(starts))
+            return None if known or stores_late != (name == "memory_stored_late") else (inputs, received)
+        starts, none = inputs.starts, np.zeros_like(inputs.starts[:1])
+        flags = {
+            "memory_not_reset": np.zeros_like(starts),
+            "memory_empty": np.ones_like(starts),
+            "memory_reset_late": np.concatenate([none, starts[:-1]]),
+            "memory_reset_early": np.concatenate([starts[1:], none]),
+        }
+        return (inputs._replace(starts=flags[name]), memory) if name in flags else None
 
-    def _recurrent_latents(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [N, F] and memory [N, H]; memory runs from the states `first` [layers, 2, B, H] through the whole rollout."""
-        policy, (steps, envs) = self._policy, self._inputs.starts.shape
-        features = torch.cat(list(self._feature_chunks(self._rows)))
-        outputs, state = [], (first[:, 0].contiguous(), first[:, 1].contiguous())
-        starts = torch.as_tensor(self._inputs.starts, dtype=torch.float32, device=policy.device)
-        for inputs, begins in zip(features.unflatten(0, (steps, envs)), starts, strict=True):
-            output, state = policy._process_sequence(inputs, state, begins, policy.lstm_actor)
+    def _other_observations(self) -> Array | None:
+        """Observations as the policy received them, unless they are stored for the same, the previous or the next step."""
+        stored, acted = self._inputs.observations, self._acted
+        if acted is None or not isinstance(stored, np.ndarray) or acted.numel() != stored.size:
+            return None
+        own = acted.cpu().numpy().reshape(stored.shape)
+        pairs = ((own, stored), (own[1:], stored[:-1]), (own[:-1], stored[1:]))
+        return None if any((one == two).all() for one, two in pairs) else own
+
+    def _of_older_weights(self) -> Outputs | None:
+        parameters = list(self._policy.parameters())
+        if len(self._older) != len(parameters):
+            return None
+        now = [parameter.data for parameter in parameters]
+        try:
+            for parameter, weights in zip(parameters, self._older, strict=True):
+                parameter.data = weights
+            return self._pass(self._inputs, self._memory)
+        finally:
+            for parameter, weights in zip(parameters, now, strict=True):
+                parameter.data = weights
+
+    def _pass(self, inputs: StoredRollout, memory: Memory | None, *, critic: bool = True) -> Outputs:
+        """Outputs in the policy's present mode; memory runs through the whole rollout."""
+        policy, hidden, rows = self._policy, None, np.arange(inputs.starts.size)
+        chunks = (
+            _features(policy, inputs.rows(rows[start : start + CHUNK_ROWS], policy.device))
+            for start in range(0, len(rows), CHUNK_ROWS)
+        )
+        parts: Iterable[tuple[Tensor, Tensor]] = chunks
+        if memory is not None:
+            hidden, read = self._recurrent(chunks, inputs.starts, memory, critic=critic)
+            parts = [(hidden, read)]
+        networks = policy.mlp_extractor
+        latents = [(networks.forward_actor(x), networks.forward_critic(y) if critic else y) for x, y in parts]
+        latent, of_critic = (torch.cat(part) for part in zip(*latents, strict=True))
+        outputs = self._outputs_of(latent, inputs, rows, hidden)
+        return outputs._replace(features=latent, values=policy.value_net(of_critic).flatten() if critic else None)
+
+    def _recurrent(
+        self, chunks: Iterable[tuple[Tensor, Tensor]], starts: Array, memory: Memory, *, critic: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, H] of the actor, and what the critic reads."""
+        policy = self._policy
+        features, of_critic = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        begins = torch.as_tensor(starts, dtype=torch.float32, device=policy.device)
+        hidden = self._through(features, memory.actor, begins, policy.lstm_actor)
+        if not critic or getattr(policy, "shared_lstm", False):
+            return hidden, hidden
+        if getattr(policy, "lstm_critic", None) is not None and memory.critic is not None:
+            return hidden, self._through(of_critic, memory.critic, begins, policy.lstm_critic)
+        return hidden, policy.critic(of_critic)
+
+    def _through(self, features: Tensor, state: Any, begins: Tensor, lstm: nn.Module) -> Tensor:
+        outputs = []
+        for row, starts in zip(features.unflatten(0, begins.shape), begins, strict=True):
+            output, state = self._policy._process_sequence(row, state, starts, lstm)
             outputs.append(output)
-        memory = torch.cat(outputs)
-        return policy.mlp_extractor.forward_actor(memory), memory
+        return torch.cat(outputs)
 
-    def _outputs_of(self, latents: Tensor, rows: Array) -> Outputs:
-        distribution_of(self._policy, latents, self._inputs, rows)
+    def _outputs_of(self, latents: Tensor, inputs: StoredRollout, rows: Array, memory: Tensor | None) -> Outputs:
+        _distribution(self._policy, latents, inputs, rows)
         columns = self._heads.columns(last_distribution(self._policy))
-        return Outputs(columns.logits, columns.means, columns.log_std, {}, None)
+        return Outputs(columns.logits, columns.means, columns.log_std, {}, memory)
 
-    def _stored(self, rows: Array) -> Outputs:
-        at = torch.from_numpy(rows).to(self._policy.device)
+    def _stored(self, rows: Any) -> Outputs:
         rollout = self._rollout
         logits, means, log_std = (
-            {name: column.flatten(0, 1)[at] for name, column in columns.items()}
+            {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
             for columns in (rollout.logits, rollout.means, rollout.log_std)
         )
-        return Outputs(logits, means, log_std, {}, self._memory(rows))
+        return Outputs(logits, means, log_std, {}, self._memory_after(rows))
 
-    def _memory(self, rows: Array) -> Tensor | None:
+    def _memory_after(self, rows: Any) -> Tensor | None:
         """Outputs [n, H] of the LSTM when the rollout was collected."""
-        if self._after is None:
-            return None
-        return self._after[:, -1, 0].flatten(0, 1)[torch.from_numpy(rows).to(self._after.device)]
+        return None if self._after is None else self._after[:, -1, 0].flatten(0, 1)[rows]
 
     def _through_time(self, policy: Any, states: Tensor, envs: Tensor) -> StateGradients:
         """Gradients of the actor's loss at h before the first step and after the last of these environments, by a copy of the policy."""
@@ -244,70 +369,50 @@ class CallbackReplay:
         first = states[:, 0, envs].clone().requires_grad_()
         starts = torch.as_tensor(inputs.starts, dtype=torch.float32, device=policy.device)
         observations = inputs.rows(np.arange(inputs.starts.size), policy.device)
-        features = _features(policy, observations).unflatten(0, (-1, len(envs)))
+        features = _features(policy, observations)[0].unflatten(0, (-1, len(envs)))
         outputs, state = [], (first, states[:, 1, envs].contiguous())
         for row, begins in zip(features, starts, strict=True):
             _, state = policy._process_sequence(row, state, begins, policy.lstm_actor)
-            outputs.append(state[0][-1])  # and not the output beside it: so its gradient includes that of its own step
+            outputs.append(state[0][-1])  # and not `output`: so its gradient includes this step's
         loss = self._loss(policy, policy.mlp_extractor.forward_actor(torch.cat(outputs)), inputs, envs)
         gradients = torch.autograd.grad(loss, [first, state[0]], materialize_grads=True)
         return StateGradients(gradients[0], gradients[1][-1])
 
     def _loss(self, policy: Any, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
-        rollout, settings = self._rollout, self._loss_settings
-        assert settings is not None
-        distribution = distribution_of(policy, latents, inputs, np.arange(inputs.starts.size))
+        distribution = _distribution(policy, latents, inputs, np.arange(inputs.starts.size))
         actions = torch.as_tensor(inputs.actions, device=latents.device).flatten(0, 1)
-        discrete = list(self._heads.kinds.values()) == ["categorical"]
-        log_probs = distribution.log_prob(actions.long().flatten() if discrete else actions)
+        log_probs = distribution.log_prob(actions.long().flatten() if self._heads.single_choice else actions)
         entropy = distribution.entropy()
-        old, empty = rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
-        used, bonus = settings.advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
+        old, empty = self._rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
+        used, bonus = self._used_advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
         columns = LossColumns(log_probs - old, log_probs, used, empty, empty, empty, bonus)
-        loss: Tensor = policy_loss(columns, settings.clip).mean() - settings.entropy_coef * bonus.mean()
+        loss: Tensor = policy_loss(columns, self._clip).mean() - self._entropy_coef * bonus.mean()
         return loss
 
 
-class _Responses:
-    """Responses of nonlinearities, in order: `layers` [n, D] by name, and the input `last` [n, F] of the last one."""
-
-    def __init__(self) -> None:
-        self.layers: dict[str, Tensor] = {}
-        self.last: Tensor | None = None
-
-
-@contextmanager
-def _nonlinearities(policy: Any) -> Iterator[_Responses]:
-    """Record the actor's nonlinearities; those of convolutions are left out, as their responses are maps and not units."""
-    responses = _Responses()
-
-    def recorder(name: str) -> Any:
-        def record(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-            if result.dim() == 2:
-                responses.layers[name], responses.last = result, args[0].flatten(1)
-
-        return record
-
-    parts = {"features": policy.features_extractor, "actor": policy.mlp_extractor.policy_net}
-    with ExitStack() as stack:
-        for part, network in parts.items():
-            for name, module in network.named_modules():
-                if isinstance(module, NONLINEAR):
-                    stack.callback(listen(module, "forward", recorder(f"{part}_{name}".replace(".", "_"))))
-        yield responses
+def copied_weights(policy: nn.Module) -> list[Tensor]:
+    """Return copies of the weights of a policy; none of a large one."""
+    parameters = list(policy.parameters())
+    small = sum(parameter.numel() for parameter in parameters) <= MAX_OLDER_ENTRIES
+    return [parameter.detach().clone() for parameter in parameters] if small else []
 
 
-def _features(policy: Any, observations: Observations) -> Tensor:
-    """Outputs [n, F] of the actor's features extractor."""
+def _note_response(calls: list[tuple[str, Tensor, Tensor]], name: str, args: Any, kwargs: Any, result: Tensor) -> None:
+    """Keep name, input and response [n, D] of a nonlinearity; responses of convolutions are maps and not units."""
+    if result.dim() == 2:
+        calls.append((name, args[0], result))
+
+
+def _features(policy: Any, observations: Observations) -> tuple[Tensor, Tensor]:
+    """Features [n, F] of the actor and of the critic."""
     features = policy.extract_features(observations)
-    actor: Tensor = features[0] if isinstance(features, tuple) else features
-    return actor
+    return features if isinstance(features, tuple) else (features, features)
 
 
 def _memoryless_latents(policy: Any, observations: Observations) -> Tensor:
     """Latents [n, F] of observations, each as the first of an episode."""
-    features = _features(policy, observations)
+    features = _features(policy, observations)[0]
     if hasattr(policy, "lstm_actor"):
         lstm = policy.lstm_actor
         zero = torch.zeros(lstm.num_layers, len(features), lstm.hidden_size, device=features.device)
@@ -317,12 +422,17 @@ def _memoryless_latents(policy: Any, observations: Observations) -> Tensor:
     return latents
 
 
-def distribution_of(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Array) -> Any:
+def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Array) -> Any:
     """Return the distribution of these transitions, from their latents [n, F]; sets the policy's `action_dist`."""
     distribution = policy._get_action_dist_from_latent(latents)
     if inputs.masks is not None:
         distribution.apply_masking(_flat(inputs.masks)[rows])
     return distribution
+
+
+def _are_rescaled(stored: Array, own: Array) -> bool:
+    """Return whether observations [T, B, ...] are the stored ones in another scale."""
+    return are_rescaled(torch.from_numpy(stored).flatten(0, 1), torch.from_numpy(own).flatten(0, 1))
 
 
 def _flat(array: Array) -> Array:
