@@ -31,8 +31,8 @@ from selenium import webdriver
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.core.files import replace_file
 from esper_telemetry.views.compare import comparison
-from esper_telemetry.views.compare.page import comparison_page
-from esper_telemetry.views.compare.runs import read_compared
+from esper_telemetry.views.compare.compared_runs import read_compared
+from esper_telemetry.views.compare.comparison_page import comparison_page
 from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.app import WatchApp

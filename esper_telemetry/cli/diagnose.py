@@ -20,8 +20,9 @@ from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents, read_run
-from esper_telemetry.views.outcome import diagnosis_as_dict, print_diagnosis
+from esper_telemetry.views.document import print_document
 from esper_telemetry.views.run_view import open_view
+from esper_telemetry.views.verdict_text import diagnosis_as_dict, verdict_document
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Diagnose
@@ -77,7 +78,7 @@ def _diagnose_journal(options: Diagnose) -> int:
         print(json.dumps(diagnosis_as_dict(first, verdict), indent=1))
     else:
         head = f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}"
-        print_diagnosis(head, verdict, ending, list_unanswered=options.all)
+        print_document(verdict_document(head, verdict, ending, list_unanswered=options.all))
         if run.damaged:
             echo(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
     return _exit_code(verdict, ending, options.fail_on)
@@ -98,7 +99,7 @@ def _diagnose_logs(options: Diagnose) -> int:
         head_line = (
             f"{view.name}: {verdict.updates} updates of {view.facts.trainer or ''}, up to {steps:,} {view.x_label}"
         )
-        print_diagnosis(head_line, verdict, list_unanswered=options.all)
+        print_document(verdict_document(head_line, verdict, list_unanswered=options.all))
         print("\nRead as:")
         for key, tag in view.used.items():
             echo(f"  {key}: {tag}")

@@ -41,7 +41,7 @@ from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry, attach, session_of
-from esper_telemetry.views.outcome import Summary
+from esper_telemetry.views.verdict_text import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train

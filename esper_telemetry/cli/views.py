@@ -66,20 +66,21 @@ def report(options: Report) -> int:
 def compare(options: Compare) -> int:
     """Print in what groups of seeds differ, also as JSON, and write it as a page."""
     from esper_telemetry.views.compare import comparison
-    from esper_telemetry.views.compare.runs import find_runs, read_compared
-    from esper_telemetry.views.compare.text import print_comparison
+    from esper_telemetry.views.compare.compared_runs import find_runs, read_compared
+    from esper_telemetry.views.compare.comparison_page import printed_comparison
+    from esper_telemetry.views.document import print_document
 
     with wrong_use(), without_warnings():
         output = output_path(options.output) if options.output else None
         result = comparison([read_compared(place) for place in find_runs(options.runs)])
         if output is not None:
-            from esper_telemetry.views.compare.page import comparison_page
+            from esper_telemetry.views.compare.comparison_page import comparison_page
 
             write_output(output, comparison_page(result))
     if options.json:
         print(json.dumps(result.as_dict(), indent=1))
     else:
-        print_comparison(result)
+        print_document(printed_comparison(result))
         if output is not None:
             echo(f"\nwrote {output}")
     return 0

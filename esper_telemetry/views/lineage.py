@@ -26,9 +26,9 @@ from esper_telemetry.history.gradients import LAYER
 from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
 from esper_telemetry.views.equations import EQUATION_TEMPLATE
-from esper_telemetry.views.outcome import SUMMARY_LINES
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.progress import TIME_PARTS
+from esper_telemetry.views.verdict_text import SUMMARY_LINES
 
 KEY_LABEL: Final = "{key}"
 REPORTED: Final[Mapping[str, tuple[str, ...]]] = {

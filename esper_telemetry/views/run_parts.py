@@ -10,6 +10,7 @@ from esper_telemetry.alarms.diagnosis import IncidentReport
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, MetricInfo, RunInfo
 from esper_telemetry.sinks.layout import flattened
 from esper_telemetry.views.series import HealthyRange, Judgement, Series, judge
+from esper_telemetry.views.verdict_text import end_text
 
 MAX_LINES: Final = 8
 """Lines of a chart: heads, groups or layers; the others are left to the journal."""
@@ -98,7 +99,7 @@ class IncidentView:
         advice: what to try; empty where nothing is known.
         level: the highest of its alarms.
         since: update in which its cause began.
-        until: update in which its last alarm was over; None where one lasts.
+        until: update in which its last alarm was over; None if one lasts.
         ends: types of its alarms, with the update in which each was over; None for those that last.
         evidence: rows of the cause's evidence.
         keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
@@ -116,6 +117,11 @@ class IncidentView:
     evidence: tuple[EvidenceRow, ...]
     keys: tuple[str, ...]
     report: IncidentReport = field(repr=False)
+
+    @property
+    def state(self) -> str:
+        """Since when it is on, and whether it is over."""
+        return f"since update {self.since:,}, {end_text(self.until)}"
 
 
 def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str]) -> IncidentView:
@@ -168,3 +174,12 @@ def _evidence(alarm: Alarm, run: RunInfo) -> list[EvidenceRow]:
 def number_text(value: object) -> str:
     """Return a number in up to four digits; other values as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Return `12 s`, `3 m 20 s`, `2 h 05 m` or `3 d 4 h`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, days = minutes // 60, minutes // 1440
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60:02} m" if hours else f"{minutes} m {rest:02} s" if minutes else f"{rest} s"

@@ -58,6 +58,7 @@ from esper_telemetry.views.panels import (
 from esper_telemetry.views.progress import RATE_UPDATES, RunProgress, run_progress
 from esper_telemetry.views.run_parts import MAX_LINES, ChartView, IncidentView, LineView, PanelView, incident_view
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
+from esper_telemetry.views.verdict_text import capitalized
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -398,14 +399,12 @@ class RunView:
 
     def panels(self) -> list[PanelView]:
         """Return the panels of all installed declarations that have a value, by place; one that raises is among `problems`."""
-        panels = [
-            self._of_plugin(declared, partial(RunView._panel, declared=declared))
-            for declared in view_declarations().panels
-        ]
-        return [panel for panel in panels if panel is not None and panel.charts]
 
-    def _panel(self, declared: PanelDeclaration) -> PanelView:
-        return PanelView(declared.name, declared.question, tuple(filter(None, map(self._chart, declared.charts))))
+        def panel(declared: PanelDeclaration) -> PanelView:
+            return PanelView(declared.name, declared.question, tuple(filter(None, map(self._chart, declared.charts))))
+
+        panels = [self._of_plugin(one, partial(panel, one)) for one in view_declarations().panels]
+        return [panel for panel in panels if panel is not None and panel.charts]
 
     def chart(self, *keys: str, log: bool = False) -> ChartView | None:
         """Return a chart of keys or templates; None where none of them has a value."""
@@ -415,18 +414,15 @@ class RunView:
         matched = list(dict.fromkeys(key for template in declared.keys for key in self._matching(template)))
         if len(matched) < declared.min_lines:
             return None
-        lines = [self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES]]
-        info = self.info.describe(lines[0].key)
-        key = lines[0].key
+        lines = tuple(self._line(key, single=len(matched) == 1) for key in matched[:MAX_LINES])
+        info = self.info.describe(key := lines[0].key)
         name = info.name if info and info.name else key
-        template = template_of(key, self.info.metrics)
-        if info and template != key and len(lines) == 1:  # which of the metrics of that name it is
-            places = zip(template.split("/"), key.split("/"), strict=False)
-            name += "".join(f" ({own})" for declared, own in places if declared.startswith("{"))
+        if info and len(lines) == 1:  # which of the metrics of that name it is
+            name += "".join(f" ({part})" for part in self.placeholders(key).values())
         return ChartView(
-            title=declared.title or name[:1].upper() + name[1:],
+            title=declared.title or capitalized(name),
             unit=info.unit if info and info.unit.strip("1") else "",
-            lines=tuple(lines),
+            lines=lines,
             healthy=lines[0].healthy,
             info=info,
             log=declared.log and all(value > 0 for line in lines for value in line.series.values),
@@ -445,21 +441,18 @@ class RunView:
         ]
 
     def _line(self, key: str, *, single: bool) -> LineView:
-        info, series = self.info.describe(key), self.series(key)
-        template, value = template_of(key, self.info.metrics), self.last.get(key)
-        healthy = HealthyRange.parse(info.healthy) if info else None
+        info, series, parts = self.info.describe(key), self.series(key), self.placeholders(key)
+        label = info.name if info and info.name else key
+        if parts:
+            label = key if single else "/".join(parts.values())
         judgement, since = self.judgement(key), None
-        if judgement:
-            others: dict[str, Series] = {}
-            for update, earlier in zip(reversed(series.updates), reversed(series.values), strict=True):
-                if not judge(info, earlier, partial(self._value_at, key, update, others)):
-                    break
-                since = update
-        label = info.name if info and info.name and template == key else key
-        if template != key and not single:
-            places = zip(template.split("/"), key.split("/"), strict=False)
-            label = "/".join(own for declared, own in places if declared.startswith("{")) or key
-        return LineView(key, label, series, value, judgement, healthy, since)
+        others: dict[str, Series] = {}
+        for update, earlier in zip(reversed(series.updates), reversed(series.values), strict=True) if judgement else ():
+            if not judge(info, earlier, partial(self._value_at, key, update, others)):
+                break
+            since = update
+        healthy = HealthyRange.parse(info.healthy) if info else None
+        return LineView(key, label, series, self.last.get(key), judgement, healthy, since)
 
     def judgement(self, key: str) -> Judgement:
         """Return the state of the latest value of a key beside the bounds of its metric; empty without a value."""
@@ -467,10 +460,15 @@ class RunView:
             return ""
         return judge(self.info.describe(key), self.last[key], lambda other: self.last.get(self._beside(key, other)))
 
+    def placeholders(self, key: str) -> dict[str, str]:
+        """Return what a key has in place of the braces of its template, such as `forget` for `{gate}`."""
+        pairs = zip(template_of(key, self.info.metrics).split("/"), key.split("/"), strict=False)
+        return {declared: own for declared, own in pairs if declared.startswith("{")}
+
     def _beside(self, key: str, template: str) -> str:
         """Return the key of another metric for the head, group or layer of `key`."""
-        for declared, own in zip(template_of(key, self.info.metrics).split("/"), key.split("/"), strict=False):
-            template = template.replace(declared, own) if declared.startswith("{") else template
+        for declared, own in self.placeholders(key).items():
+            template = template.replace(declared, own)
         return template
 
     def _value_at(self, key: str, update: int, others: dict[str, Series], template: str) -> float | None:
@@ -483,34 +481,27 @@ class RunView:
 
     def tables(self) -> list[TableView]:
         """Return the tables of all installed declarations that the run has, by place; one that raises is among `problems`."""
-        tables = [self._of_plugin(declared, declared.checked_table) for declared in view_declarations().tables]
+        tables = [self._of_plugin(one, partial(one.checked_table, self)) for one in view_declarations().tables]
         return [table for table in tables if table is not None]
 
     def strip(self) -> list[StripItem]:
         """Return the parts of the anomaly strip; none where nothing is wrong; one that raises is among `problems`."""
-        items = [self._of_plugin(declared, declared.checked_item) for declared in view_declarations().strip]
+        items = [self._of_plugin(one, partial(one.checked_item, self)) for one in view_declarations().strip]
         return [item for item in items if item is not None]
 
     def detail(self, table: str, row: int) -> RenderableType:
         """Return what a table shows of one of its rows: a sentence where that is nothing."""
         declared = next((one for one in view_declarations().tables if one.name == table), None)
-        show = declared.detail if declared else None
-        if declared is None or show is None:
+        if declared is None or declared.detail is None:
             return "There is nothing more about this row."
+        detail = self._of_plugin(declared, partial(declared.detail, self, row))
+        return self._problems.get(declared, "") if detail is None else detail
 
-        def make(view: RunView) -> RenderableType:
-            return show(view, row)
-
-        detail = self._of_plugin(declared, make)
-        if detail is None:
-            return self._problems.get(declared, "")
-        return detail
-
-    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[RunView], T]) -> T | None:
-        """Return what a declaration's function makes of this view; None where it raises, which costs no other part."""
+    def _of_plugin(self, declared: ViewDeclaration, make: Callable[[], T]) -> T | None:
+        """Return what a declaration makes of this view; None where it raises, which costs no other part."""
         self._problems.pop(declared, None)
         try:
-            return make(self)
+            return make()
         except (Exception, SystemExit) as error:  # a plugin's own code
             kind = type(declared).__name__.removesuffix("Declaration").lower()
             self._problems[declared] = f"The {kind} {declared.name!r} cannot be shown: {type(error).__name__}: {error}"

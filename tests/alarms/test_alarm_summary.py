@@ -13,7 +13,7 @@ from esper_telemetry import Telemetry
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.sinks import MLflowSink, TensorBoardSink, end_block
 from esper_telemetry.telemetry import session_of
-from esper_telemetry.views.outcome import Summary
+from esper_telemetry.views.verdict_text import Summary
 
 SCRIPT = {
     2: ScriptedAlarm("policy/kl_spike"),

@@ -13,7 +13,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.journal.read import last_outcome
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.views.compare.runs import read_compared
+from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.report import position
 from esper_telemetry.views.run_view import open_view
 

@@ -17,9 +17,9 @@ from esper_telemetry.cli.main import run as command_line
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.journal import Journal, compress, encode_end, encode_record, encode_run
 from esper_telemetry.views.compare import Comparison, comparison
-from esper_telemetry.views.compare.page import comparison_page
-from esper_telemetry.views.compare.runs import find_runs, first_difference, read_compared
-from esper_telemetry.views.compare.statistics import (
+from esper_telemetry.views.compare.compared_runs import find_runs, first_difference, read_compared
+from esper_telemetry.views.compare.comparison_page import comparison_page
+from esper_telemetry.views.compare.seed_statistics import (
     improvement,
     iqm,
     iqm_interval,

@@ -20,7 +20,7 @@ from esper_telemetry.sinks.pages import IncidentCards, run_note
 from esper_telemetry.views.report import report_html, report_markdown
 from esper_telemetry.views.run_view import open_view
 from esper_telemetry.views.watch.charts import WatchState
-from esper_telemetry.views.watch.pages import header, overview, strip
+from esper_telemetry.views.watch.screens import header, overview, strip
 
 COURSES: dict[str, Callable[[int], float]] = {
     "learning": lambda update: 10.0 * update,

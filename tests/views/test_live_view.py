@@ -20,6 +20,7 @@ from esper_telemetry.cli.main import main
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.journal.file import compress
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.views.run_parts import duration
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.series import Series
 from esper_telemetry.views.watch import app as app_module
@@ -36,7 +37,7 @@ from esper_telemetry.views.watch.charts import (
     sparkline,
     value_at,
 )
-from esper_telemetry.views.watch.pages import duration, header, overview, strip, table_page
+from esper_telemetry.views.watch.screens import header, overview, strip, table_page
 
 
 @pytest.fixture

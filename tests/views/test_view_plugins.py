@@ -16,7 +16,7 @@ from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.report import report_html
 from esper_telemetry.views.run_view import RunView, open_view
 from esper_telemetry.views.watch.charts import WatchState
-from esper_telemetry.views.watch.pages import overview, strip, table_page
+from esper_telemetry.views.watch.screens import overview, strip, table_page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "watch.md").read_text(encoding="utf-8")
 VALUES = {"my/bonus": 0.005, "my/room/attic": 3.0, "policy/kl": 0.01}

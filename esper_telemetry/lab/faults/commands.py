@@ -27,7 +27,7 @@ from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink
 from esper_telemetry.telemetry import Telemetry, attach, session_of
-from esper_telemetry.views.outcome import Summary
+from esper_telemetry.views.verdict_text import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.lab.faults.__main__ import Demo, List, Score

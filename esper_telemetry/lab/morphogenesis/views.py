@@ -28,7 +28,7 @@ from esper_telemetry.views.panels import (
 )
 from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.watch.charts import bars
-from esper_telemetry.views.watch.pages import STALENESS
+from esper_telemetry.views.watch.screens import STALENESS
 
 EVENT: Final = "growth"
 STAGES: Final = {

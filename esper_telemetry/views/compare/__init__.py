@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from esper_telemetry.alarms.verdict.outcome import NONFINITE
-from esper_telemetry.views.compare.runs import RETURN_KEYS, Array, ComparedRun, FirstDifference, first_difference
-from esper_telemetry.views.compare.statistics import (
+from esper_telemetry.views.compare.compared_runs import RETURN_KEYS, ComparedRun, FirstDifference, first_difference
+from esper_telemetry.views.compare.seed_statistics import (
     METRICS_LEVEL,
     RETURN_LEVEL,
     BootstrapInterval,
@@ -165,50 +165,42 @@ def comparison(runs: Sequence[ComparedRun]) -> Comparison:
     for run in runs:
         grouped.setdefault(tuple(sorted(run.settings.items())), []).append(run)
     groups = list(grouped.values())
-    labels = _labels(groups)
+    settings = [group[0].settings for group in groups]
+    names = sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
+    labels = _labels(settings, names)
     return_key = next((key for key in RETURN_KEYS if any(key in run.keys for run in runs)), "")
     axis = StepAxis.of(runs)
-    repeats = [difference for group in groups for difference in _repeats(group)]
     independent = [_one_per_seed(group) for group in groups]
     return Comparison(
-        tuple(
+        groups=tuple(
             _summary(label, group, seeds, return_key, axis)
             for label, group, seeds in zip(labels, groups, independent, strict=True)
         ),
-        tuple(
+        comparisons=tuple(
             _compare((labels[0], label), (independent[0], seeds), return_key, axis)
             for label, seeds in zip(labels[1:], independent[1:], strict=True)
         ),
-        tuple(repeats),
-        return_key,
-        axis.reach,
-        {
-            name: {label: _word(group[0].settings.get(name)) for label, group in zip(labels, groups, strict=True)}
-            for name in _differing(groups)
+        repeats=tuple(difference for group in groups for difference in _repeats(group)),
+        return_key=return_key,
+        reach=axis.reach,
+        settings={
+            name: {label: _word(each.get(name)) for label, each in zip(labels, settings, strict=True)} for name in names
         },
-        _versions(labels, groups),
-        tuple(_notes(runs, groups, independent, return_key, axis)),
+        versions=_versions(labels, groups),
+        notes=tuple(_notes(runs, groups, independent, return_key, axis)),
     )
 
 
-def _labels(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
-    """Return a name for each group: its own settings of those that differ between groups."""
-    if len(groups) == 1:
+def _labels(settings: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+    """Return a name for each group: its own values of the settings that differ between groups."""
+    if len(settings) == 1:
         return ["all runs"]
-    names = _differing(groups)
     more = f" and {len(names) - MAX_LABEL_SETTINGS} more" if len(names) > MAX_LABEL_SETTINGS else ""
     labels = [
-        ", ".join(f"{name}={_word(group[0].settings.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more
-        for group in groups
+        ", ".join(f"{name}={_word(each.get(name))}" for name in names[:MAX_LABEL_SETTINGS]) + more for each in settings
     ]
     repeated = {label for label, count in Counter(labels).items() if count > 1}
     return [f"{label} ({place})" if label in repeated else label for place, label in enumerate(labels, 1)]
-
-
-def _differing(groups: Sequence[Sequence[ComparedRun]]) -> list[str]:
-    """Return the settings in which groups differ."""
-    settings = [group[0].settings for group in groups]
-    return sorted({name for each in settings for name in each if len({other.get(name) for other in settings}) > 1})
 
 
 def _word(value: str | None) -> str:
@@ -230,10 +222,8 @@ def _one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return the runs of a group that have records, the longest of each seed: repeated runs of a seed are one observation."""
     chosen: dict[str, ComparedRun] = {}
     for place, run in enumerate(group):
-        if not len(run.updates):
-            continue
         seed = run.seed or f"run {place}"
-        if seed not in chosen or run.last_step > chosen[seed].last_step:
+        if len(run.updates) and (seed not in chosen or run.last_step > chosen[seed].last_step):
             chosen[seed] = run
     return list(chosen.values())
 
@@ -241,7 +231,7 @@ def _one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
 def _summary(
     label: str, group: Sequence[ComparedRun], independent: Sequence[ComparedRun], return_key: str, axis: StepAxis
 ) -> GroupSummary:
-    finals = _finals(independent, return_key, axis)
+    finals = np.array([run.final_return(return_key, axis.reach) for run in independent])
     finals = finals[np.isfinite(finals)]
     courses = np.array([axis.means(run, run.column(return_key)[:, None])[:, 0] for run in independent])
     columns = [column[np.isfinite(column)] for column in courses.reshape(len(independent), axis.bins).T]
@@ -249,39 +239,36 @@ def _summary(
     has_returns = len(finals) > 0
     return GroupSummary(
         label,
-        tuple(
-            RunSummary(
-                run.place,
-                run.info.name,
-                run.seed,
-                None if run.status is None else str(run.status),
-                str(run.outcome),
-                run.outcome_text,
-                len(run.updates),
-                int(run.last_step),
-                level if math.isfinite(level := run.final_return(return_key, axis.reach)) else None,
-            )
-            for run in group
-        ),
-        len(independent),
-        dict(Counter(str(run.outcome) for run in group).most_common()),
-        dict(Counter(kind for run in group for kind in sorted(run.alarms)).most_common()),
-        float(iqm(finals)) if has_returns else None,
-        iqm_interval(finals),
-        float(np.std(finals, ddof=1)) if len(finals) > 1 else None,
-        float(finals.min()) if has_returns else None,
-        float(finals.max()) if has_returns else None,
-        GroupCourse(
+        runs=tuple(_run_summary(run, run.final_return(return_key, axis.reach)) for run in group),
+        seeds=len(independent),
+        outcomes=dict(Counter(str(run.outcome) for run in group).most_common()),
+        alarms=dict(Counter(kind for run in group for kind in sorted(run.alarms)).most_common()),
+        level=float(iqm(finals)) if has_returns else None,
+        interval=iqm_interval(finals),
+        deviation=float(np.std(finals, ddof=1)) if len(finals) > 1 else None,
+        low=float(finals.min()) if has_returns else None,
+        high=float(finals.max()) if has_returns else None,
+        course=GroupCourse(
             tuple(((axis.edges[:-1] + axis.edges[1:]) / 2).tolist()),
             tuple(float(iqm(column)) if len(column) else None for column in columns),
-            tuple(None if one is None else one.low for one in intervals),
-            tuple(None if one is None else one.high for one in intervals),
+            tuple(one and one.low for one in intervals),
+            tuple(one and one.high for one in intervals),
         ),
     )
 
 
-def _finals(runs: Iterable[ComparedRun], return_key: str, axis: StepAxis) -> Array:
-    return np.array([run.final_return(return_key, axis.reach) for run in runs])
+def _run_summary(run: ComparedRun, final: float) -> RunSummary:
+    return RunSummary(
+        run.place,
+        run.info.name,
+        run.seed,
+        None if run.status is None else str(run.status),
+        str(run.outcome),
+        run.outcome_text,
+        len(run.updates),
+        int(run.last_step),
+        final if math.isfinite(final) else None,
+    )
 
 
 def _compare(
@@ -291,17 +278,15 @@ def _compare(
     axis: StepAxis,
 ) -> GroupComparison:
     """Compare two groups of runs, one per seed."""
-    finals = [_finals(group, return_key, axis) for group in groups]
+    finals = [np.array([run.final_return(return_key, axis.reach) for run in group]) for group in groups]
     present = [values[np.isfinite(values)] for values in finals]
     has_returns = all(len(values) for values in present)
     return_p, return_divergence = final_return_test(groups, finals, return_key, axis)
     table = MetricMeans.of(groups, axis)
-    metrics = table.differences()
+    metrics, return_differs = table.differences(), return_p is not None and return_p <= RETURN_LEVEL
+    verdict = "differs" if metrics or return_differs else "same"
     if return_p is None and not table.is_testable:
         verdict = "cannot tell"
-    else:
-        differs = metrics or (return_p is not None and return_p <= RETURN_LEVEL)
-        verdict = "differs" if differs else "same"
     comparison = GroupComparison(
         *labels,
         (len(groups[0]), len(groups[1])),

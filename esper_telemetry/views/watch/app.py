@@ -28,8 +28,8 @@ from esper_telemetry.journal.packed import PACKED_SUFFIX
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.run_view import RunView, open_view
-from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, run_names, wrapped
-from esper_telemetry.views.watch.pages import (
+from esper_telemetry.views.watch.charts import Line, WatchState, chart_page, paragraph, run_names
+from esper_telemetry.views.watch.screens import (
     footer,
     header,
     help_page,
@@ -360,7 +360,7 @@ class WatchApp(App[None]):
             try:
                 lines = rendered(detail, width)
             except (Exception, SystemExit) as error:  # a plugin's own code
-                lines = [Line(part) for part in wrapped(f"This row cannot be shown: {error}", width, "yellow")]
+                lines = paragraph(f"This row cannot be shown: {error}", width, "yellow")
             self._page.show(top, lines)
         else:
             self._page.show(top, overview(views, self._state, width))

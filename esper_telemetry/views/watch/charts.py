@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ from rich.text import Text
 
 from esper_telemetry.core.record import template_of
 from esper_telemetry.views.panels import view_declarations
-from esper_telemetry.views.run_parts import LineView
 from esper_telemetry.views.run_view import RunView
-from esper_telemetry.views.series import Series, drawable
+from esper_telemetry.views.series import HealthyRange, Series, drawable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 RUN_MARKS: Final = (
@@ -81,25 +81,21 @@ def run_names(views: Sequence[RunView]) -> list[str]:
 
 
 def metric_name(views: Sequence[RunView], key: str, *, short: bool = False) -> str:
-    """Return the name of a metric as its description has it; the key where no run describes it.
-
-    A key of a template says which one it is: `mean of a gate (forget)`.
+    """Return the name of a metric as its description has it, `mean of a gate (forget)` for a template; the key if no run describes it.
 
     Args:
         views: runs that may describe it.
         key: of the metric.
-        short: take the declared label of the chart that the key leads, where there is one.
+        short: take the declared label of the chart that the key leads, if there is one.
     """
-    info, template = next(
-        ((one, template_of(key, view.info.metrics)) for view in views if (one := view.info.describe(key))), (None, key)
-    )
+    view = next((view for view in views if view.info.describe(key)), None)
+    if view is None or (info := view.info.describe(key)) is None:
+        return key
+    parts, template = view.placeholders(key), template_of(key, view.info.metrics)
     charts = (chart for panel in view_declarations().panels for chart in panel.charts) if short else ()
     label = next((chart.label for chart in charts if chart.label and chart.keys[0] in (key, template)), "")
-    name = label or (info.name if info and info.name else key)
-    places = (
-        own for declared, own in zip(template.split("/"), key.split("/"), strict=False) if declared.startswith("{")
-    )
-    return " ".join([name, *(f"({place})" for place in places)]) if name != key else key
+    name = label or info.name
+    return " ".join([name, *(f"({part})" for part in parts.values())]) if name else key
 
 
 def with_unit(value: float | None, unit: str) -> str:
@@ -117,15 +113,11 @@ def justified(left: Text, right: Text, width: int) -> Text:
     return left.append(" " * max(1, space)).append_text(right)
 
 
-def wrapped(text: str, width: int, style: str = "") -> list[Text]:
-    """Return a sentence in lines of that width."""
-    lines: list[str] = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > max(20, width):
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return [Text(line, style) for line in lines]
+def paragraph(text: str, width: int, style: str = "", *, indent: str = "") -> list[Line]:
+    """Return a sentence as lines of at most that width, and nothing for an empty one."""
+    width = max(20, width - len(indent))
+    parts = textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+    return [Line(Text.assemble(indent, (part, style))) for part in parts]
 
 
 def cut(text: str, width: int) -> str:
@@ -199,62 +191,38 @@ def scaling(values: Sequence[float], *, log: bool) -> Callable[[float], float]:
     return lambda value: math.log10(max(drawable(value), positive))
 
 
-class Canvas:
-    """Characters by row and column, with a style each.
-
-    Args:
-        columns, rows: its size.
-    """
-
-    def __init__(self, columns: int, rows: int) -> None:
-        self._cells = [[(" ", "")] * columns for _ in range(rows)]
-
-    def put(self, column: int, row: int, character: str, style: str) -> None:
-        """Draw one character; what lies outside is left out."""
-        if 0 <= row < len(self._cells) and 0 <= column < len(self._cells[row]):
-            self._cells[row][column] = (character, style)
-
-    def lines(self) -> list[Text]:
-        """Return the rows from top to bottom."""
-        return [Text.assemble(*row) for row in self._cells]
-
-
 def chart_page(views: Sequence[RunView], key: str, state: WatchState, width: int, height: int) -> list[Line]:
     """Return a chart of one metric over environment steps, all runs on the same axes, with its description and healthy range."""
     charts = [(index, view, chart) for index, view in enumerate(views) if (chart := view.chart(key)) is not None]
     if not charts:
         return [Line(Text(f"No run has {key}.", "dim"))]
     chart = charts[0][2]
-    line, info = chart.lines[0], chart.info
-    title = f"{metric_name(views, key)}  {key}" + (f"  [{chart.unit}]" if chart.unit else "")
-    lines = [Line(part) for part in wrapped(title, width, "bold")]
-    if info and info.question:
-        lines += [Line(part) for part in wrapped(info.question, width, "dim")]
+    line, info, healthy = chart.lines[0], chart.info, chart.healthy
+    title = f"{metric_name(views, key)} {key}" + (f" [{chart.unit}]" if chart.unit else "")
+    lines = paragraph(title, width, "bold") + paragraph(chart.question, width, "dim")
     when = "latest" if state.cursor is None else f"at {state.cursor:,} {views[0].x_label}"
     for index, view, _ in charts:
         value = Text(f"  {with_unit(value_at(view.series(key), state.cursor), chart.unit)}  {when}")
         name = cut(run_names(views)[index], max(1, width - value.cell_len - 2))
         lines.append(Line(run_mark(index).append(name).append_text(value)))
-    if line.healthy is not None:
-        healthy = f"Healthy {range_text(line.healthy.low, line.healthy.high)} {line.healthy.condition}"
-        lines += [Line(part) for part in wrapped(healthy, width, "green")]
+    if healthy is not None:
+        lines += paragraph(f"Healthy {range_text(healthy.low, healthy.high)} {healthy.condition}", width, "green")
     if info and info.action and line.judgement in ("warn", "critical"):
-        lines += [Line(part) for part in wrapped(f"Try: {info.action}", width, "green")]
-    lines += plot(
-        [(index, view.series(key)) for index, view, _ in charts],
-        state,
-        line,
-        views[0].x_label,
-        width,
-        max(4, height - len(lines) - 1),
-    )
-    return lines
+        lines += paragraph(f"Try: {info.action}", width, "green")
+    series = [(RUN_MARKS[index % len(RUN_MARKS)], view.series(key)) for index, view, _ in charts]
+    rows = max(4, height - len(lines) - 1)
+    return [*lines, *plot(series, state, healthy, views[0].x_label, width, rows)]
 
 
 def plot(
-    series: Sequence[tuple[int, Series]], state: WatchState, line: LineView, x_label: str, width: int, rows: int
+    series: Sequence[tuple[tuple[str, str], Series]],
+    state: WatchState,
+    healthy: HealthyRange | None,
+    x_label: str,
+    width: int,
+    rows: int,
 ) -> list[Line]:
-    """Return the values of some runs as rows of marks, with both axes, the healthy range as dots, and the cursor.
+    """Return the values of some runs as rows of their marks, with both axes, the healthy range as dots, and the cursor.
 
     A column that stands for several updates shows their mean, smallest and largest value.
     """
@@ -269,29 +237,28 @@ def plot(
         margin = max(0.5, 1e-6 * abs(high))
         low, high = low - margin, high + margin
     columns, ends = max(8, width - 11), (min(steps), max(steps))
-    canvas = Canvas(columns, rows - 1)
+    canvas = [[(" ", "")] * columns for _ in range(rows - 1)]
 
-    def row_of(value: float) -> int:
-        return rows - 2 - round((scale(value) - low) / (high - low) * (rows - 2))
+    def put(column: int, value: float, mark: tuple[str, str]) -> None:
+        canvas[rows - 2 - round((scale(value) - low) / (high - low) * (rows - 2))][column] = mark
 
-    for limit in () if line.healthy is None else (line.healthy.low, line.healthy.high):
+    for limit in () if healthy is None else (healthy.low, healthy.high):
         if limit is not None and (not log or limit > 0) and low <= scale(limit) <= high:
             for column in range(columns):
-                canvas.put(column, row_of(limit), "·", "green")
+                put(column, limit, ("·", "green"))
     if state.cursor is not None:
         at = int((state.cursor - ends[0]) / max(1, ends[1] - ends[0]) * (columns - 1))
-        for row in range(rows):
-            canvas.put(at, row, "│", "dim")
-    for index, one in series:
-        mark, colour = RUN_MARKS[index % len(RUN_MARKS)]
+        for row in canvas if 0 <= at < columns else ():
+            row[at] = ("│", "dim")
+    for mark, one in series:
         for column, part in enumerate(in_columns(one, columns, ends)):
             for value in (min(part), max(part), sum(part) / len(part)) if part else ():
-                canvas.put(column, row_of(value), mark, colour)
+                put(column, value, mark)
     lines = []
-    for row, text in enumerate(canvas.lines()):
-        height = high - (high - low) * row / max(1, rows - 2)
-        tick = compact(10**height if log else height) if row in (0, (rows - 1) // 2, rows - 2) else ""
-        lines.append(Line(Text.assemble((tick.rjust(9), "dim"), ("┤" if tick else "│", "dim"), text)))
+    for place, row in enumerate(canvas):
+        height = high - (high - low) * place / max(1, rows - 2)
+        tick = compact(10**height if log else height) if place in (0, (rows - 1) // 2, rows - 2) else ""
+        lines.append(Line(Text.assemble((tick.rjust(9), "dim"), ("┤" if tick else "│", "dim"), *row)))
     first, last = f"{'log' if log else '':>9} {ends[0]:,}", f" {ends[1]:,}"
     axis = first + x_label.center(max(0, width - len(first) - len(last))) + last
     return [*lines, Line(Text(axis, "dim"))]

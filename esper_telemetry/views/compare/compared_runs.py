@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ OUTPUT_SETTING: Final = re.compile(
     r"|name"
 )
 """Settings of where a run writes and what it reports, which do not change its training."""
+NOT_TRAINING: Final = re.compile(f"{SEED.pattern}|{OUTPUT_SETTING.pattern}")
 TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB", "MiB", "GiB"})
 """Units of time and memory, which differ between runs that are equal."""
 TIME_NAME: Final = re.compile(
@@ -138,25 +139,20 @@ def read_compared(place: str) -> ComparedRun:
     keys = tuple(dict.fromkeys(key for record in records for key in record.values))
     columns = {key: column for column, key in enumerate(keys)}
     values = np.full((len(records), len(keys)), math.nan)
+    judge, returns = OutcomeJudge(run.info.facts), np.full((len(RETURN_KEYS), len(records)), math.nan)
     for row, record in enumerate(records):
         known = judgeable(record.values)
         values[row, [columns[key] for key in known]] = list(known.values())
-    judge = OutcomeJudge(run.info.facts)
-    returns = np.full((len(RETURN_KEYS), len(records)), math.nan)
-    for row, record in enumerate(records):
         judge.add(record)
         returns[:, row] = [judge.recent(key) for key in RETURN_KEYS]
     outcome = judge.end(run.status)
     settings = _flat(run)
+    seeds = [value for name, value in settings.items() if SEED.fullmatch(name) and value != "null"]
     return ComparedRun(
         place,
         run.info,
-        ", ".join(dict.fromkeys(value for name, value in settings.items() if SEED.fullmatch(name) and value != "null")),
-        {
-            name: value
-            for name, value in settings.items()
-            if not SEED.fullmatch(name) and not OUTPUT_SETTING.fullmatch(name)
-        },
+        ", ".join(dict.fromkeys(seeds)),
+        {name: value for name, value in settings.items() if not NOT_TRAINING.fullmatch(name)},
         run.status,
         outcome.kind,
         outcome.text,
@@ -174,31 +170,27 @@ def _flat(run: Run) -> dict[str, str]:
     """Return settings as JSON text by dotted name: the configuration, and facts of one value that it does not name."""
     flat: dict[str, str] = {}
 
-    def add(values: Mapping[str, Any], prefix: str) -> None:
+    def add(values: Mapping[str, Any], prefix: str = "") -> None:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 add(value, f"{prefix}{name}.")
             else:
                 flat[f"{prefix}{name}"] = json.dumps(value, sort_keys=True)
 
-    add(plain(run.info.config), "")
+    add(plain(run.info.config))
     names = {name.rpartition(".")[2] for name in flat}
     facts = plain(run.info.facts)
     names |= {"level", "thresholds", "escalation"}  # of telemetry
-    add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)}, "")
+    add({name: value for name, value in facts.items() if name not in names and not isinstance(value, dict | list)})
     return flat
 
 
 @lru_cache(maxsize=100_000)
-def _is_reproducible_family(family: str) -> bool:
-    return family not in families() or families()[family].reproducible
-
-
 def is_reproducible(key: str, info: MetricInfo | None) -> bool:
     """Return False for keys of time, memory and cost, and of telemetry itself: by their declaration, else by their name."""
-    if info is None:
-        return _is_reproducible_family(family_name(key)) and not TIME_NAME.fullmatch(key)
-    return _is_reproducible_family(family_name(key)) and info.unit not in TIME_UNITS
+    family = families().get(family_name(key))
+    is_time = TIME_NAME.fullmatch(key) is not None if info is None else info.unit in TIME_UNITS
+    return not is_time and (family is None or family.reproducible)
 
 
 def base_key(key: str) -> str:
@@ -245,56 +237,37 @@ def first_difference(first: ComparedRun, second: ComparedRun) -> FirstDifference
     Keys of time, memory and cost are left out. Sampled metrics and alarms are compared as long as both runs sampled the same updates: the
     time that sampling takes decides which. Where levels or versions of telemetry differ, keys of one run alone are left out.
     """
-    infos = (first.info, second.info)
-    updates = (len(first.updates), len(second.updates))
-    keep_absent = all(
-        left == right
-        for left, right in (
-            (Facts.of(infos[0].facts).level, Facts.of(infos[1].facts).level),
-            (infos[0].versions.get("esper-telemetry"), infos[1].versions.get("esper-telemetry")),
-        )
-    )
-    sampled_alike, equal = True, 0
-    sampled: dict[str, bool] = {}
+    places, updates = (first.place, second.place, first.seed), (len(first.updates), len(second.updates))
+    recorders = [(Facts.of(run.info.facts).level, run.info.versions.get("esper-telemetry")) for run in (first, second)]
+    keep_absent, sampled_alike, equal = recorders[0] == recorders[1], True, 0
 
+    @cache
     def is_sampled_key(key: str) -> bool:
-        if key not in sampled:
-            sampled[key] = is_sampled(key, infos[0]) or is_sampled(key, infos[1])
-        return sampled[key]
+        return is_sampled(key, first.info) or is_sampled(key, second.info)
 
     def comparable(key: str) -> bool:
         key = key.removeprefix("histogram/")
-        described = infos[0].describe(key) or infos[1].describe(key)
         depends_on_samples = is_sampled_key(key) or family_name(key) == ALARMS_FAMILY.name
+        described = first.info.describe(key) or second.info.describe(key)
         return is_reproducible(key, described) and (sampled_alike or not depends_on_samples)
 
     for left, right in zip(_records(first.place), _records(second.place), strict=False):
-        names = [left.values, right.values]
-        sampled_alike = sampled_alike and any(map(is_sampled_key, names[0])) == any(map(is_sampled_key, names[1]))
+        if sampled_alike:
+            sampled_alike = any(map(is_sampled_key, left.values)) == any(map(is_sampled_key, right.values))
         mine, other = _plain_values(left), _plain_values(right)
-        differing = [
+        differing = tuple(
             key
             for key in {**mine, **other}
             if not _same(mine.get(key), other.get(key))
             and (keep_absent or (key in mine and key in other))
             and comparable(key)
-        ]
+        )
         if differing:
-            key = differing[0]
-            return FirstDifference(
-                first.place,
-                second.place,
-                first.seed,
-                equal,
-                left.axes.update,
-                left.axes.env_step,
-                key,
-                (mine.get(key), other.get(key)),
-                tuple(differing),
-                updates,
-            )
+            key, axes = differing[0], left.axes
+            values = (mine.get(key), other.get(key))
+            return FirstDifference(*places, equal, axes.update, axes.env_step, key, values, differing, updates)
         equal += 1
-    return FirstDifference(first.place, second.place, first.seed, equal, None, None, "", (None, None), (), updates)
+    return FirstDifference(*places, equal, None, None, "", (None, None), (), updates)
 
 
 def _records(place: str) -> Iterator[Record]:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 from rich.console import Console
 from rich.text import Text
 
 from esper_telemetry.alarms.verdict.headline import Tone
-from esper_telemetry.core.record import Alarm, AlarmLevel
+from esper_telemetry.core.record import AlarmEvent
+from esper_telemetry.sinks.console import ALARM_COLOURS
+from esper_telemetry.views.document import STYLES
 from esper_telemetry.views.panels import TableCell, TableDeclaration, TableView
-from esper_telemetry.views.run_parts import IncidentView, LineView, number_text
+from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView
 from esper_telemetry.views.series import Judgement
+from esper_telemetry.views.verdict_text import capitalized, end_text
 from esper_telemetry.views.watch.charts import (
     LEVEL_STYLES,
     RUN_MARKS,
@@ -28,18 +32,16 @@ from esper_telemetry.views.watch.charts import (
     cut,
     justified,
     metric_name,
+    paragraph,
     range_text,
     run_mark,
     run_names,
     sparkline,
     value_at,
     with_unit,
-    wrapped,
 )
 
 LEVEL_MARKS: Final = {"": " ", "outside": "!", "warn": "!", "critical": "‼"}
-ALARM_STYLES: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-TONE_STYLES: Final = {Tone.GOOD: "green", Tone.OPEN: "", Tone.WARN: "bold yellow", Tone.BAD: "bold red"}
 STALENESS: Final = {
     "ok": ("●OK", "green"),
     "warn": ("◐WARN", "yellow"),
@@ -88,7 +90,7 @@ def _strip_text(views: Sequence[RunView], parts: Sequence[Sequence[tuple[str, Ju
 def header(views: Sequence[RunView], width: int, now: float | None = None) -> list[Line]:
     """Return who runs, how far and how fast: two lines for one run, one line for each of several."""
     if len(views) == 1:
-        return [*_single_header(views[0], width, now)]
+        return _single_header(views[0], width, now)
     lines = []
     for index, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
         progress = view.progress(now)
@@ -99,91 +101,72 @@ def header(views: Sequence[RunView], width: int, now: float | None = None) -> li
     return lines
 
 
-def _single_header(view: RunView, width: int, now: float | None) -> Iterator[Line]:
-    progress = view.progress(now)
-    facts = [view.facts.env, view.facts.trainer]
-    left = Text.assemble((view.name, "bold"), ("  " + " · ".join(filter(None, facts)), "dim"))
-    state, split = _state(view, now), progress.time_split.items()
-    shares = [
+def _single_header(view: RunView, width: int, now: float | None) -> list[Line]:
+    progress, state = view.progress(now), _state(view, now)
+    facts = " · ".join(filter(None, (view.facts.env, view.facts.trainer)))
+    left, split = Text.assemble((view.name, "bold"), (f"  {facts}", "dim")), progress.time_split.items()
+    shares = (
         "  ".join(f"{name} {share:.0%}" for name, share in split),
         " ".join(f"{name[:3]} {share:.0%}" for name, share in split),
-    ]
-    room = width - left.cell_len - state.cell_len - 4
-    yield Line(
-        justified(
-            left,
-            Text(next((one for one in shares if len(one) <= room), ""), "dim").append("  ").append_text(state),
-            width,
-        )
     )
-    steps = f"update {progress.update:,}  step {progress.env_step:,}"
-    steps += f" of {progress.total_steps:,}" if progress.total_steps else ""
-    second = Text(steps)
+    room = width - left.cell_len - state.cell_len - 4
+    fitting = next((text for text in shares if len(text) <= room), "")
+    first = justified(left, Text(fitting, "dim").append("  ").append_text(state), width)
+    total = f" of {progress.total_steps:,}" if progress.total_steps else ""
+    second = Text(f"update {progress.update:,}  step {progress.env_step:,}{total}")
     if progress.fraction is not None and not view.ended:
         done = round(10 * progress.fraction)
-        second.append("  " + "█" * done, "green")
-        second.append("░" * (10 - done), "dim")
-        second.append(f" {progress.fraction:.0%}")
+        second.append("  " + "█" * done, "green").append("░" * (10 - done), "dim").append(f" {progress.fraction:.0%}")
     if progress.eta_seconds is not None:
         second.append(f"  ETA {duration(progress.eta_seconds)}")
     rate = Text(f"{progress.steps_per_second:,.0f} steps/s" if progress.steps_per_second else "", "bold")
-    yield Line(justified(second, rate, width))
+    return [Line(first), Line(justified(second, rate, width))]
 
 
 def _state(view: RunView, now: float | None) -> Text:
     """Return how the run ended, or the age of its last record."""
     reading = ("reading all updates  " if view.sampled else "", "dim")
     if view.ended:
-        status = str(view.status or "imported")
-        return Text.assemble(reading, (status, TONE_STYLES[view.diagnosis.tone]))
+        return Text.assemble(reading, (str(view.status or "imported"), STYLES[view.diagnosis.tone]))
     progress = view.progress(now)
-    mark, style = STALENESS[progress.staleness]
     age = "" if progress.age_seconds is None else f" {duration(progress.age_seconds)}"
-    return Text.assemble(reading, (mark, style), (age, "dim"))
-
-
-def duration(seconds: float) -> str:
-    """Return `12 s`, `3 m 20 s`, `2 h 05 m` or `3 d 4 h`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02} s"
-    return (
-        f"{whole // 3600} h {whole % 3600 // 60:02} m"
-        if whole < 86400
-        else f"{whole // 86400} d {whole % 86400 // 3600} h"
-    )
+    return Text.assemble(reading, STALENESS[progress.staleness], (age, "dim"))
 
 
 def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Line]:
     """Return outcome, pinned metrics, incidents, panels by question and the last events; with a filter the metrics that match it."""
-    first = views[0]
-    if first.axes is None and not first.incidents:
-        waiting = Text("There is no record yet.", "dim")
-        return [Line(waiting), *(Line(part) for part in wrapped(first.source, width, "dim"))]
-    lines: list[Line] = []
-    if not state.pattern:
-        for index, view in enumerate(views):
-            lines += _outcome(view, width, index if len(views) > 1 else None)
-    lines += _section("Pinned", (line for key in state.pinned for line in _chart_lines(views, key, state, width)))
+    if views[0].axes is None and not views[0].incidents:
+        return [Line(Text("There is no record yet.", "dim")), *paragraph(views[0].source, width, "dim")]
+
+    def charts(keys: Iterable[str], *, by_key: bool = False) -> list[Line]:
+        lines = (_chart_line(views, key, state, width, by_key=by_key) for key in keys)
+        return [*chain.from_iterable(lines)]
+
+    pinned = _section("Pinned", charts(state.pinned))
     if state.pattern:
         keys = list(dict.fromkeys(key for view in views for key in view.keys))
         matching = [key for key in keys if state.matches(key) or state.matches(metric_name(views, key))]
-        shown = [line for key in matching[:MAX_MATCHES] for line in _chart_lines(views, key, state, width, by_key=True)]
         more = f", the first {MAX_MATCHES} of which are shown" if len(matching) > MAX_MATCHES else ""
         title = f"{len(matching)} metrics match '{state.pattern}'{more}"
-        return [*lines, Line(Text(title, "bold")), *shown]
-    lines += _incidents(views, width)
+        return [*pinned, Line(Text(title, "bold")), *charts(matching[:MAX_MATCHES], by_key=True)]
     questions: dict[str, dict[str, None]] = {}  # the first key of each chart, of all runs together
     for panel in (panel for view in views for panel in view.panels()):
         questions.setdefault(panel.question, {}).update(dict.fromkeys(chart.lines[0].key for chart in panel.charts))
-    for question, first_keys in questions.items():
-        lines += _section(question, (line for key in first_keys for line in _chart_lines(views, key, state, width)))
+    sections = [_section(question, charts(first_keys)) for question, first_keys in questions.items()]
     problems = dict.fromkeys(problem for view in views for problem in view.problems)
-    lines += _section("Plugins", (Line(part) for problem in problems for part in wrapped(problem, width, "yellow")))
-    lines += _section("Last events", _events(views, width))
-    return lines
+    plugins = chain.from_iterable(paragraph(problem, width, "yellow") for problem in problems)
+    return [
+        *(
+            line
+            for index, view in enumerate(views)
+            for line in _outcome(view, width, index if len(views) > 1 else None)
+        ),
+        *pinned,
+        *_section("What goes wrong", _incidents(views, width)),
+        *chain.from_iterable(sections),
+        *_section("Plugins", plugins),
+        *_section("Last events", _events(views, width)),
+    ]
 
 
 def _section(title: str, lines: Iterable[Line]) -> list[Line]:
@@ -192,95 +175,78 @@ def _section(title: str, lines: Iterable[Line]) -> list[Line]:
     return [Line(Text(title, "bold underline")), *inside] if inside else []
 
 
-def _outcome(view: RunView, width: int, index: int | None) -> Iterator[Line]:
-    outcome = view.outcome
-    style = TONE_STYLES[view.diagnosis.tone]
-    text = outcome.text[:1].upper() + outcome.text[1:]
-    parts = wrapped(text, width - 2, style)
+def _outcome(view: RunView, width: int, index: int | None) -> list[Line]:
+    lines = paragraph(capitalized(view.outcome.text), width - 2, STYLES[view.diagnosis.tone])
     if view.damaged:
-        lines = "1 line" if view.damaged == 1 else f"{view.damaged:,} lines"
-        parts += wrapped(f"{lines} of the journal could not be read: left out", width - 2, "yellow")
-    for part in parts:
-        yield Line(part if index is None else run_mark(index).append_text(part))
+        damaged = "1 line" if view.damaged == 1 else f"{view.damaged:,} lines"
+        lines += paragraph(f"{damaged} of the journal could not be read: left out", width - 2, "yellow")
+    return lines if index is None else [Line(run_mark(index).append_text(line.text)) for line in lines]
 
 
-def _chart_lines(
+def _chart_line(
     views: Sequence[RunView], key: str, state: WatchState, width: int, *, by_key: bool = False
 ) -> Iterator[Line]:
     """Yield the line of a metric: name, value, sparkline, healthy range and mark; of several runs their values side by side."""
     charts = [view.chart(key) if key in view.last else None for view in views]
-    if not any(charts):
+    first = next((chart for chart in charts if chart), None)
+    if first is None:
         return
     name = key if by_key else metric_name(views, key, short=width < WIDE_COLUMNS)
     steps = [step for view in views if view.axes for step in (view.first_step, view.axes.env_step)]
     ends = (min(steps), max(steps))
-    if len(views) == 1 and charts[0] is not None:
+    if len(views) == 1:
         name_width = max(18, min(NAME_COLUMNS, width - VALUE_COLUMNS - RANGE_COLUMNS - MIN_BARS))
         label = Text(cut(name, name_width - 1).ljust(name_width))
-        yield Line(
-            _single(charts[0].lines[0], charts[0].unit, label, state, width, ends, views[0].updates), f"key:{key}"
-        )
+        yield Line(_single(first, label, state, width, ends, views[0].updates), f"key:{key}")
         return
     name_width = max(18, width // 4)
     if len(name) >= name_width:  # on a line of its own
         yield Line(Text(cut(name, width)))
         name, name_width = "", 2
-    label, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
-    unit = next(chart.unit for chart in charts if chart)
-    number_width = 8 + (len(unit) + 1 if unit in SHORT_UNITS else 0)
+    text, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
+    number_width = 8 + (len(first.unit) + 1 if first.unit in SHORT_UNITS else 0)
+    columns = max(0, room - number_width - 4)
     for index, (view, chart) in enumerate(zip(views, charts, strict=True)):
-        value = None if chart is None else value_at(view.series(key), state.cursor)
-        words = with_unit(value, unit)
-        judged = "" if chart is None else LEVEL_STYLES[chart.lines[0].judgement]
-        columns = max(0, room - number_width - 4)
-        until = view.axes.env_step if view.axes else 0
-        bars = "" if chart is None else sparkline(view.series(key), columns, ends, log=state.log, until=until)
-        label.append_text(run_mark(index)).append(words.rjust(number_width), judged or ("dim" if value is None else ""))
-        label.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
-    yield Line(label, f"key:{key}")
+        value, style, bars = None, "dim", ""
+        if chart is not None:
+            value, until = value_at(view.series(key), state.cursor), view.axes.env_step if view.axes else 0
+            style = LEVEL_STYLES[chart.lines[0].judgement] or ("dim" if value is None else "")
+            bars = sparkline(view.series(key), columns, ends, log=state.log, until=until)
+        text.append_text(run_mark(index)).append(with_unit(value, first.unit).rjust(number_width), style)
+        text.append(" " + bars.ljust(columns) + " ", RUN_MARKS[index % len(RUN_MARKS)][1])
+    yield Line(text, f"key:{key}")
 
 
-def _single(
-    line: LineView, unit: str, label: Text, state: WatchState, width: int, ends: tuple[int, int], updates: int
-) -> Text:
+def _single(chart: ChartView, label: Text, state: WatchState, width: int, ends: tuple[int, int], updates: int) -> Text:
+    line, healthy = chart.lines[0], chart.healthy
     value = line.value if state.cursor is None else value_at(line.series, state.cursor)
-    style, number = LEVEL_STYLES[line.judgement], with_unit(value, unit)
-    label.append(f"{number.partition(' ')[0]:>8} {number.partition(' ')[2]:<6}", style)
-    label.append(f"{LEVEL_MARKS[line.judgement]} ", style)
-    healthy = "" if line.healthy is None else range_text(line.healthy.low, line.healthy.high)
-    healthy += " *" if line.healthy is not None and line.healthy.condition else ""
+    style, (number, _, unit) = LEVEL_STYLES[line.judgement], with_unit(value, chart.unit).partition(" ")
+    label.append(f"{number:>8} {unit:<6}", style).append(f"{LEVEL_MARKS[line.judgement]} ", style)
+    bounds = "" if healthy is None else range_text(healthy.low, healthy.high) + (" *" if healthy.condition else "")
     columns = width - label.cell_len - RANGE_COLUMNS
     if columns < MIN_BARS:
-        columns, healthy = max(0, width - label.cell_len), ""
+        columns, bounds = max(0, width - label.cell_len), ""
     bars = sparkline(line.series, min(columns, updates), ends, log=state.log)
-    return label.append(bars.ljust(columns), style or "cyan").append(f" {healthy}" if healthy else "", "dim")
+    return label.append(bars.ljust(columns), style or "cyan").append(f" {bounds}" if bounds else "", "dim")
 
 
-def _incidents(views: Sequence[RunView], width: int) -> list[Line]:
-    lines: list[Line] = []
+def _incidents(views: Sequence[RunView], width: int) -> Iterator[Line]:
     for index, view in enumerate(views):
-        incidents = view.incidents
-        shown = sorted(incidents, key=lambda incident: (incident.until is not None, incident.number))[:MAX_INCIDENTS]
-        for incident in shown:
-            lines += _incident(incident, width, index, marked=len(views) > 1)
-        if len(incidents) > len(shown):
-            lines.append(Line(Text(f"  and {len(incidents) - len(shown)} more incidents", "dim")))
-    return _section("What goes wrong", lines)
+        incidents = sorted(view.incidents, key=lambda incident: (incident.until is not None, incident.number))
+        for incident in incidents[:MAX_INCIDENTS]:
+            head = run_mark(index) if len(views) > 1 else Text()
+            head.append(incident.cause, ALARM_COLOURS[incident.level] if incident.until is None else "dim")
+            yield Line(head.append(f"  {incident.state}", "dim"), f"incident:{index}:{incident.number}")
+            if incident.until is None and len(views) == 1:
+                yield from _sentences(incident, width, "  ")
+        if (more := len(incidents) - MAX_INCIDENTS) > 0:
+            yield Line(Text(f"  and {more} more incidents", "dim"))
 
 
-def _incident(incident: IncidentView, width: int, index: int, *, marked: bool) -> Iterator[Line]:
-    style = ALARM_STYLES[incident.level] if incident.until is None else "dim"
-    state = "still on" if incident.until is None else f"over at {incident.until:,}"
-    head = run_mark(index) if marked else Text()
-    head.append(f"{incident.cause}", style)
-    head.append(f"  since update {incident.since:,}, {state}", "dim")
-    yield Line(head, f"incident:{index}:{incident.number}")
-    if incident.until is None and not marked:
-        yield from (Line(Text("  ").append_text(part)) for part in wrapped(incident.text, width - 2))
-        if incident.advice:
-            yield from (
-                Line(Text("  ").append_text(part)) for part in wrapped(f"Try: {incident.advice}", width - 2, "green")
-            )
+def _sentences(incident: IncidentView, width: int, indent: str = "") -> list[Line]:
+    """Return what happened, and what to try."""
+    advice = f"Try: {incident.advice}" if incident.advice else ""
+    return paragraph(incident.text, width, indent=indent) + paragraph(advice, width, "green", indent=indent)
 
 
 def _events(views: Sequence[RunView], width: int) -> Iterator[Line]:
@@ -288,8 +254,11 @@ def _events(views: Sequence[RunView], width: int) -> Iterator[Line]:
     entries: list[tuple[float, int, Text]] = []
     for index, view in enumerate(views):
         mark = f"{RUN_MARKS[index % len(RUN_MARKS)][0]} " if len(views) > 1 else ""
-        alarms = view.alarms[-MAX_EVENTS:]
-        entries += [(alarm.axes.wall_time, alarm.seq, _alarm_line(alarm, mark)) for alarm in alarms]
+        for alarm in view.alarms[-MAX_EVENTS:]:
+            text = Text(f"{mark}{f'update {alarm.axes.update:,}':<13} ")
+            style = "green" if alarm.event is AlarmEvent.CLEAR else ALARM_COLOURS[alarm.level]
+            text.append(f"{alarm.event.value:<6} ", style).append(f"{alarm.type} ({alarm.level.value})")
+            entries.append((alarm.axes.wall_time, alarm.seq, text))
         for event in list(view.events)[-MAX_EVENTS:]:
             words = next((str(event.data[name]) for name in ("text", "reason", "sentence") if event.data.get(name)), "")
             place = f"update {event.axes.update:,}" if event.axes else ""
@@ -300,27 +269,11 @@ def _events(views: Sequence[RunView], width: int) -> Iterator[Line]:
         yield Line(text)
 
 
-def _alarm_line(alarm: Alarm, mark: str) -> Text:
-    text = Text(f"{mark}{f'update {alarm.axes.update:,}':<13} ")
-    text.append(f"{alarm.event.value:<6} ", "green" if alarm.event == "clear" else ALARM_STYLES[alarm.level])
-    return text.append(f"{alarm.type} ({alarm.level.value})")
-
-
 def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     """Return everything about one incident: sentence, advice, its alarms and the evidence."""
     incident = next((one for one in view.incidents if one.number == number), None)
     if incident is None:
         return [Line(Text("This incident is no longer there.", "dim"))]
-    lines = [Line(Text(f"Incident {number}: {incident.cause}", ALARM_STYLES[incident.level])), Line(Text())]
-    lines += [Line(part) for part in wrapped(incident.text, width)]
-    if incident.advice:
-        lines += [Line(Text()), *(Line(part) for part in wrapped(f"Try: {incident.advice}", width, "green"))]
-    ends = [f"{kind} ({'still on' if end is None else f'over at {end:,}'})" for kind, end in incident.ends.items()]
-    lines += [
-        Line(Text()),
-        *(Line(part) for part in wrapped("Alarms: " + ", ".join(ends), width, "dim")),
-        Line(Text()),
-    ]
     rows = []
     for row in incident.evidence:
         if row.value.startswith(("[", "{")):
@@ -331,11 +284,19 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
         text.append(f"{cut(row.value, 24):>12} {unit}", LEVEL_STYLES[row.judgement])
         text.append(f"  usually {row.usual}" if row.usual else "", "dim")
         rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
-    for name, items in incident.report.main.evidence.items():
-        if isinstance(items, list) and items and isinstance(items[0], Mapping):
-            rows += [Line(Text()), Line(Text(name, "bold"))]
-            rows += _item_lines(items[:MAX_EVENTS], width)
-    return [*lines, *_section("Evidence", rows)]
+    for name, evidence in incident.report.main.evidence.items():
+        if isinstance(evidence, list) and evidence and isinstance(evidence[0], Mapping):
+            rows += [Line(Text()), Line(Text(name, "bold")), *_item_lines(evidence[:MAX_EVENTS], width)]
+    alarms = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends.items())
+    return [
+        Line(Text(f"Incident {number}: {incident.cause}", ALARM_COLOURS[incident.level])),
+        Line(Text()),
+        *_sentences(incident, width),
+        Line(Text()),
+        *paragraph(f"Alarms: {alarms}", width, "dim"),
+        Line(Text()),
+        *_section("Evidence", rows),
+    ]
 
 
 def _item_lines(items: Sequence[Mapping[str, object]], width: int) -> Iterator[Line]:
@@ -343,13 +304,13 @@ def _item_lines(items: Sequence[Mapping[str, object]], width: int) -> Iterator[L
     names = dict.fromkeys(
         name for item in items for name, value in item.items() if isinstance(value, str | int | float)
     )
-    columns = [[name, *(number_text(item.get(name, "")) for item in items)] for name in names]
     rows = [Text() for _ in range(len(items) + 1)]
-    for place, column in enumerate(columns):
+    for place, name in enumerate(names):
+        column = [name, *(number_text(item.get(name, "")) for item in items)]
         size = max(map(len, column)) + 2
         if place and rows[0].cell_len + size > width:
             break
-        is_text = any(isinstance(item.get(column[0]), str) for item in items)
+        is_text = any(isinstance(item.get(name), str) for item in items)
         for row, cell in zip(rows, column, strict=True):
             row.append(cell.ljust(size) if is_text else f"{cell}  ".rjust(size))
     rows[0].stylize("dim")
@@ -361,26 +322,20 @@ def table_page(table: TableView, state: WatchState) -> tuple[Line, list[Line]]:
 
     Digits match the text of the first column exactly, other words any part of a row.
     """
+    rows, foot = [[*map(cell_text, row)] for row in table.rows], [*map(cell_text, table.footer)]
     widths = [
-        max(
-            [
-                Text(name).cell_len,
-                *(cell_text(row[place]).cell_len for row in (*table.rows, table.footer) if place < len(row)),
-            ]
-        )
+        max(Text(name).cell_len, *(row[place].cell_len for row in (*rows, foot) if place < len(row)), 0)
         for place, name in enumerate(table.columns)
     ]
     head = Text("  ".join(name.ljust(width) for name, width in zip(table.columns, widths, strict=True)), "bold")
     lines: list[Line] = []
-    for number, row in enumerate(table.rows):
-        texts = [cell_text(cell) for cell in row]
-        if state.pattern and not _row_matches(texts, state.pattern):
-            continue
-        lines.append(Line(_row(texts, widths, len(lines) % 2 == 1), f"row:{number}"))
+    for number, texts in enumerate(rows):
+        if not state.pattern or _row_matches(texts, state.pattern):
+            lines.append(Line(_row(texts, widths, len(lines) % 2 == 1), f"row:{number}"))
     if not lines:
         lines.append(Line(Text(f"No environments match '{state.pattern}'" if state.pattern else "No rows yet", "dim")))
-    elif table.footer and not state.pattern and len(table.rows) > 1:
-        lines.append(Line(_row([cell_text(cell) for cell in table.footer], widths, striped=False), "footer"))
+    elif table.footer and not state.pattern and len(rows) > 1:
+        lines.append(Line(_row(foot, widths, striped=False), "footer"))
     return Line(head, "head"), lines
 
 
@@ -420,26 +375,20 @@ HELP: Final[Mapping[str, str]] = {
 
 def help_page(width: int, tables: Sequence[TableDeclaration] = ()) -> list[Line]:
     """Return the keys, the marks, and the columns of the tables."""
-    lines = _explained("Keys", HELP.items(), width)
-    lines += [Line(Text()), Line(Text("Marks", "bold underline"))]
     marks = (
         Text.assemble(("!", "yellow"), " outside of the healthy range   ", ("‼", "bold red"), " critical"),
         Text("* healthy under a condition that the metric's page (Enter) names, with the unit of the number"),
         Text.assemble(
-            "Last record: ",
-            ("●OK", "green"),
-            " up to 2 update times ago  ",
-            ("◐WARN", "yellow"),
-            " up to 10  ",
-            ("○BAD", "bold red"),
-            " longer",
+            *("Last record: ", STALENESS["ok"], " up to 2 update times ago  "),
+            *(STALENESS["warn"], " up to 10  ", STALENESS["bad"], " longer"),
         ),
         Text("Time of an update: env environments, inf inference, upd learning, oth the rest"),
         Text("▁▂▃ each line from its smallest to its largest value; Enter shows all runs on one axis"),
         Text("Only files are read: the run does not notice.", "dim"),
     )
     console = Console(width=width)
-    lines += [Line(part) for mark in marks for part in mark.wrap(console, width)]
+    lines = _explained("Keys", HELP.items(), width)
+    lines += [Line(Text()), *_section("Marks", (Line(part) for mark in marks for part in mark.wrap(console, width)))]
     for table in tables:
         if table.headings:
             lines += [Line(Text()), *_explained(f"Columns of the table {table.title}", table.headings, width)]
@@ -447,14 +396,11 @@ def help_page(width: int, tables: Sequence[TableDeclaration] = ()) -> list[Line]
 
 
 def _explained(title: str, meanings: Iterable[tuple[str, str]], width: int) -> list[Line]:
-    lines = [Line(Text(title, "bold underline"))]
+    lines: list[Line] = []
     for words, meaning in meanings:
-        first, *others = wrapped(meaning, width - 26)
-        lines += [
-            Line(Text.assemble((words.ljust(26), "cyan"), first)),
-            *(Line(Text(" " * 26).append_text(part)) for part in others),
-        ]
-    return lines
+        first, *others = paragraph(meaning, width, indent=" " * 26)
+        lines += [Line(Text(words.ljust(26), "cyan").append_text(first.text[26:])), *others]
+    return _section(title, lines)
 
 
 FOOTERS: Final[Mapping[str, str]] = {

@@ -7,38 +7,31 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
-from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.messages import number
-from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, template_of
+from esper_telemetry.core.record import RUN_FAILED, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.end_block import RunEnd, print_lines
+from esper_telemetry.views.document import Element, folded, h, items
 
-PIPED_WIDTH: Final = 120
-"""Columns of the text in a pipe or a file, unless COLUMNS says how many."""
 MAX_REMEDIES: Final = 6
 """Suppliers of missing values that are named for an unexplained run; `--all` has all of them."""
 NOTHING_UNUSUAL: Final = "No value whose usual range is known is unusual"
 """What is said of a bad outcome if neither an alarm nor a value explains it; imported runs have few such values."""
-
 OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
 
-COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-TONE_STYLES: Final = {Tone.GOOD: "green", Tone.OPEN: "default", Tone.WARN: "bold yellow", Tone.BAD: "bold red"}
-PANEL_COLOURS: Final = {**COLOURS, AlarmLevel.INFO: "blue"}
 
-
-def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_unanswered: bool = False) -> None:
-    """Print a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
+def verdict_document(
+    head: str, diagnosis: Diagnosis, ending: str = "", *, list_unanswered: bool = False
+) -> Iterator[Element]:
+    """Yield a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
 
     Args:
         head: name and length of the run.
@@ -46,32 +39,42 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
         ending: the sentence of a bad ending, or nothing.
         list_unanswered: also list the questions that could not be answered.
     """
-    console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
-    console.print(head)
-    if ending:
-        console.print(Text(ending, style="bold red"))
+    yield h("p", head)
+    if ending:  # this is the sentence of a failed run
+        yield h("p", ending, css="bad")
     if not diagnosis.updates:
-        console.print(Text("The journal has no records yet.", style="yellow"))
-    elif ending:  # the sentence of a failed run is the ending, which stands above
-        console.print(Text(capitalized(diagnosis.summary.rpartition("; ")[2])))
+        yield h("p", "The journal has no records yet.", css="note")
     else:
-        console.print(Text(capitalized(diagnosis.summary), style=TONE_STYLES[diagnosis.tone]))
+        yield h("p", checks(diagnosis)) if ending else h("p", capitalized(diagnosis.summary), css=diagnosis.tone)
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
-            console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
-    if diagnosis.gradients_alone:
-        console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
-    for text in critical_lines(diagnosis):
-        console.print(text)
-    if diagnosis.shows_remarks:
-        for text in unexplained_lines(diagnosis):
-            console.print(text)
+            note = " (a symptom; cause not known)" if _is_symptom_alone(diagnosis, incident) else ""
+            states = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends().items())
+            yield h(
+                "article",
+                h("h3", f"incident {incident.number}, update {incident.since}: {incident.cause}{note}"),
+                h("p", incident.main.text),
+                h("p", f"Alarms: {states}", css="dim"),
+                css=incident.main.level,
+            )
+    yield from findings(diagnosis)
     for event, data in diagnosis.events:
-        if not (event == REMARK and diagnosis.shows_remarks):  # else it stands above
-            console.print(f"update {data['update']}: {data['text']}")
+        if not (event == REMARK and diagnosis.shows_remarks):  # else the findings have it
+            yield h("p", f"update {data['update']}: {data['text']}")
     if diagnosis.unanswered:
-        for text in unanswered_lines(diagnosis, each=list_unanswered):
-            console.print(text)
+        count = len(diagnosis.unanswered)
+        questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
+        groups = unanswered_by_reason(diagnosis).items()
+        lines = (
+            f"{', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+            for (reason, remedy), kinds in groups
+        )
+        yield h("br")
+        yield (
+            folded(questions, items(lines))
+            if list_unanswered
+            else h("p", f"{questions}, as values were not reported; --all lists them.")
+        )
 
 
 def capitalized(text: str) -> str:
@@ -79,54 +82,57 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def critical_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the values beyond their critical bounds over the latest updates, which no alarm need be about."""
+def checks(diagnosis: Diagnosis) -> str:
+    """Return the sentence on how many checks passed."""
+    return capitalized(diagnosis.summary.rpartition("; ")[2])
+
+
+def end_text(update: int | None) -> str:
+    """Return whether an alarm is over; `update` is None for one that lasts."""
+    return "still on" if update is None else f"over at update {update:,}"
+
+
+def findings(diagnosis: Diagnosis) -> Iterator[Element]:
+    """Yield what is known beyond alarms: values beyond their critical bounds, and what may explain a run that no alarm explains."""
+    if diagnosis.gradients_alone:
+        yield h("p", f"{GRADIENTS_ALONE}.", css="note")
     if diagnosis.critical:
-        count = len(diagnosis.critical)
-        yield f"Beyond {'its critical bound' if count == 1 else 'their critical bounds'} lately ({count} value{'s'[: count > 1]}):"
+        count, described = len(diagnosis.critical), described_keys()
+        lines = []
         for key, value in diagnosis.critical.items():
-            info = described_keys().get(template_of(key, described_keys()))
-            yield f"  {key}: {number(value)}" + (f" (critical: {info.critical})" if info else "")
+            info = described.get(template_of(key, described))
+            lines.append(f"{key}: {number(value)}" + (f" (critical: {info.critical})" if info else ""))
+        bounds = "its critical bound" if count == 1 else "their critical bounds"
+        yield folded(f"Beyond {bounds} lately ({count} value{'s'[: count > 1]})", items(lines), is_open=True)
+    if diagnosis.shows_remarks:
+        yield from _unexplained(diagnosis)
 
 
-def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
+def _unexplained(diagnosis: Diagnosis) -> Iterator[Element]:
     """Yield what is known of a run that failed, is flat or declines without an alarm: remarks, what is unusual, what was not measured."""
+    is_open, verb = diagnosis.unexplained, OUTCOME_VERBS[diagnosis.outcome.kind]
     if diagnosis.unexplained:
         effects = diagnosis.effects & {alarm.type for incident in diagnosis.incidents for alarm in incident.alarms}
         alarms = "its alarms say how and not why" if effects else "no alarm says why"
-        yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and {alarms}."
+        yield h("p", f"Unexplained: the run {verb}, and {alarms}.")
     else:
-        yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and its alarms were over before its end."
+        yield h("p", f"The run {verb}, and its alarms were over before its end.")
     if diagnosis.remarks:
-        yield "What may explain it:"
-        for data in diagnosis.remarks:
-            yield f"  update {data['update']}: {data['text']}"
+        remarks = (f"update {data['update']}: {data['text']}" for data in diagnosis.remarks)
+        yield folded("What may explain it", items(remarks), is_open=is_open)
     if diagnosis.unusual:
-        yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
-        for entry in diagnosis.unusual:
-            yield f"  {entry.key}: {entry.text}"
+        values = (f"{entry.key}: {entry.text}" for entry in diagnosis.unusual)
+        title = f"Most unusual ({len(diagnosis.unusual)} values, medians over the run)"
+        yield folded(title, items(values), is_open=is_open)
     if diagnosis.unexplained and not diagnosis.remarks and not any(entry.is_far for entry in diagnosis.unusual):
         known = "Each of these values occurs in some healthy runs" if diagnosis.unusual else NOTHING_UNUSUAL
-        yield f"{known}: the task may be too hard for this policy, or need more steps."
-    suppliers = Counter(diagnosis.remedies.values())
-    if suppliers:
-        yield "Not measured, and what measures it:"
-        for remedy, count in suppliers.most_common(MAX_REMEDIES):
-            kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
-            named = ", ".join(kinds[:3]) + (f" and {count - 3} more" if count > 3 else "")
-            yield f"  {remedy}: {named}"
-
-
-def unanswered_lines(diagnosis: Diagnosis, *, each: bool) -> Iterator[str]:
-    """Yield one line with the number of questions that could not be answered, and all of them with `each`."""
-    count = len(diagnosis.unanswered)
-    questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
-    if not each:
-        yield f"\n{questions}, as values were not reported; --all lists them."
-        return
-    yield f"\n{capitalized(questions)}:"
-    for (reason, remedy), kinds in unanswered_by_reason(diagnosis).items():
-        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
+        yield h("p", f"{known}: the task may be too hard for this policy, or need more steps.")
+    suppliers, lines = Counter(diagnosis.remedies.values()), []
+    for remedy, count in suppliers.most_common(MAX_REMEDIES):
+        kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
+        lines.append(f"{remedy}: {', '.join(kinds[:3])}" + (f" and {count - 3} more" if count > 3 else ""))
+    if lines:
+        yield folded("Not measured, and what measures it", items(lines), is_open=is_open)
 
 
 def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str]]:
@@ -170,16 +176,6 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
 def _is_symptom_alone(diagnosis: Diagnosis, incident: IncidentReport) -> bool:
     """Return whether only gradients and optimizer steps show the incident: they name no cause."""
     return diagnosis.gradients_alone and incident.cause.startswith(SYMPTOMS)
-
-
-def _panel(incident: IncidentReport, *, is_symptom: bool) -> Panel:
-    """Return one incident: its cause in words, and the alarms that came with it."""
-    text = Text(incident.main.text)
-    states = {kind: "still on" if end is None else f"over at {end}" for kind, end in incident.ends().items()}
-    text.append(f"\n\nAlarms: {', '.join(f'{kind} ({state})' for kind, state in states.items())}", style="dim")
-    note = " (a symptom; cause not known)" if is_symptom else ""
-    title = f"incident {incident.number}, update {incident.since}: {incident.cause}{note}"
-    return Panel(text, title=Text(title), title_align="left", border_style=PANEL_COLOURS[incident.main.level])
 
 
 class SummaryLine(NamedTuple):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
 from esper_telemetry.core.catalogue import family_name
-from esper_telemetry.views.compare.runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
+from esper_telemetry.views.compare.compared_runs import Array, ComparedRun, base_key, is_reproducible, is_sampled
 
 RETURN_LEVEL: Final = 0.02
 METRICS_LEVEL: Final = 0.03
@@ -381,34 +381,25 @@ class MetricMeans:
         """Return metrics whose means are equal over the runs of each group, and differ between the groups."""
         if smallest_p(*self.sizes) > METRICS_LEVEL:
             return {}
-        whole, first = self.windows[0], self.sizes[0]
-        low = [part.min(axis=0) for part in (whole[:first], whole[first:])]
-        high = [part.max(axis=0) for part in (whole[:first], whole[first:])]
-        return {
-            key: (float(low[0][column]), float(low[1][column]))
-            for column, key in enumerate(self.keys)
-            if low[0][column] == high[0][column] != low[1][column] == high[1][column]
-        }
+        parts = self.windows[0][: self.sizes[0]], self.windows[0][self.sizes[0] :]
+        (first, second), (first_high, second_high) = (
+            [pick(part, axis=0) for part in parts] for pick in (np.min, np.max)
+        )
+        columns = (first == first_high) & (first != second) & (second == second_high)
+        return {self.keys[at]: (float(first[at]), float(second[at])) for at in np.flatnonzero(columns)}
 
     def only_in_one(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return metrics that all runs of the one group have and none of the other, first those of the first group."""
         if smallest_p(*self.sizes) > METRICS_LEVEL:
             return (), ()
         has = np.array([[key in run.keys for key in self.keys] for run in self.runs]).reshape(len(self.runs), -1)
+        sampled = np.array([is_sampled(key, self.runs[0].info) for key in self.keys], bool)
+
+        def only(mine: npt.NDArray[np.bool_], other: npt.NDArray[np.bool_]) -> tuple[str, ...]:
+            return tuple(np.array(self.keys)[mine.all(0) & ~other.any(0) & ~sampled].tolist())
+
         first, second = has[: self.sizes[0]], has[self.sizes[0] :]
-        sampled = [is_sampled(key, self.runs[0].info) for key in self.keys]
-        return (
-            tuple(
-                key
-                for column, key in enumerate(self.keys)
-                if first[:, column].all() and not second[:, column].any() and not sampled[column]
-            ),
-            tuple(
-                key
-                for column, key in enumerate(self.keys)
-                if second[:, column].all() and not first[:, column].any() and not sampled[column]
-            ),
-        )
+        return only(first, second), only(second, first)
 
 
 def _says_something(key: str, runs: Sequence[ComparedRun]) -> bool:

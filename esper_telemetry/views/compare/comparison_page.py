@@ -1,0 +1,245 @@
+"""A comparison of runs as a document: tables in the terminal, a section of a report, and a page of its own that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any, Final
+
+from esper_telemetry.alarms.verdict.outcome import NAMES
+from esper_telemetry.core.messages import number
+from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
+from esper_telemetry.views.compare.compared_runs import FirstDifference
+from esper_telemetry.views.compare.seed_statistics import CONFIDENCE, Divergence
+from esper_telemetry.views.document import Element, folded, h, table, to_html
+from esper_telemetry.views.report_charts import ReportCharts, html_page
+
+COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+BAND_OPACITY: Final = "33"
+MAX_OPEN_METRICS: Final = 20
+"""Metrics of a table that is unfolded at first."""
+MAX_PRINTED_METRICS: Final = 15
+"""Metrics in the table of those that differ on a terminal; `--json` has all."""
+MAX_ALARMS: Final = 3
+MAX_NAMED_KEYS: Final = 6
+VERDICT_CLASSES: Final = {"differs": "warn", "same": "open", "cannot tell": "info"}
+GROUP_COLUMNS: Final = (
+    *("group", "outcomes", "alarms", "runs", "seeds", "final return (IQM)", f"{CONFIDENCE:.0%} interval", "std"),
+    "min to max",
+)
+
+
+def printed_comparison(comparison: Comparison) -> Iterator[Element]:
+    """Yield groups, settings, what differs, repeated runs and notes, for a terminal."""
+    yield h("p", headline(comparison))
+    yield _groups(comparison)
+    yield from _differing(comparison)
+    for pair in comparison.comparisons:
+        yield h("br")
+        yield h("p", pair.text, css=VERDICT_CLASSES[pair.verdict])
+        yield from (h("p", line) for line in pair_lines(pair))
+        if pair.metrics:
+            yield _metrics(pair, MAX_PRINTED_METRICS)
+        if len(pair.metrics) > MAX_PRINTED_METRICS:
+            yield h("p", f"and {len(pair.metrics) - MAX_PRINTED_METRICS} more; --json lists them.")
+    if comparison.repeats:
+        yield h("br")
+    for repeat in comparison.repeats:
+        yield h("p", repeat_text(repeat), css="good" if repeat.update is None else "warn")
+    if comparison.notes:
+        yield h("br")
+    yield from (h("p", note, css="dim") for note in comparison.notes)
+
+
+def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
+    """Return a page like that of a report; raises ModuleNotFoundError without plotly."""
+    body = to_html((h("h1", title), comparison_section(comparison)))
+    return html_page(title, body, ReportCharts())
+
+
+def comparison_section(comparison: Comparison) -> Element:
+    """Return the comparison as a section of a page that has plotly.js, verdicts first; raises ImportError without plotly."""
+    verdicts = []
+    for pair in comparison.comparisons:
+        style = VERDICT_CLASSES[pair.verdict]
+        text = h("p", pair.text, css=f"outcome {style}")
+        verdicts.append(h("div", text, (h("p", line) for line in pair_lines(pair)), css=f"card banner {style}"))
+    metrics = (
+        folded(
+            f"{len(pair.metrics)} metrics that differ between {pair.first} and {pair.second}",
+            _card(_metrics(pair)),
+            is_open=len(pair.metrics) <= MAX_OPEN_METRICS,
+        )
+        for pair in comparison.comparisons
+        if pair.metrics
+    )
+    return h(
+        "section",
+        h("p", headline(comparison)),
+        verdicts,
+        (h("p", h("strong", repeat_text(repeat))) for repeat in comparison.repeats),
+        _card(_groups(comparison)),
+        _figure(comparison),
+        map(_card, _differing(comparison)),
+        metrics,
+        (h("p", note, css="dim") for note in comparison.notes),
+        css="comparison",
+    )
+
+
+def _card(table: Element) -> Element:
+    return h("div", table, css="card scroll")
+
+
+def headline(comparison: Comparison) -> str:
+    """Return the number of runs and groups, and how far they are compared."""
+    runs, groups = sum(len(group.runs) for group in comparison.groups), len(comparison.groups)
+    text = f"{runs} runs in {groups} groups" if groups > 1 else f"{runs} runs of one configuration"
+    return f"{text}, compared up to {comparison.reach:,.0f} environment steps."
+
+
+def _groups(comparison: Comparison) -> Element:
+    rows = [
+        (
+            group.label,
+            ", ".join(f"{count} {kind}" for kind, count in group.outcomes.items()),
+            _first([f"{count} {kind}" for kind, count in group.alarms.items()], MAX_ALARMS, " types") or "none",
+            str(len(group.runs)),
+            str(group.seeds),
+            "" if group.level is None else number(group.level),
+            "" if group.interval is None else f"{number(group.interval.low)} to {number(group.interval.high)}",
+            "" if group.deviation is None else number(group.deviation),
+            "" if group.low is None or group.high is None else f"{number(group.low)} to {number(group.high)}",
+        )
+        for group in comparison.groups
+    ]
+    return table(GROUP_COLUMNS, rows, numbers_from=3)
+
+
+def _first(names: Sequence[str], count: int, kind: str = "") -> str:
+    """Return the first names, and how many others there are."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more}{kind} more" if more > 0 else "")
+
+
+def _differing(comparison: Comparison) -> Iterator[Element]:
+    """Yield the tables of settings and versions in which groups differ."""
+    labels = [group.label for group in comparison.groups]
+    for name, values in (("setting", comparison.settings), ("version", comparison.versions)):
+        if values and len(labels) > 1:
+            yield table((name, *labels), [(key, *by_group.values()) for key, by_group in values.items()])
+
+
+def _metrics(pair: GroupComparison, count: int | None = None) -> Element:
+    """Return the table of metrics that differ, the first to diverge first."""
+    rows = [
+        (
+            metric.key,
+            number(metric.first),
+            number(metric.second),
+            "the last quarter" if metric.late else "the run",
+            f"{metric.p:.2g}",
+            "in no part by itself" if metric.divergence is None else since_text(metric.divergence),
+        )
+        for metric in pair.metrics[:count]
+    ]
+    columns = ("metric", pair.first, pair.second, "mean over", "p", "differs in environment steps")
+    return table(columns, rows, numbers_from=1)
+
+
+def pair_lines(pair: GroupComparison) -> Iterator[str]:
+    """Yield sentences on the final return of two groups, and on metrics that need no test."""
+    interval = pair.improvement_interval
+    if interval is not None and pair.improvement is not None:
+        spread = f" ({CONFIDENCE:.0%} interval {interval.low:.2f} to {interval.high:.2f})"
+        p = "" if pair.return_p is None else f"; p = {pair.return_p:.2g}"
+        yield f"Probability that a run of {pair.second} ends above one of {pair.first}: {pair.improvement:.2f}{spread}{p}."
+    if pair.return_divergence is not None:
+        yield f"The returns differ {since_text(pair.return_divergence)}."
+    if pair.constant:
+        values = [f"{key} {number(first)} and {number(second)}" for key, (first, second) in pair.constant.items()]
+        yield f"The same in all runs of a group: {_first(values, MAX_NAMED_KEYS)}."
+    for label, keys in ((pair.first, pair.only_first), (pair.second, pair.only_second)):
+        if keys:
+            yield f"Only in {label}: {_first(keys, MAX_NAMED_KEYS)}."
+
+
+def since_text(divergence: Divergence) -> str:
+    """Return the environment steps between which groups differ."""
+    end = "to the end" if divergence.until is None else f"to {divergence.until:,.0f}"
+    return f"from {divergence.since:,.0f} {end}"
+
+
+def repeat_text(repeat: FirstDifference) -> str:
+    """Return the sentence on two runs that should be equal."""
+    seed = f" (seed {repeat.seed})" if repeat.seed else ""
+    head, (first, second) = f"{repeat.first} and {repeat.second}{seed}", repeat.updates
+    if repeat.update is None:
+        lengths = "" if first == second else f"; the runs have {first:,} and {second:,}"
+        return f"{head} are equal in all {repeat.equal_updates:,} updates that both have{lengths}."
+    others = len(repeat.keys) - 1
+    more = f" and {others} more key{'' if others == 1 else 's'}" if others else ""
+    values = " and ".join(
+        "absent" if value is None else "other counts or edges" if isinstance(value, tuple) else repr(value)
+        for value in repeat.values
+    )
+    return (
+        f"{head} differ first at update {repeat.update:,} (step {repeat.env_step:,}) in {repeat.key}{more}: {values}."
+    )
+
+
+def _figure(comparison: Comparison) -> Element | None:
+    """Return the returns of all groups with their intervals over environment steps; None if no run has returns."""
+    if not comparison.return_key:
+        return None
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise ImportError("an HTML page needs plotly: pip install 'esper-telemetry[views]'") from None
+    traces = [
+        go.Scatter(**trace)
+        for place, group in enumerate(comparison.groups)
+        for trace in _traces(group, COLOURS[place % len(COLOURS)])
+    ]
+    name, axis = NAMES.get(comparison.return_key, comparison.return_key), {"gridcolor": "#8884", "zeroline": False}
+    layout = {
+        "xaxis": {**axis, "title": {"text": "environment steps"}},
+        "yaxis": {**axis, "title": {"text": f"{escape(name)}, mean of the middle half of the seeds"}},
+        "margin": {"l": 60, "r": 10, "t": 10, "b": 50},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": "#888"},
+        "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
+        "height": 400,
+    }
+    settings = {"displayModeBar": False, "responsive": True}
+    plot = go.Figure(traces, layout).to_html(full_html=False, include_plotlyjs=False, config=settings)
+    return h("div", h("raw", plot), css="card")
+
+
+def _traces(group: GroupSummary, colour: str) -> list[dict[str, Any]]:
+    """Return the band of a group, if it has an interval, and its line."""
+    course = group.course
+    points = [point for point in zip(course.env_steps, course.low, course.high, strict=True) if None not in point]
+    steps, low, high = ([*column] for column in zip(*points, strict=True)) if points else ([], [], [])
+    band = {
+        "x": steps + steps[::-1],
+        "y": low + high[::-1],
+        "fill": "toself",
+        "fillcolor": colour + BAND_OPACITY,
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": group.label,
+    }
+    line = {
+        "x": list(course.env_steps),
+        "y": list(course.level),
+        "mode": "lines+markers",
+        "connectgaps": True,
+        "name": escape(group.label),  # plotly.js reads some HTML in texts
+        "legendgroup": group.label,
+        "line": {"color": colour},
+    }
+    return [band, line] if points else [line]

@@ -1,0 +1,188 @@
+"""A document as a tree of elements, which a view builds once and writes as HTML, as Markdown or to a terminal.
+
+Elements have the tags and classes of HTML; on a terminal the class decides the style. Texts are escaped where the tree is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
+
+from esper_telemetry.core.terminal import printable
+from esper_telemetry.sinks.console import make_console
+from esper_telemetry.sinks.pages import safe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PIPED_WIDTH: Final = 120
+"""Columns of a document in a pipe or a file, unless COLUMNS says how many."""
+STYLES: Final = {
+    "good": "green",
+    "open": "",
+    "warn": "bold yellow",
+    "bad": "bold red",
+    "advice": "green",
+    "outside": "yellow",
+    "critical": "bold red",
+    "note": "yellow",
+    "info": "cyan",
+    "dim": "dim",
+}
+"""Styles of a terminal by class."""
+BORDERS: Final = {"critical": "red", "warn": "yellow", "info": "blue"}
+"""Colours of the frame of an `article`, by class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A part of a document.
+
+    Attributes:
+        tag: of HTML, or `raw` for text that is HTML already.
+        children: in order.
+        attributes: those with the value True have no value in HTML.
+    """
+
+    tag: str
+    children: tuple[Element | str, ...]
+    attributes: Mapping[str, str | bool]
+
+    @property
+    def text(self) -> str:
+        """The text of the element and of everything in it."""
+        return "".join(child if isinstance(child, str) else child.text for child in self.children)
+
+    @property
+    def css_class(self) -> str:
+        """Its class; empty without one."""
+        return str(self.attributes.get("class", ""))
+
+    def all(self, tag: str) -> list[Element]:
+        """Return the elements within this one that have a tag."""
+        inside = [child for child in self.children if isinstance(child, Element)]
+        return [one for child in inside for one in ([child] if child.tag == tag else child.all(tag))]
+
+
+def h(tag: str, *children: Any, css: str = "", **attributes: str | bool) -> Element:
+    """Return an element; among its children None and empty texts are left out, and iterables are unpacked."""
+    named = {"class": css, **{name.replace("_", "-"): value for name, value in attributes.items()}}
+    return Element(tag, tuple(flat(children)), {name: value for name, value in named.items() if value})
+
+
+def flat(children: Any) -> Iterator[Element | str]:
+    """Yield elements and texts from nested iterables of them."""
+    for child in (children,) if isinstance(children, Element | str) else children or ():
+        if isinstance(child, Element | str):
+            yield from (child,) if child else ()
+        else:
+            yield from flat(child)
+
+
+def items(lines: Iterable[str]) -> Element:
+    """Return a list."""
+    return h("ul", (h("li", line.strip()) for line in lines))
+
+
+def folded(title: str, *children: Any, is_open: bool = False) -> Element:
+    """Return a part that unfolds below its title."""
+    return h("details", h("summary", title), children, open=is_open)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers_from: int = 1000) -> Element:
+    """Return a table; columns from `numbers_from` on are aligned at the right on a terminal."""
+    heads = [h("th", name, css="number" if place >= numbers_from else "") for place, name in enumerate(columns)]
+    head = h("thead", h("tr", heads)) if heads else None
+    return h("table", head, h("tbody", (h("tr", (h("td", cell) for cell in row)) for row in rows)))
+
+
+def to_html(document: Any) -> str:
+    """Return elements as HTML."""
+    return "".join(escape(printable(one)) if isinstance(one, str) else _html(one) for one in flat(document))
+
+
+def _html(element: Element) -> str:
+    attributes = "".join(
+        f" {name}" if value is True else f' {name}="{escape(printable(str(value)))}"'
+        for name, value in element.attributes.items()
+    )
+    if element.tag == "raw":
+        return element.text
+    begin = f"<{element.tag}{attributes}>"
+    return begin if element.tag == "br" else f"{begin}{to_html(element.children)}</{element.tag}>"
+
+
+def to_markdown(document: Any) -> str:
+    """Return headings, paragraphs, lists and tables as Markdown."""
+    return "\n".join(line for element in flat(document) if isinstance(element, Element) for line in _markdown(element))
+
+
+def _markdown(element: Element) -> Iterator[str]:
+    text = " ".join(safe(one) if isinstance(one, str) else f"**{safe(one.text)}**" for one in element.children)
+    match element.tag:
+        case "h2" | "h3":
+            yield f"{'#' * int(element.tag[1])} {text}\n"
+        case "p":
+            yield f"{text}\n"
+        case "ul":
+            yield from (f"- {safe(item.text)}" for item in element.all("li"))
+            yield ""
+        case "table":
+            heads, *rows = [[safe(cell.text) for cell in row.all("th") + row.all("td")] for row in element.all("tr")]
+            yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
+            yield from (f"| {' | '.join(row)} |" for row in rows)
+            yield ""
+
+
+def print_document(document: Any) -> None:
+    """Print elements, each on lines of its own."""
+    console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
+    for element in flat(document):
+        for part in _printed(element):
+            console.print(part)
+
+
+def _printed(element: Element | str) -> Iterator[RenderableType]:
+    if isinstance(element, str):
+        yield Text(element)
+        return
+    match element.tag:
+        case "details":
+            yield from map(Text, text_lines(element))
+        case "article":
+            title, *parts = (
+                Text(part.text, STYLES.get(part.css_class, ""))
+                for part in element.children
+                if isinstance(part, Element)
+            )
+            yield Panel(
+                Text("\n\n").join(parts), title=title, title_align="left", border_style=BORDERS[element.css_class]
+            )
+        case "table":
+            columns = [
+                Column(head.text, justify="right" if head.css_class else "left", overflow="fold")
+                for head in element.all("th")
+            ]
+            printed = Table(*columns)
+            for row in element.all("tr")[1:]:
+                printed.add_row(*(Text(cell.text) for cell in row.all("td")))
+            yield printed
+        case _:
+            yield Text(element.text, STYLES.get(element.css_class, ""))
+
+
+def text_lines(document: Any) -> Iterator[str]:
+    """Yield elements as lines of text, those of a folded part indented below its title."""
+    for element in flat(document):
+        if isinstance(element, Element) and element.tag == "details":
+            (title,) = element.all("summary")
+            yield f"{title.text}:"
+            yield from (f"  {item.text}" for item in element.all("li"))
+        else:
+            yield element if isinstance(element, str) else element.text
