@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import tyro
+from metrics_reference import page
 
 from esper_telemetry.cli import check, run
 from esper_telemetry.cli.arguments import PROGRAM
 from esper_telemetry.cli.main import COMMANDS
 from esper_telemetry.views.equations import equation_list
-from esper_telemetry.views.metrics_page import page
 
 PAGE = Path(__file__).with_name("metrics.md")
 COMMANDS_PAGE = Path(__file__).with_name("cli.md")

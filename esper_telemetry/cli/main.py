@@ -282,7 +282,7 @@ COMMANDS: Final[dict[str, type]] = {
 }
 MODULES: Final = {
     **dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs"),
-    **dict.fromkeys(("watch", "report", "compare"), "views"),
+    **dict.fromkeys(("watch", "report", "compare"), "show"),
 }
 """Modules of the commands whose module has another name."""
 

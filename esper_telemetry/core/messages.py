@@ -57,6 +57,11 @@ MIN_SHARE = 1e-5
 """Smallest share that is shown in percent; less is 0."""
 
 
+def capitalized(text: str) -> str:
+    """Return the text with its first letter in upper case."""
+    return text[:1].upper() + text[1:]
+
+
 def number(x: float) -> str:
     """Three digits of a number, without an exponent between 0.0001 and 100,000."""
     size = abs(x)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import outcome_of
+from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.journal.read import alarms, last_outcome, read_run
@@ -71,14 +72,14 @@ class RunEnd:
         if self.run is None or self.run_dir is None:
             return
         if self.loss:
-            yield EndBlockLine(f"{_capitalized(self.loss)}: what follows is said of the others", "bold red")
+            yield EndBlockLine(f"{capitalized(self.loss)}: what follows is said of the others", "bold red")
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         except OSError as error:
             yield EndBlockLine(f"the journal cannot be read: {error}", "bold red")
             return
         if text := cards.sentence():
-            yield EndBlockLine(_capitalized(text), "bold red" if cards.failure else TONE_COLOURS[cards.tone])
+            yield EndBlockLine(capitalized(text), "bold red" if cards.failure else TONE_COLOURS[cards.tone])
         else:
             yield EndBlockLine(_outcome_of_short_run(self.run_dir))
         numbers = sorted({alarm.incident for alarm in cards.raised})
@@ -146,11 +147,7 @@ def _outcome_of_short_run(run_dir: Path) -> str:
         run = read_run(run_dir)
     except (OSError, ValueError):  # the disk had no room for its first lines
         return "outcome not known: the journal cannot be read"
-    return _capitalized(outcome_of(run.records, run.info.facts, run.status).text)
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return capitalized(outcome_of(run.records, run.info.facts, run.status).text)
 
 
 def _labelled(label: str, text: str, prompt: str = "") -> EndBlockLine:

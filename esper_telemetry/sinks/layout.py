@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
 from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Histogram, Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.journal.lines import plain
@@ -180,7 +181,7 @@ def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
     """
     names = {described(key, run).name for key in keys}
     name = next(iter(names)) if len(names) == 1 else ""
-    name = name[:1].upper() + name[1:]
+    name = capitalized(name)
     subject = LABEL.sub("*", group.subject)
     if len(keys) == 1 and family_name(keys[0]) == ALARM_FAMILY and keys[0] not in run.metrics:
         words = keys[0].partition("/")[2]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
 from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.journal.lines import JournalEvent
@@ -74,7 +75,7 @@ def metric_description(info: MetricInfo) -> str:
     levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
     bounds = "; ".join(f"{name}: {safe(text)}" for name, text in levels.items() if text)
     parts = (
-        f"**{safe(info.name[:1].upper() + info.name[1:])}.**" if info.name else "",
+        f"**{safe(capitalized(info.name))}.**" if info.name else "",
         safe(info.question),
         f"Unit: {safe(info.unit)}." if info.unit else "",
         f"{bounds}." if bounds else "",
@@ -189,7 +190,7 @@ class IncidentCards:
 
     def page(self) -> str:
         """Return the page of the verdict: what the run does, then the incidents, each with its cause first."""
-        title = f"{self.sentence()[:1].upper()}{self.sentence()[1:]}" if self.outcome and not self.failure else ""
+        title = capitalized(self.sentence()) if self.outcome and not self.failure else ""
         heading = f"# {safe(title)}" if title else "# What went wrong" if self.alarms else "# No outcome yet"
         quiet = [] if self.alarms else [self.quiet_text]
         return "\n\n".join([heading, *self.headline(), *quiet, *map(self.incident, self.numbers)]) + "\n"
@@ -241,7 +242,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
     first = cards.numbers[:MAX_NOTE_INCIDENTS]
     sentence = cards.sentence() or "No outcome yet"
     # Backends cut the description after a few lines, so it has no headings.
-    parts = [f"**{safe(sentence[:1].upper() + sentence[1:])}**"]
+    parts = [f"**{safe(capitalized(sentence))}**"]
     keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
     if first:
         parts += [cards.incident(number, heading=False) for number in first]
@@ -251,7 +252,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
             for key in keys[:MAX_QUIET_VALUES]
             if record is not None
         ]
-        parts.append(f"{cards.quiet_text} {', '.join(values)[:1].upper()}{', '.join(values)[1:]}".strip())
+        parts.append(f"{cards.quiet_text} {capitalized(', '.join(values))}".strip())
     if later := len(cards.numbers) - len(first):
         parts.append(f"{later} later incident{'s' * (later > 1)}: see the artifact or table of alarms.")
     if record is not None and keys:

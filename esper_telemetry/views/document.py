@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.panel import Panel
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from esper_telemetry.core.terminal import printable
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.pages import safe
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 PIPED_WIDTH: Final = 120
 """Columns of a document in a pipe or a file, unless COLUMNS says how many."""
@@ -28,8 +25,6 @@ STYLES: Final = {
     "open": "",
     "warn": "bold yellow",
     "bad": "bold red",
-    "advice": "green",
-    "outside": "yellow",
     "critical": "bold red",
     "note": "yellow",
     "info": "cyan",
@@ -45,7 +40,7 @@ class Element:
     """A part of a document.
 
     Attributes:
-        tag: of HTML, or `raw` for text that is HTML already.
+        tag: of HTML.
         children: in order.
         attributes: those with the value True have no value in HTML.
     """
@@ -66,8 +61,7 @@ class Element:
 
     def all(self, tag: str) -> list[Element]:
         """Return the elements within this one that have a tag."""
-        inside = [child for child in self.children if isinstance(child, Element)]
-        return [one for child in inside for one in ([child] if child.tag == tag else child.all(tag))]
+        return [one for child in elements(self.children) for one in ([child] if child.tag == tag else child.all(tag))]
 
 
 def h(tag: str, *children: Any, css: str = "", **attributes: str | bool) -> Element:
@@ -83,6 +77,11 @@ def flat(children: Any) -> Iterator[Element | str]:
             yield from (child,) if child else ()
         else:
             yield from flat(child)
+
+
+def elements(document: Any) -> Iterator[Element]:
+    """Yield elements from nested iterables, without texts."""
+    return (one for one in flat(document) if isinstance(one, Element))
 
 
 def items(lines: Iterable[str]) -> Element:
@@ -112,15 +111,13 @@ def _html(element: Element) -> str:
         f" {name}" if value is True else f' {name}="{escape(printable(str(value)))}"'
         for name, value in element.attributes.items()
     )
-    if element.tag == "raw":
-        return element.text
     begin = f"<{element.tag}{attributes}>"
     return begin if element.tag == "br" else f"{begin}{to_html(element.children)}</{element.tag}>"
 
 
 def to_markdown(document: Any) -> str:
     """Return headings, paragraphs, lists and tables as Markdown."""
-    return "\n".join(line for element in flat(document) if isinstance(element, Element) for line in _markdown(element))
+    return "\n".join(line for element in elements(document) for line in _markdown(element))
 
 
 def _markdown(element: Element) -> Iterator[str]:
@@ -143,46 +140,39 @@ def _markdown(element: Element) -> Iterator[str]:
 def print_document(document: Any) -> None:
     """Print elements, each on lines of its own."""
     console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
-    for element in flat(document):
+    for element in elements(document):
         for part in _printed(element):
             console.print(part)
 
 
-def _printed(element: Element | str) -> Iterator[RenderableType]:
-    if isinstance(element, str):
-        yield Text(element)
-        return
+def _printed(element: Element) -> Iterator[Text | Panel | Table]:
     match element.tag:
         case "details":
             yield from map(Text, text_lines(element))
         case "article":
-            title, *parts = (
-                Text(part.text, STYLES.get(part.css_class, ""))
-                for part in element.children
-                if isinstance(part, Element)
-            )
-            yield Panel(
-                Text("\n\n").join(parts), title=title, title_align="left", border_style=BORDERS[element.css_class]
-            )
+            title, *parts = map(_text, elements(element.children))
+            text, border = Text("\n\n").join(parts), BORDERS[element.css_class]
+            yield Panel(text, title=title, title_align="left", border_style=border)
         case "table":
-            columns = [
-                Column(head.text, justify="right" if head.css_class else "left", overflow="fold")
-                for head in element.all("th")
-            ]
-            printed = Table(*columns)
+            printed = Table()
+            for head in element.all("th"):
+                printed.add_column(head.text, justify="right" if head.css_class else "left", overflow="fold")
             for row in element.all("tr")[1:]:
                 printed.add_row(*(Text(cell.text) for cell in row.all("td")))
             yield printed
         case _:
-            yield Text(element.text, STYLES.get(element.css_class, ""))
+            yield _text(element)
+
+
+def _text(element: Element) -> Text:
+    return Text(element.text, STYLES.get(element.css_class, ""))
 
 
 def text_lines(document: Any) -> Iterator[str]:
     """Yield elements as lines of text, those of a folded part indented below its title."""
-    for element in flat(document):
-        if isinstance(element, Element) and element.tag == "details":
-            (title,) = element.all("summary")
-            yield f"{title.text}:"
+    for element in elements(document):
+        if element.tag == "details":
+            yield f"{element.all('summary')[0].text}:"
             yield from (f"  {item.text}" for item in element.all("li"))
         else:
-            yield element if isinstance(element, str) else element.text
+            yield element.text

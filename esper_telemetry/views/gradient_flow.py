@@ -80,35 +80,23 @@ def gradient_flow(view: RunView) -> GradientFlow | None:
         columns = np.searchsorted(column_ends, one.updates)
         np.fmin.at(low[row], columns, one.values)
         np.fmax.at(high[row], columns, one.values)
-    severity = signed_severity(low, high, view.facts.max_grad_norm or DEFAULT_CLIP_LIMIT)
+    # the severity of explosion of each layer, or below 0 the severity of vanishing
+    baseline = NormBaseline(tuple(map(str, range(len(keys)))), view.facts.max_grad_norm or DEFAULT_CLIP_LIMIT)
+    severity = np.full(low.shape, np.nan)
+    for column, (smallest, largest) in enumerate(zip(low.T, high.T, strict=True)):
+        judged, _ = baseline.step(smallest, largest)
+        explode, vanish = np.asarray(judged.severity_explode), np.asarray(judged.severity_vanish)
+        severity[:, column] = np.where(explode >= vanish, explode, -vanish)
     layers = [
         LayerFlow(key[len(begin) : -len(end)], own, one.values[-1], min(one.values), max(one.values))
         for key, own, one in zip(keys, severity, series, strict=True)
     ]
     worst = np.nan_to_num(np.abs(severity)).max(1)
     shown = sorted(np.argsort(-worst, kind="stable")[:MAX_LAYERS].tolist())
-    steps = [view.step_of(update) for update in column_ends.tolist()]
-    nonfinite = np.isin(np.arange(len(ends)), np.searchsorted(column_ends, broken))
     return GradientFlow(
         layers=tuple(layers[row] for row in shown),
         updates=tuple(column_ends.tolist()),
-        env_steps=tuple(steps),
-        nonfinite=tuple(nonfinite.tolist()),
+        env_steps=tuple(map(view.step_of, column_ends.tolist())),
+        nonfinite=tuple(np.isin(np.arange(len(ends)), np.searchsorted(column_ends, broken)).tolist()),
         hidden=len(layers) - len(shown),
     )
-
-
-def signed_severity(low: Array, high: Array, max_grad_norm: float) -> Array:
-    """Return [K, columns]: the severity of explosion of each layer, or below 0 the severity of vanishing.
-
-    Args:
-        low, high: [K, columns], smallest and largest norm; NaN without a finite gradient.
-        max_grad_norm: the clip limit, which sets the scale of the thresholds.
-    """
-    baseline = NormBaseline(tuple(map(str, range(len(low)))), max_grad_norm)
-    columns = []
-    for smallest, largest in zip(low.T, high.T, strict=True):
-        severity, _ = baseline.step(smallest, largest)
-        explode, vanish = np.asarray(severity.severity_explode), np.asarray(severity.severity_vanish)
-        columns.append(np.where(explode >= vanish, explode, -vanish))
-    return np.array(columns).T

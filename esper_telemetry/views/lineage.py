@@ -209,7 +209,7 @@ def _live(key: str) -> Iterator[str]:
         yield "header of watch"
     yield from (f"console ({column.label})" for column in COLUMNS if key in column.keys)
     yield from REPORTED.get(key, ())
-    if any(key == line.key for line in SUMMARY_LINES):
+    if key in SUMMARY_LINES:
         yield "summary of train"
     if key in _overview():
         yield "first page of TensorBoard, W&B and MLflow"

@@ -178,108 +178,74 @@ class StripDeclaration:
 ViewDeclaration = PanelDeclaration | TableDeclaration | StripDeclaration
 
 
+def _chart(*keys: str, **options: Any) -> ChartDeclaration:
+    return ChartDeclaration(keys, **options)
+
+
+LEARNING: Final = (
+    _chart("episode/return_mean_100", "episode/return_mean"),
+    _chart("eval/return_mean"),
+    _chart("episode/length_mean"),
+    _chart("policy/surrogate_gain"),
+)
+POLICY: Final = (
+    _chart("policy/kl", "policy/kl_max", log=True),
+    _chart("policy/clip_frac"),
+    _chart(
+        *("policy/ess_frac_min", "policy/ess_frac"),
+        title="Effective sample size of the update",
+        label="worst effective sample size",
+    ),
+    _chart("policy/ratio/max", "policy/ratio/min", title="Largest and smallest ratio", log=True),
+)
+EXPLORATION: Final = (
+    _chart("policy/entropy_norm", "policy/entropy_marginal_norm", title="Entropy of the policy"),
+    _chart("policy/entropy"),
+    _chart("policy/std/mean", "policy/head/{head}/std", log=True),
+    _chart("policy/head/{head}/entropy_norm", title="Entropy of each head", label="normalised entropy", min_lines=2),
+)
+CRITIC: Final = (
+    _chart("value/explained_variance", "value/r2"),
+    _chart("value/bias_over_std", label="bias of the critic"),
+    _chart("value/loss_norm", label="value loss over return variance", log=True),
+    _chart("adv/raw/std", "ret/std", title="Spread of advantages and returns", log=True),
+)
+GRADIENTS: Final = (
+    _chart("grad/global/norm_preclip", "grad/{group}/norm_preclip", label="gradient norm before clipping", log=True),
+    _chart("grad/clip/coef", "grad/clip/coef_min", log=True),
+    _chart("grad/interference/critic_share"),
+    _chart("opt/update_to_weight", log=True),
+    _chart("opt/lr", "opt/lr/{group}", title="Learning rate"),
+    _chart("repr/dormant_frac", "repr/dead_frac", title="Dormant and dead units"),
+)
+MEMORY: Final = (
+    _chart("lstm/{part}/rms", label="size of the recurrent state", log=True),
+    _chart("lstm/gate/{gate}/mean"),
+    _chart("lstm/timescale/median", "lstm/timescale/p90", log=True),
+    _chart("lstm/staleness", "lstm/staleness_first", log=True),
+    _chart("lstm/ablate_kl", log=True),
+    _chart("lstm/bptt/h0_grad_norm", label="gradient at the first state", log=True),
+    _chart("lstm/reset_rate"),
+)
+TIME: Final = (
+    _chart("train/env_steps_per_second"),
+    _chart(
+        *("perf/environment_ms", "perf/inference_ms", "perf/update_ms", "perf/telemetry_ms"),
+        title="Time of an update",
+        stacked=True,
+    ),
+    _chart("perf/telemetry_frac"),
+    _chart("perf/memory/process_mib", "perf/memory/children_mib", "perf/memory/device_mib", title="Memory"),
+    _chart("perf/memory/process_frac", "perf/memory/device_frac", title="Share of the memory that is taken"),
+)
 PANELS: Final = (
-    PanelDeclaration(
-        "learning",
-        "Does it learn?",
-        (
-            ChartDeclaration(("episode/return_mean_100", "episode/return_mean")),
-            ChartDeclaration(("eval/return_mean",)),
-            ChartDeclaration(("episode/length_mean",)),
-            ChartDeclaration(("policy/surrogate_gain",)),
-        ),
-        10,
-    ),
-    PanelDeclaration(
-        "policy",
-        "How far does the policy move?",
-        (
-            ChartDeclaration(("policy/kl", "policy/kl_max"), log=True),
-            ChartDeclaration(("policy/clip_frac",)),
-            ChartDeclaration(
-                ("policy/ess_frac_min", "policy/ess_frac"),
-                "Effective sample size of the update",
-                label="worst effective sample size",
-            ),
-            ChartDeclaration(("policy/ratio/max", "policy/ratio/min"), "Largest and smallest ratio", log=True),
-        ),
-        20,
-    ),
-    PanelDeclaration(
-        "exploration",
-        "Does it explore?",
-        (
-            ChartDeclaration(("policy/entropy_norm", "policy/entropy_marginal_norm"), "Entropy of the policy"),
-            ChartDeclaration(("policy/entropy",)),
-            ChartDeclaration(("policy/std/mean", "policy/head/{head}/std"), log=True),
-            ChartDeclaration(
-                ("policy/head/{head}/entropy_norm",), "Entropy of each head", label="normalised entropy", min_lines=2
-            ),
-        ),
-        30,
-    ),
-    PanelDeclaration(
-        "critic",
-        "Does the critic explain the returns?",
-        (
-            ChartDeclaration(("value/explained_variance", "value/r2")),
-            ChartDeclaration(("value/bias_over_std",), label="bias of the critic"),
-            ChartDeclaration(("value/loss_norm",), label="value loss over return variance", log=True),
-            ChartDeclaration(("adv/raw/std", "ret/std"), "Spread of advantages and returns", log=True),
-        ),
-        40,
-    ),
-    PanelDeclaration(
-        "gradients",
-        "Are gradients and steps healthy?",
-        (
-            ChartDeclaration(
-                ("grad/global/norm_preclip", "grad/{group}/norm_preclip"),
-                label="gradient norm before clipping",
-                log=True,
-            ),
-            ChartDeclaration(("grad/clip/coef", "grad/clip/coef_min"), log=True),
-            ChartDeclaration(("grad/interference/critic_share",)),
-            ChartDeclaration(("opt/update_to_weight",), log=True),
-            ChartDeclaration(("opt/lr", "opt/lr/{group}"), "Learning rate"),
-            ChartDeclaration(("repr/dormant_frac", "repr/dead_frac"), "Dormant and dead units"),
-        ),
-        50,
-    ),
-    PanelDeclaration(
-        "memory",
-        "Does memory work?",
-        (
-            ChartDeclaration(("lstm/{part}/rms",), label="size of the recurrent state", log=True),
-            ChartDeclaration(("lstm/gate/{gate}/mean",)),
-            ChartDeclaration(("lstm/timescale/median", "lstm/timescale/p90"), log=True),
-            ChartDeclaration(("lstm/staleness", "lstm/staleness_first"), log=True),
-            ChartDeclaration(("lstm/ablate_kl",), log=True),
-            ChartDeclaration(("lstm/bptt/h0_grad_norm",), label="gradient at the first state", log=True),
-            ChartDeclaration(("lstm/reset_rate",)),
-        ),
-        60,
-    ),
-    PanelDeclaration(
-        "time",
-        "Where does the time go?",
-        (
-            ChartDeclaration(("train/env_steps_per_second",)),
-            ChartDeclaration(
-                ("perf/environment_ms", "perf/inference_ms", "perf/update_ms", "perf/telemetry_ms"),
-                "Time of an update",
-                stacked=True,
-            ),
-            ChartDeclaration(("perf/telemetry_frac",)),
-            ChartDeclaration(
-                ("perf/memory/process_mib", "perf/memory/children_mib", "perf/memory/device_mib"), "Memory"
-            ),
-            ChartDeclaration(
-                ("perf/memory/process_frac", "perf/memory/device_frac"), "Share of the memory that is taken"
-            ),
-        ),
-        70,
-    ),
+    PanelDeclaration("learning", "Does it learn?", LEARNING, 10),
+    PanelDeclaration("policy", "How far does the policy move?", POLICY, 20),
+    PanelDeclaration("exploration", "Does it explore?", EXPLORATION, 30),
+    PanelDeclaration("critic", "Does the critic explain the returns?", CRITIC, 40),
+    PanelDeclaration("gradients", "Are gradients and steps healthy?", GRADIENTS, 50),
+    PanelDeclaration("memory", "Does memory work?", MEMORY, 60),
+    PanelDeclaration("time", "Where does the time go?", TIME, 70),
 )
 
 
@@ -394,26 +360,19 @@ def environments_table(view: RunView) -> TableView | None:
     if event is None:
         return None
     data = event.data
-    flags = data.get("constant") or [None] * len(data["return"])
-    rows = []
-    for env, flag in enumerate(flags):
-        cells = [number_cell(data[column][env]) for column in ENVIRONMENT_COLUMNS]
-        constant = (
-            MISSING_CELL if flag is None else TableCell("constant", "bold red") if flag else TableCell("varies", "dim")
-        )
-        rows.append((TableCell(str(env), "cyan", env), *cells, number_cell(data["episodes"][env]), constant))
-    shown, total = len(rows), int(data["environments"])
-    title = f"Environments ({shown} of {total:,})" if shown < total else "Environments"
-    names = ("Env", *ENVIRONMENT_COLUMNS.values(), "Episodes", "Observations")
-    return TableView("environments", title, names, tuple(rows), _means(data))
-
-
-def _means(data: Any) -> tuple[TableCell, ...]:
-    cells = []
+    flags = {None: MISSING_CELL, True: TableCell("constant", "bold red"), False: TableCell("varies", "dim")}
+    rows, means = [], []
+    for env, flag in enumerate(data.get("constant") or [None] * len(data["return"])):
+        cells = [number_cell(data[column][env]) for column in (*ENVIRONMENT_COLUMNS, "episodes")]
+        rows.append((TableCell(str(env), "cyan", env), *cells, flags[flag]))
     for column in ENVIRONMENT_COLUMNS:
-        known = [value for value in data[column] if value is not None]
-        cells.append(number_cell(sum(known) / len(known) if known else None, form=",.4g"))
-    return (TableCell("Σ", "bold"), *cells, number_cell(sum(data["episodes"])), MISSING_CELL)
+        values = [value for value in data[column] if value is not None]
+        means.append(number_cell(sum(values) / len(values) if values else None, form=",.4g"))
+    footer = (TableCell("Σ", "bold"), *means, number_cell(sum(data["episodes"])), MISSING_CELL)
+    total = int(data["environments"])
+    title = f"Environments ({len(rows)} of {total:,})" if len(rows) < total else "Environments"
+    names = ("Env", *ENVIRONMENT_COLUMNS.values(), "Episodes", "Observations")
+    return TableView("environments", title, names, tuple(rows), footer)
 
 
 TABLES: Final = (
@@ -454,16 +413,11 @@ class ViewDeclarations:
     @classmethod
     def of(cls, declarations: Iterable[ViewDeclaration]) -> ViewDeclarations:
         """Return declarations by kind; raises TypeError for anything else, ValueError where two of a kind have one name."""
-        by_kind: dict[type, dict[str, ViewDeclaration]] = {
-            PanelDeclaration: {},
-            TableDeclaration: {},
-            StripDeclaration: {},
-        }
+        kinds = (PanelDeclaration, TableDeclaration, StripDeclaration)
+        by_kind: dict[type, dict[str, ViewDeclaration]] = {kind: {} for kind in kinds}
         for one in declarations:
             if type(one) not in by_kind:
-                raise TypeError(
-                    f"views are made of PanelDeclaration, TableDeclaration and StripDeclaration, got {one!r}"
-                )
+                raise TypeError(f"views are made of {', '.join(kind.__name__ for kind in kinds)}, got {one!r}")
             if by_kind[type(one)].setdefault(one.name, one) is not one:
                 raise ValueError(f"there is a {type(one).__name__} {one.name!r} already")
         panels, tables, strip = (tuple(sorted(named.values(), key=lambda one: one.place)) for named in by_kind.values())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Final, Literal
 
 from esper_telemetry.core.facts import Facts
@@ -44,16 +44,16 @@ class RunProgress:
         staleness: `ok` up to two update times, `warn` up to ten, else `bad`; `ended` for a run that has ended.
     """
 
-    update: int = 0
-    env_step: int = 0
-    total_steps: int | None = None
-    fraction: float | None = None
-    eta_seconds: float | None = None
-    steps_per_second: float | None = None
-    update_seconds: float | None = None
-    time_split: Mapping[str, float] = field(default_factory=dict)
-    age_seconds: float | None = None
-    staleness: Staleness = "ok"
+    update: int
+    env_step: int
+    total_steps: int | None
+    fraction: float | None
+    eta_seconds: float | None
+    steps_per_second: float | None
+    update_seconds: float | None
+    time_split: Mapping[str, float]
+    age_seconds: float | None
+    staleness: Staleness
 
 
 def run_progress(
@@ -76,35 +76,34 @@ def run_progress(
         now: seconds since the epoch, by default the present.
     """
     total = max(0, Facts.of(info.facts).total_steps or 0) or None
-    steps = axes.env_step if axes else 0
-    seconds, speed = _speed(clock)
-    since = axes.wall_time if axes else info.started
+    update, steps, since = (axes.update, axes.env_step, axes.wall_time) if axes else (0, 0, info.started)
+    # medians: an interruption does not count
+    spans = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(clock)]
+    typical = median(span for _, span in spans) if spans else 0.0
+    seconds, speed = None, None
+    if typical > 0:
+        seconds, speed = typical, median(count / span for count, span in spans if span > 0)
     age = max(0.0, (time.time() if now is None else now) - since) if since > 0 else None
-    staleness: Staleness = "ended" if ended else _staleness(age, seconds)
-    goes_on = staleness in ("ok", "warn")
-    remaining = max(0.0, (total - steps) / speed) if total is not None and speed and goes_on else None
+    own = seconds or START_SECONDS
+    staleness: Staleness = "bad"
+    if ended:
+        staleness = "ended"
+    elif age is None or age <= max(MIN_OK_SECONDS, OK_UPDATES * own):
+        staleness = "ok"
+    elif age <= max(MIN_WARN_SECONDS, WARN_UPDATES * own):
+        staleness = "warn"
     return RunProgress(
-        update=axes.update if axes else 0,
+        update=update,
         env_step=steps,
         total_steps=total,
         fraction=None if total is None else min(1.0, steps / total),
-        eta_seconds=remaining,
+        eta_seconds=max(0.0, (total - steps) / speed) if total and speed and staleness in ("ok", "warn") else None,
         steps_per_second=speed,
         update_seconds=seconds,
         time_split=_time_split(last, seconds),
         age_seconds=age,
         staleness=staleness,
     )
-
-
-def _speed(clock: Sequence[tuple[int, float]]) -> tuple[float | None, float | None]:
-    """Return the seconds of an update and the environment steps per second, medians: an interruption does not count."""
-    pairs = list(pairwise(clock))
-    durations = [later[1] - earlier[1] for earlier, later in pairs]
-    if not durations or statistics.median(durations) <= 0:
-        return None, None
-    rates = [(later[0] - earlier[0]) / (later[1] - earlier[1]) for earlier, later in pairs if later[1] > earlier[1]]
-    return statistics.median(durations), statistics.median(rates)
 
 
 def _time_split(last: Mapping[str, float], seconds: float | None) -> dict[str, float]:
@@ -114,9 +113,3 @@ def _time_split(last: Mapping[str, float], seconds: float | None) -> dict[str, f
     whole = max(sum(parts.values()), 1000 * (seconds or 0.0)) or 1.0
     shares = {name: value / whole for name, value in parts.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
-
-
-def _staleness(age: float | None, seconds: float | None) -> Staleness:
-    if age is None or age <= max(MIN_OK_SECONDS, OK_UPDATES * (seconds or START_SECONDS)):
-        return "ok"
-    return "warn" if age <= max(MIN_WARN_SECONDS, WARN_UPDATES * (seconds or START_SECONDS)) else "bad"

@@ -11,6 +11,7 @@ from typing import Any, Final
 from esper_telemetry.alarms.verdict.headline import Tone
 from esper_telemetry.alarms.verdict.outcome import NAMES
 from esper_telemetry.core.files import read_json, replace_file
+from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.history.recent_return import RECENT_RETURN, UPDATE_RETURN
@@ -25,7 +26,7 @@ from esper_telemetry.views.gradient_flow import WARN_SEVERITY, GradientFlow, gra
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
 from esper_telemetry.views.run_view import RunView, open_view
-from esper_telemetry.views.verdict_text import capitalized, checks, end_text, findings, unanswered_by_reason
+from esper_telemetry.views.verdict_text import checks, end_text, findings, unanswered_by_reason
 
 MAX_INCIDENTS: Final = 20
 """Incidents that are shown in full; the first ones tend to cause the others."""
@@ -70,7 +71,7 @@ def _page(views: Sequence[RunView], charts: ReportCharts) -> Iterator[Any]:
     else:
         yield h("h1", f"{len(runs)} runs")
         yield _several(runs, charts)
-        yield _comparison(views)
+        yield _comparison(views, charts)
         for number, run in enumerate(runs, 1):
             yield h("section", run.all(), css="run", id=f"run-{number}")
     written = f"Written {time.strftime('%Y-%m-%d %H:%M')} by esper_telemetry."
@@ -103,14 +104,14 @@ def _several(runs: Sequence[_RunSections], charts: ReportCharts) -> Iterator[Ele
         yield h("div", _plot(charts.overlay(references), "tall"), css="card")
 
 
-def _comparison(views: Sequence[RunView]) -> Iterator[Element]:
+def _comparison(views: Sequence[RunView], charts: ReportCharts) -> Iterator[Element]:
     """Yield what differs between the runs that have a journal."""
     places = [str(view.run_dir) for view in views if view.run_dir is not None and view.updates]
     if len(places) < 2:
         return
     yield h("h2", "Comparison")
     try:
-        yield comparison_section(comparison([read_compared(place) for place in places]))
+        yield comparison_section(comparison([read_compared(place) for place in places]), charts)
     except ImportError as error:  # without SciPy
         yield h("p", str(error), css="dim")
 
@@ -127,7 +128,8 @@ class _RunSections:
     """
 
     def __init__(self, view: RunView, charts: ReportCharts) -> None:
-        self.view, self.charts, self.place, self.incidents = view, charts, charts.add_run(view), view.incidents
+        self.view, self.charts, self.incidents = view, charts, view.incidents
+        self.place = charts.add_run(view.axes.env_step if view.axes else 0)
         self.marks = [view.step_of(incident.since) for incident in self.incidents]
 
     def all(self) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -43,10 +43,10 @@ class ReportCharts:
     charts: list[dict[str, Any]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
-    def add_run(self, view: RunView) -> int:
-        """Return the place of another run."""
+    def add_run(self, last_step: float) -> int:
+        """Return the place of another run, whose charts end a little after its last step."""
         self.runs.append({})
-        self.ends.append(1.02 * view.axes.env_step if view.axes and view.axes.env_step > 0 else 1.0)
+        self.ends.append(1.02 * last_step if last_step > 0 else 1.0)
         return len(self.runs) - 1
 
     def line(self, run: int, key: str, series: Series, label: str, max_points: int = MAX_POINTS) -> list[Any]:
@@ -120,9 +120,9 @@ class ReportCharts:
         }
         return self._added(entry)
 
-    def overlay(self, references: Sequence[list[Any]]) -> str:
-        """Add a chart of lines of several runs; return its place."""
-        return self._added({"lines": [*references]})
+    def overlay(self, references: Sequence[list[Any]], areas: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Add a chart of lines of several runs, with the areas of some lines: (step, low, high); return its place."""
+        return self._added({"lines": [*references], "areas": [*areas]})
 
     def _added(self, entry: dict[str, Any]) -> str:
         self.charts.append(entry)

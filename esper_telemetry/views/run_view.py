@@ -31,6 +31,7 @@ from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, ou
 from esper_telemetry.alarms.verdict.remarks import REMARK
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import (
     Alarm,
     AlarmEvent,
@@ -58,7 +59,6 @@ from esper_telemetry.views.panels import (
 from esper_telemetry.views.progress import RATE_UPDATES, RunProgress, run_progress
 from esper_telemetry.views.run_parts import MAX_LINES, ChartView, IncidentView, LineView, PanelView, incident_view
 from esper_telemetry.views.series import DEFAULT_POINTS, HealthyRange, Judgement, Series, SeriesBuffer, judge
-from esper_telemetry.views.verdict_text import capitalized
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rich.table import Table
 
@@ -13,7 +13,7 @@ from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
 from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.core.messages import number
+from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.core.record import RUN_FAILED, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN
 from esper_telemetry.journal.lines import encode_alarm, plain
@@ -75,11 +75,6 @@ def verdict_document(
             if list_unanswered
             else h("p", f"{questions}, as values were not reported; --all lists them.")
         )
-
-
-def capitalized(text: str) -> str:
-    """Return the text with its first letter in upper case."""
-    return text[:1].upper() + text[1:]
 
 
 def checks(diagnosis: Diagnosis) -> str:
@@ -178,27 +173,19 @@ def _is_symptom_alone(diagnosis: Diagnosis, incident: IncidentReport) -> bool:
     return diagnosis.gradients_alone and incident.cause.startswith(SYMPTOMS)
 
 
-class SummaryLine(NamedTuple):
-    """A row of the summary: a label, a key and the format of its last value."""
-
-    label: str
-    key: str
-    style: str = ".3g"
-
-
 SHARE: Final = "perf/telemetry_frac"
 """Shown as the mean of the run: an update that is sampled in full takes many times what others take."""
-
-SUMMARY_LINES: Final = (
-    SummaryLine("return, last 100 episodes (or all)", RECENT_RETURN, ".1f"),
-    SummaryLine("policy moved per update (KL)", "policy/kl"),
-    SummaryLine("ratios clipped", "policy/clip_frac", ".1%"),
-    SummaryLine("exploration left (entropy)", "policy/entropy_norm", ".0%"),
-    SummaryLine("returns explained by the critic", "value/explained_variance", ".0%"),
-    SummaryLine("gradient norm before clipping", "grad/global/norm_preclip"),
-    SummaryLine("steps per second", "train/env_steps_per_second", ",.0f"),
-    SummaryLine("telemetry's share of the time", SHARE, ".1%"),
-)
+SUMMARY_LINES: Final[Mapping[str, tuple[str, str]]] = {
+    RECENT_RETURN: ("return, last 100 episodes (or all)", ".1f"),
+    "policy/kl": ("policy moved per update (KL)", ".3g"),
+    "policy/clip_frac": ("ratios clipped", ".1%"),
+    "policy/entropy_norm": ("exploration left (entropy)", ".0%"),
+    "value/explained_variance": ("returns explained by the critic", ".0%"),
+    "grad/global/norm_preclip": ("gradient norm before clipping", ".3g"),
+    "train/env_steps_per_second": ("steps per second", ",.0f"),
+    SHARE: ("telemetry's share of the time", ".1%"),
+}
+"""Label and format of the last value of each key in the summary."""
 
 
 class Summary:
@@ -224,8 +211,8 @@ class Summary:
             table = Table("what telemetry saw last", "", header_style="bold")
             table.add_row("environment steps", f"{axes.env_step:,}")
             table.add_row("updates", f"{axes.update:,}")
-            for line in SUMMARY_LINES:
-                if line.key in values:
-                    table.add_row(line.label, format(values[line.key], line.style))
+            for key, (label, style) in SUMMARY_LINES.items():
+                if key in values:
+                    table.add_row(label, format(values[key], style))
             console.print(table)
         print_lines(console, end.openings())

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from metrics_reference import page
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
 from esper_telemetry.alarms.registry import alarm_rules, alarms_reading
@@ -16,7 +17,7 @@ from esper_telemetry.core.catalogue import catalogue, families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.history.derive import key_histories
 from esper_telemetry.sinks.pages import glossary, metric_description
-from esper_telemetry.views.metrics_page import entry_text, entry_values, page
+from esper_telemetry.views.metrics_page import entry_text, entry_values
 
 ENTRIES = {entry.metric.key: entry for entry in metric_entries()}
 DOCS = Path(__file__).parents[2] / "docs"

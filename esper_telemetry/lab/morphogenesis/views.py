@@ -6,7 +6,7 @@ Everything is read from the last event `growth`, whose columns are lists by envi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -27,6 +27,7 @@ from esper_telemetry.views.panels import (
     TableView,
 )
 from esper_telemetry.views.run_view import RunView
+from esper_telemetry.views.series import Judgement
 from esper_telemetry.views.watch.charts import bars
 from esper_telemetry.views.watch.screens import STALENESS
 
@@ -79,30 +80,21 @@ LAST_COLUMNS: Final = (
         "Stale",
     ),
 )
-HEADINGS: Final = (
-    ("Env", "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones"),
-    ("Acc", "validation accuracy, ↑ ↓ → beside 5 epochs ago; green: the best so far"),
-    (
-        "Status",
-        "★EXCL better than ever, among the best fifth; ◐INIT too early; ◐STALL no better for 10 epochs; ○DEGR fell by a point",
-    ),
-    (
-        "Slot",
-        "stage:blueprint; ╱ ∿ ⌒ curve and ▸ tempo of blending, alpha; e7 epochs in the stage; ▲ gradient explodes, ▼ vanishes",
-    ),
-    ("Last", "operation of the last step"),
-    (
-        "Momentum",
-        "epochs since the best accuracy: +0 better now; stalled or degraded: !6 more than 5, x16 more than 15",
-    ),
-    ("∑Rwd, Reward", "rewards of the episode; the last one (mean)"),
-    ("Loss, Growth", "validation loss; parameters beside those of the host alone"),
-    ("CF", "+ seeds help each other by half a point of accuracy, - they disturb each other"),
-    ("Acc▁▃▅, Rwd▁▃▅", "accuracy and reward of the last 8 epochs"),
-    ("ΔAcc, Seed Δ", "points of accuracy: since the epoch before; with all seeds beside without"),
-    ("Rent", "part of the last reward that parameters cost"),
-    ("Stale", "age of the last record"),
-)
+HEADINGS: Final = {
+    "Env": "▶ acted in the last 5 s; ● bright blue: shaped rewards, white: sparse ones",
+    "Acc": "validation accuracy, ↑ ↓ → beside 5 epochs ago; green: the best so far",
+    "Status": "★EXCL better than ever, among the best fifth; ◐INIT too early; ◐STALL no better for 10 epochs; ○DEGR fell by a point",
+    "Slot": "stage:blueprint; ╱ ∿ ⌒ curve and ▸ tempo of blending, alpha; e7 epochs in the stage; ▲ gradient explodes, ▼ vanishes",
+    "Last": "operation of the last step",
+    "Momentum": "epochs since the best accuracy: +0 better now; stalled or degraded: !6 more than 5, x16 more than 15",
+    "∑Rwd, Reward": "rewards of the episode; the last one (mean)",
+    "Loss, Growth": "validation loss; parameters beside those of the host alone",
+    "CF": "+ seeds help each other by half a point of accuracy, - they disturb each other",
+    "Acc▁▃▅, Rwd▁▃▅": "accuracy and reward of the last 8 epochs",
+    "ΔAcc, Seed Δ": "points of accuracy: since the epoch before; with all seeds beside without",
+    "Rent": "part of the last reward that parameters cost",
+    "Stale": "age of the last record",
+}
 """Meanings of the columns, for the help."""
 MAX_PLAIN_LOSS: Final = 1e4
 ACTION_SECONDS: Final = 5.0
@@ -183,9 +175,8 @@ def _name(names: Sequence[str], index: int | None) -> str:
 def momentum(stale: int, status: str) -> Text:
     """Return the epochs since the best accuracy: `+0` while it improves."""
     if status in ("stalled", "degraded"):
-        return Text(
-            *((f"{stale}", "white") if stale <= 5 else (f"!{stale}", "yellow") if stale <= 15 else (f"x{stale}", "red"))
-        )
+        sign, style = ("", "white") if stale <= 5 else ("!", "yellow") if stale <= 15 else ("x", "red")
+        return Text(f"{sign}{stale}", style)
     return Text(f"+{stale}", "green" if stale == 0 else "")
 
 
@@ -236,8 +227,7 @@ def _row(
     synergy = 100 * (host["synergy"] or 0.0)  # percentage points
     conflict = ("+", "green") if synergy > 0.5 else ("-", "bold red") if synergy < -0.5 else ("·", "dim")
     previous = next((value for value in reversed(trend[:-1]) if value is not None), None)
-    change = None if accuracy is None or previous is None else 100 * (accuracy - previous)
-    gain = None if host["seeds_gain"] is None else 100 * host["seeds_gain"]
+    change = None if accuracy is None or previous is None else accuracy - previous
     growth_style = by_limits(host["growth"], ((1.0000001, "dim"), (2, "green"), (5, "yellow")), "red")
     cells = [
         number,
@@ -253,8 +243,8 @@ def _row(
         number_text(host["growth"], ".2f", growth_style).append("x", growth_style),
         Text(bars(trend[-SHORT_TREND:]), "cyan"),
         Text(bars(rewards[-SHORT_TREND:]), "cyan"),
-        signed(change, "+.1f"),
-        signed(gain, "+.1f"),
+        _points(change),
+        _points(host["seeds_gain"]),
         number_text(parts.get("rent"), "+.3f", "red" if (parts.get("rent") or 0) < 0 else "dim"),
         Text(*stale),
     ]
@@ -274,9 +264,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _footer(data: Data, slots: int) -> tuple[TableCell, ...]:
     """Return means over the environments, and the number of living seeds in each slot."""
     hosts, stages = data["hosts"], data["seeds"]["stage"]
-    paid = _mean(data["course"]["paid"])
     living = [sum(row[slot] in range(Stage.GERMINATED, Stage.PRUNED) for row in stages) for slot in range(slots)]
-    growth_mean, reward = _mean(hosts["growth"]), _mean(row[-1] for row in data["trend"]["reward"])
     texts = [
         Text(" Σ  ", "bold"),
         Text("  ").append_text(number_text(_mean(hosts["accuracy"]), ".1%")),
@@ -284,11 +272,11 @@ def _footer(data: Data, slots: int) -> tuple[TableCell, ...]:
         *(Text(f"{count} seeds", "dim") for count in living),
         DASH,
         DASH,
-        signed(paid, "+.2f", low=-5),
-        signed(reward, "+.2f"),
+        signed(_mean(data["course"]["paid"]), "+.2f", low=-5),
+        signed(_mean(row[-1] for row in data["trend"]["reward"]), "+.2f"),
         loss_text(_mean(hosts["loss"])),
         DASH,
-        number_text(growth_mean, ".2f").append("x"),
+        number_text(_mean(hosts["growth"]), ".2f").append("x"),
         *(DASH for _ in range(6)),
     ]
     return tuple(TableCell(text) for text in texts)
@@ -302,13 +290,13 @@ def environment_detail(view: RunView, env: int) -> RenderableType:
     host = {name: column[env] for name, column in data["hosts"].items()}
     status = _name(data["statuses"], data["course"]["status"][env])
     slots = range(len(data["seeds"]["stage"][env]))
-    head = Text.assemble((f"Environment {env}", "bold"), "  ", STATUS.get(status, (status, "")))
-    head.append("  best ").append_text(number_text(host["best"], ".1%")).append("  now ").append_text(
-        number_text(host["accuracy"], ".1%")
-    )
-    head.append("  momentum ").append_text(momentum(host["stale"], status))
     epochs = data["course"].get("epochs")  # not in journals of earlier versions, whose episodes all have the same age
-    head.append(f"  epoch {epochs[env] if epochs else data['epoch']} of {data['horizon']}", "dim")
+    head = Text.assemble(
+        *((f"Environment {env}", "bold"), "  ", STATUS.get(status, (status, ""))),
+        *("  best ", number_text(host["best"], ".1%"), "  now ", number_text(host["accuracy"], ".1%")),
+        *("  momentum ", momentum(host["stale"], status)),
+        (f"  epoch {epochs[env] if epochs else data['epoch']} of {data['horizon']}", "dim"),
+    )
     if data["rollbacks"][env]:
         head.append(f"  rolled back ({data['rollbacks'][env]})", "bold red")
     parameters = sum(count or 0 for count in data["seeds"]["parameters"][env])
@@ -339,15 +327,16 @@ def _card(data: Data, env: int, slot: int) -> Panel:
     lines = [
         Text(f"{_name(data['blueprints'], seed['blueprint'])}, {seed['parameters']:,} parameters"),
         Text.assemble("alpha ", ("█" * filled, style), ("░" * (10 - filled), "dim"), f" {alpha:.2f} {way}"),
-        Text("accuracy since ").append_text(signed(_percent(seed["progress"]), "+.1f")).append(" pp"),
+        Text("accuracy since ").append_text(_points(seed["progress"])).append(" pp"),
         _gradient(data, seed),
         Text(f"epoch {seed['age']} of stage, {seed['life']} of seed", "dim"),
     ]
     return Panel(Group(*lines), title=f"slot {slot}: {name}", border_style=style, width=36)
 
 
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
+def _points(value: float | None) -> Text:
+    """Return a difference of accuracies in percentage points."""
+    return signed(None if value is None else 100 * value, "+.1f")
 
 
 def _gradient(data: Data, seed: Data) -> Text:
@@ -393,10 +382,10 @@ def _attribution(data: Data, env: int) -> Text:
     text = Text("worth    in percentage points: ")
     for slot, (alone, shapley) in enumerate(zip(seeds["contribution"][env], seeds["shapley"][env], strict=True)):
         if alone is not None:
-            text.append(f"slot {slot} alone ", "dim").append_text(signed(_percent(alone), "+.1f"))
-            text.append(" Shapley ", "dim").append_text(signed(_percent(shapley), "+.1f")).append("  ")
-    text.append("together ", "dim").append_text(signed(_percent(data["hosts"]["seeds_gain"][env]), "+.1f"))
-    return text.append("  synergy ", "dim").append_text(signed(_percent(data["hosts"]["synergy"][env]), "+.1f"))
+            text.append(f"slot {slot} alone ", "dim").append_text(_points(alone))
+            text.append(" Shapley ", "dim").append_text(_points(shapley)).append("  ")
+    text.append("together ", "dim").append_text(_points(data["hosts"]["seeds_gain"][env]))
+    return text.append("  synergy ", "dim").append_text(_points(data["hosts"]["synergy"][env]))
 
 
 def _graveyard(data: Data, env: int) -> Table:
@@ -409,22 +398,20 @@ def _graveyard(data: Data, env: int) -> Table:
     return table
 
 
-def _counted(view: RunView, wanted: str) -> int:
-    data = growth(view)
-    statuses = [] if data is None else data["course"]["status"]
-    return sum(_name(data["statuses"], status) == wanted for status in statuses) if data else 0
+def _status_part(status: str, level: Judgement) -> Callable[[RunView], StripItem | None]:
+    """Return the part of the strip that counts the environments with a status."""
+
+    def part(view: RunView) -> StripItem | None:
+        data = growth(view)
+        statuses = () if data is None else (_name(data["statuses"], own) for own in data["course"]["status"])
+        count = sum(own == status for own in statuses)
+        return StripItem(f"{count} {status}", level) if count else None
+
+    return part
 
 
-def stalled(view: RunView) -> StripItem | None:
-    """Return the number of environments without improvement."""
-    count = _counted(view, "stalled")
-    return StripItem(f"{count} stalled", "warn") if count else None
-
-
-def degraded(view: RunView) -> StripItem | None:
-    """Return the number of environments that have lost accuracy."""
-    count = _counted(view, "degraded")
-    return StripItem(f"{count} degraded") if count else None
+stalled = _status_part("stalled", "warn")
+degraded = _status_part("degraded", "critical")
 
 
 def seed_gradients(view: RunView) -> StripItem | None:
@@ -467,7 +454,7 @@ VIEWS: Final = (
         5,
         events=(EVENT,),
         detail=environment_detail,
-        headings=HEADINGS,
+        headings=tuple(HEADINGS.items()),
         keys=SINGLE_KEYS,
     ),
     StripDeclaration("stalled", stalled, 10, ("host/epochs_since_best",)),

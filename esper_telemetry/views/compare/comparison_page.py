@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
-from typing import Any, Final
+from typing import Final
 
 from esper_telemetry.alarms.verdict.outcome import NAMES
-from esper_telemetry.core.messages import number
-from esper_telemetry.views.compare import Comparison, GroupComparison, GroupSummary
+from esper_telemetry.core.messages import capitalized, number
+from esper_telemetry.views.compare import Comparison, GroupComparison
 from esper_telemetry.views.compare.compared_runs import FirstDifference
 from esper_telemetry.views.compare.seed_statistics import CONFIDENCE, Divergence
 from esper_telemetry.views.document import Element, folded, h, table, to_html
 from esper_telemetry.views.report_charts import ReportCharts, html_page
+from esper_telemetry.views.series import Series
 
-COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
-BAND_OPACITY: Final = "33"
 MAX_OPEN_METRICS: Final = 20
 """Metrics of a table that is unfolded at first."""
 MAX_PRINTED_METRICS: Final = 15
@@ -54,12 +51,12 @@ def printed_comparison(comparison: Comparison) -> Iterator[Element]:
 
 def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
     """Return a page like that of a report; raises ModuleNotFoundError without plotly."""
-    body = to_html((h("h1", title), comparison_section(comparison)))
-    return html_page(title, body, ReportCharts())
+    charts = ReportCharts()
+    return html_page(title, to_html((h("h1", title), comparison_section(comparison, charts))), charts)
 
 
-def comparison_section(comparison: Comparison) -> Element:
-    """Return the comparison as a section of a page that has plotly.js, verdicts first; raises ImportError without plotly."""
+def comparison_section(comparison: Comparison, charts: ReportCharts) -> Element:
+    """Return the comparison as a section of a page, verdicts first; its chart is added to those of the page."""
     verdicts = []
     for pair in comparison.comparisons:
         style = VERDICT_CLASSES[pair.verdict]
@@ -80,7 +77,7 @@ def comparison_section(comparison: Comparison) -> Element:
         verdicts,
         (h("p", h("strong", repeat_text(repeat))) for repeat in comparison.repeats),
         _card(_groups(comparison)),
-        _figure(comparison),
+        _figure(comparison, charts),
         map(_card, _differing(comparison)),
         metrics,
         (h("p", note, css="dim") for note in comparison.notes),
@@ -189,57 +186,21 @@ def repeat_text(repeat: FirstDifference) -> str:
     )
 
 
-def _figure(comparison: Comparison) -> Element | None:
+def _figure(comparison: Comparison, charts: ReportCharts) -> Element | None:
     """Return the returns of all groups with their intervals over environment steps; None if no run has returns."""
     if not comparison.return_key:
         return None
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise ImportError("an HTML page needs plotly: pip install 'esper-telemetry[views]'") from None
-    traces = [
-        go.Scatter(**trace)
-        for place, group in enumerate(comparison.groups)
-        for trace in _traces(group, COLOURS[place % len(COLOURS)])
-    ]
-    name, axis = NAMES.get(comparison.return_key, comparison.return_key), {"gridcolor": "#8884", "zeroline": False}
-    layout = {
-        "xaxis": {**axis, "title": {"text": "environment steps"}},
-        "yaxis": {**axis, "title": {"text": f"{escape(name)}, mean of the middle half of the seeds"}},
-        "margin": {"l": 60, "r": 10, "t": 10, "b": 50},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": "#888"},
-        "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
-        "height": 400,
-    }
-    settings = {"displayModeBar": False, "responsive": True}
-    plot = go.Figure(traces, layout).to_html(full_html=False, include_plotlyjs=False, config=settings)
-    return h("div", h("raw", plot), css="card")
-
-
-def _traces(group: GroupSummary, colour: str) -> list[dict[str, Any]]:
-    """Return the band of a group, if it has an interval, and its line."""
-    course = group.course
-    points = [point for point in zip(course.env_steps, course.low, course.high, strict=True) if None not in point]
-    steps, low, high = ([*column] for column in zip(*points, strict=True)) if points else ([], [], [])
-    band = {
-        "x": steps + steps[::-1],
-        "y": low + high[::-1],
-        "fill": "toself",
-        "fillcolor": colour + BAND_OPACITY,
-        "line": {"width": 0},
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "legendgroup": group.label,
-    }
-    line = {
-        "x": list(course.env_steps),
-        "y": list(course.level),
-        "mode": "lines+markers",
-        "connectgaps": True,
-        "name": escape(group.label),  # plotly.js reads some HTML in texts
-        "legendgroup": group.label,
-        "line": {"color": colour},
-    }
-    return [band, line] if points else [line]
+    run, lines, areas = charts.add_run(comparison.reach), [], []
+    for place, group in enumerate(comparison.groups):
+        own = group.course
+        course = [*zip(own.env_steps, own.level, own.low, own.high, strict=True)]
+        levels = [(round(step), level) for step, level, _, _ in course if level is not None]
+        steps = tuple(step for step, _ in levels)
+        series = Series(steps, steps, tuple(level for _, level in levels))
+        lines.append(charts.line(run, group.label, series, group.label))
+        bounds = [(step, low, high) for step, _, low, high in course if low is not None and high is not None]
+        areas.append({"line": place, "bounds": bounds})
+    name = NAMES.get(comparison.return_key, comparison.return_key)
+    legend = f"{capitalized(name)}, mean of the middle half of the seeds, over environment steps."
+    plot = h("div", css="plot tall", data_chart=charts.overlay(lines, areas))
+    return h("div", plot, h("p", legend, css="dim"), css="card")

@@ -83,24 +83,31 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
         """Replace the lines, and redraw those that differ."""
-        before = [*self._fixed, *self._visible()]
-        moved = len(fixed) != len(self._fixed)
+        before, moved = [*self._fixed, *self._visible()], len(fixed) != len(self._fixed)
         self._fixed, self._lines = (list(map(_printable, part)) for part in (fixed, lines))
-        ids = [line.id for line in self._lines if line.id]
-        chosen = self.chosen if self._moved and self.chosen in ids else ids[0] if ids else ""
+        ids = self._ids
+        chosen = self.chosen if self._moved and self.chosen in ids else next(iter(ids), "")
         lost, self.chosen = chosen != self.chosen, chosen
         widest = max((line.text.cell_len for line in (*self._fixed, *self._lines)), default=0)
         size = Size(max(widest, self.size.width), len(self._fixed) + len(self._lines))
         if size != self.virtual_size:
             self.virtual_size = size
-        after = [*self._fixed, *self._visible()]
         if moved or lost or not before:
             self.refresh()
             return
+        after = [*self._fixed, *self._visible()]
         for y in range(self.size.height):
-            old, new = (lines[y] if y < len(lines) else None for lines in (before, after))
-            if old != new:
+            if before[y : y + 1] != after[y : y + 1]:
                 self.refresh(Region(0, y, self.size.width, 1))
+
+    @property
+    def _ids(self) -> list[str]:
+        return [line.id for line in self._lines if line.id]
+
+    @property
+    def room(self) -> int:
+        """Number of lines that scroll."""
+        return max(1, self.size.height - len(self._fixed))
 
     def _visible(self) -> list[Line]:
         top = round(self.scroll_y)
@@ -108,46 +115,38 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def render_line(self, y: int) -> Strip:
         """Return one line of the screen, cut at the edges."""
-        if y < len(self._fixed):
-            line = self._fixed[y]
-        else:
-            place = y - len(self._fixed) + round(self.scroll_y)
-            line = self._lines[place] if place < len(self._lines) else Line(Text())
+        shown, left, width = [*self._fixed, *self._visible()], round(self.scroll_x), self.size.width
+        line = shown[y] if y < len(shown) else Line(Text())
         # Rich leaves out the style of a text without spans
         text = line.text if line.text.spans else Text.assemble((line.text.plain, line.text.style))
         if line.id and line.id == self.chosen:
             text = text.copy()
-            text.pad_right(max(0, round(self.scroll_x) + self.size.width - text.cell_len))
+            text.pad_right(max(0, left + width - text.cell_len))
             text.stylize("reverse")
-        left, width = round(self.scroll_x), self.size.width
         segments: list[Segment] = list(text.render(self._rich))
         if not self._color:
             segments = [Segment(part.text, part.style.without_color if part.style else None) for part in segments]
-        whole = Strip(segments)
-        if left == 0 or not (line.id and self.frozen):
+        whole, frozen = Strip(segments), self.frozen
+        if left == 0 or not (line.id and frozen):
             return whole.crop(0, width).adjust_cell_length(width)
-        rest = whole.crop(left + self.frozen, left + width)
-        return Strip.join([whole.crop(0, self.frozen), rest]).adjust_cell_length(width)
+        rest = whole.crop(left + frozen, left + width)
+        return Strip.join([whole.crop(0, frozen), rest]).adjust_cell_length(width)
 
     def move(self, count: int) -> None:
         """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
-        self._moved = True
-        ids = [line.id for line in self._lines if line.id]
-        room = max(1, self.size.height - len(self._fixed))
-        if not ids:
-            self.scroll_relative(y=count, animate=False)
-            return
+        self._moved, ids = True, self._ids
         place = ids.index(self.chosen) if self.chosen in ids else 0
         target = min(max(place + count, 0), len(ids) - 1)
-        if target == place and count:
+        if not ids or (target == place and count):
             self.scroll_relative(y=count, animate=False)  # what stands before the first or behind the last line
+        if not ids:
+            return
         old, self.chosen = self.chosen, ids[target]
         at = next(index for index, line in enumerate(self._lines) if line.id == self.chosen)
-        top = round(self.scroll_y)
-        if at < top or at >= top + room:
-            self.scroll_to(
-                y=max(0, at - room // 2 if abs(count) > 1 else at if at < top else at - room + 1), animate=False
-            )
+        top, room = round(self.scroll_y), self.room
+        if not top <= at < top + room:
+            y = at - room // 2 if abs(count) > 1 else at if at < top else at - room + 1
+            self.scroll_to(y=max(0, y), animate=False)
             self.refresh()
         elif old != self.chosen:
             for index, line in enumerate(self._lines):
@@ -165,18 +164,12 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
 
     def choose_at(self, y: int) -> bool:
         """Move the cursor to the line at a row of the screen; return False if that line cannot be chosen."""
-        place = y - len(self._fixed)
-        lines = self._visible()
+        place, lines = y - len(self._fixed), self._visible()
         if not 0 <= place < len(lines) or not lines[place].id:
             return False
         self._moved, self.chosen = True, lines[place].id
         self.refresh()
         return True
-
-    @property
-    def room(self) -> int:
-        """Number of lines that scroll."""
-        return max(1, self.size.height - len(self._fixed))
 
 
 class WatchApp(App[None]):
@@ -322,57 +315,53 @@ class WatchApp(App[None]):
 
     def draw(self) -> None:
         """Show the present page."""
-        self._drawn_at = time.monotonic()
+        self._drawn_at, state = time.monotonic(), self._state
         width, views = max(20, self.size.width), self.views
         kind, argument = self._pages[-1]
-        top = [Line(strip(views, width)), *(header(views, width) if views else [])]
         keys = footer(kind, width)
         if self._keys != keys:
             self._keys = keys
             self._footer.update(keys)
-        if status := self._status(kind):
-            top.append(Line(Text(status, "dim")))
-        if kind == "help":
-            names = {table.name for view in views for table in view.tables()}
-            tables = [table for table in view_declarations().tables if table.name in names]
-            self._page.show(top[:1], help_page(width, tables))
-        elif not views:
+        top = [Line(strip(views, width)), *(header(views, width) if views and kind != "help" else [])]
+        choices = [f"filter '{state.pattern}'"] if state.pattern and kind in ("overview", "table") else []
+        if kind in ("overview", "chart"):
+            choices += ["log axis"] if state.log else []
+            if state.cursor is not None:
+                choices.append(f"values at {state.cursor:,} {views[0].x_label if views else ''} (c: latest)")
+        if choices:
+            top.append(Line(Text("  ".join(choices), "dim")))
+        if kind != "help" and not views:
             lines = [Line(Text(f"{source} does not exist yet.", "dim")) for source in self._sources]
-            self._page.show(top, lines)
-        elif kind == "chart":
-            room = max(8, self._page.size.height - len(top))
-            self._page.show(top, chart_page(views, argument, self._state, width, room))
-        elif kind == "incident":
-            place, number = map(int, argument.split(":"))
-            self._page.show(top, incident_page(views[place], number, width))
         elif kind == "table":
             index, name = argument.split(":", 1)
             table = next((table for table in views[int(index)].tables() if table.name == name), None)
-            head, lines = table_page(table, self._state) if table else (Line(Text()), [])
-            title = f"{run_names(views)[int(index)]}: " if len(views) > 1 else ""
-            top.append(Line(Text(f"{title}{table.title if table else name}", "bold underline")))
+            head, lines = table_page(table, state) if table else (Line(Text()), [])
+            run = f"{run_names(views)[int(index)]}: " if len(views) > 1 else ""
+            top += [Line(Text(f"{run}{table.title if table else name}", "bold underline")), head]
             self._page.frozen = head.text.plain.find(table.columns[1]) if table and len(table.columns) > 1 else 0
-            self._page.show([*top, head], lines)
-        elif kind == "row":
-            index, rest = argument.split(":", 1)
-            name, row = rest.rsplit(":", 1)
-            detail = views[int(index)].detail(name, int(row))
-            try:
-                lines = rendered(detail, width)
-            except (Exception, SystemExit) as error:  # a plugin's own code
-                lines = paragraph(f"This row cannot be shown: {error}", width, "yellow")
-            self._page.show(top, lines)
         else:
-            self._page.show(top, overview(views, self._state, width))
+            room = max(8, self._page.size.height - len(top))
+            lines = self._lines(kind, argument, views, width, room)
+        self._page.show(top, lines)
 
-    def _status(self, kind: str) -> str:
-        """Return the choices of the reader that the page depends on."""
-        parts = [f"filter '{self._state.pattern}'"] if self._state.pattern and kind in ("overview", "table") else []
-        if kind in ("overview", "chart"):
-            parts += ["log axis"] if self._state.log else []
-        if kind in ("overview", "chart") and self._state.cursor is not None:
-            parts.append(f"values at {self._state.cursor:,} {self.views[0].x_label if self.views else ''} (c: latest)")
-        return "  ".join(parts)
+    def _lines(self, kind: str, argument: str, views: list[RunView], width: int, room: int) -> list[Line]:
+        """Return what scrolls on a page without fixed lines of its own."""
+        if kind == "help":
+            names = {table.name for view in views for table in view.tables()}
+            return help_page(width, [table for table in view_declarations().tables if table.name in names])
+        if kind == "chart":
+            return chart_page(views, argument, self._state, width, room)
+        if kind == "incident":
+            index, number = map(int, argument.split(":"))
+            return incident_page(views[index], number, width)
+        if kind == "row":
+            place, rest = argument.split(":", 1)
+            name, row = rest.rsplit(":", 1)
+            try:
+                return rendered(views[int(place)].detail(name, int(row)), width)
+            except (Exception, SystemExit) as error:  # a plugin's own code
+                return paragraph(f"This row cannot be shown: {error}", width, "yellow")
+        return overview(views, self._state, width)
 
     def action_move(self, count: int) -> None:
         """Move the cursor."""
@@ -402,11 +391,9 @@ class WatchApp(App[None]):
     def action_open(self) -> None:
         """Open the line under the cursor."""
         kind, _, argument = self._page.chosen.partition(":")
-        if kind == "row":
-            argument = f"{self._pages[-1][1]}:{argument}"
-        kind = {"key": "chart"}.get(kind, kind)
-        if kind in ("chart", "incident", "row"):
-            self._go(kind, argument)
+        if kind in ("key", "incident", "row"):
+            argument = f"{self._pages[-1][1]}:{argument}" if kind == "row" else argument
+            self._go("chart" if kind == "key" else kind, argument)
 
     def action_go_back(self) -> None:
         """Go back to the page before; take a filter away; leave from the overview."""
@@ -474,7 +461,7 @@ class WatchApp(App[None]):
         """Pin the metric under the cursor, or of the chart that is shown; unpin it where it is pinned."""
         kind, argument = self._pages[-1]
         key = argument if kind == "chart" else self._page.chosen.removeprefix("key:")
-        if kind in ("overview", "chart") and key and (kind == "chart" or self._page.chosen.startswith("key:")):
+        if kind == "chart" or (kind == "overview" and self._page.chosen.startswith("key:")):
             (self._state.pinned.remove if key in self._state.pinned else self._state.pinned.append)(key)
             self.draw()
 
