@@ -204,7 +204,7 @@ class _RunSections:
             _sentences(incident),
             h("div", grid, css="grid") if grid else None,
             folded(count, items(others)) if others else None,
-            folded("Evidence", _evidence(incident)) if incident.evidence else None,
+            folded("Evidence", _evidence(incident)) if incident.evidence or incident.lists else None,
             css=f"card incident {incident.level}",
         )
 
@@ -305,12 +305,6 @@ def _sentences(incident: IncidentView) -> list[Element]:
 
 def _evidence(incident: IncidentView) -> Iterator[Element]:
     """Yield the table of single values, and one for each list of minibatches, layers or rows."""
-    lists = {
-        name: evidence
-        for name, evidence in incident.report.main.evidence.items()
-        if isinstance(evidence, list) and evidence and all(isinstance(item, Mapping) for item in evidence)
-    }
-    single = [row for row in incident.evidence if row.key not in lists][:MAX_EVIDENCE_ROWS]
     cells: list[list[Any]] = [
         [
             (h("code", row.key), h("br"), h("span", row.name, css="dim")),
@@ -318,10 +312,10 @@ def _evidence(incident: IncidentView) -> Iterator[Element]:
             row.usual,
             row.healthy,
         ]
-        for row in single
+        for row in incident.evidence[:MAX_EVIDENCE_ROWS]
     ]
     yield h("div", table(("value", "in this update", "usual in this run", "healthy"), cells), css="scroll")
-    for name, evidence in lists.items():
+    for name, evidence in incident.lists.items():
         columns = list(dict.fromkeys(column for item in evidence for column in flattened(item)))
         shown = [flattened(item) for item in evidence[:MAX_EVIDENCE_ROWS]]
         more = f" ({MAX_EVIDENCE_ROWS} of {len(evidence)})" if len(evidence) > MAX_EVIDENCE_ROWS else ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.diagnosis import IncidentReport
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, MetricInfo, RunInfo
@@ -101,7 +101,8 @@ class IncidentView:
         since: update in which its cause began.
         until: update in which its last alarm was over; None if one lasts.
         ends: types of its alarms, with the update in which each was over; None for those that last.
-        evidence: rows of the cause's evidence.
+        evidence: rows of the cause's evidence, without its lists.
+        lists: lists of minibatches, layers or the like in the cause's evidence, by name.
         keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
         report: its alarms.
     """
@@ -115,6 +116,7 @@ class IncidentView:
     until: int | None
     ends: Mapping[str, int | None]
     evidence: tuple[EvidenceRow, ...]
+    lists: Mapping[str, Sequence[Mapping[str, Any]]]
     keys: tuple[str, ...]
     report: IncidentReport = field(repr=False)
 
@@ -131,6 +133,11 @@ def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str
     lasting = any(end is None for end in ends.values())
     values = main.evidence.get("values", {})
     others = [alarm.key for alarm in report.alarms if alarm.event is AlarmEvent.RAISE]
+    lists = {
+        name: data
+        for name, data in main.evidence.items()
+        if isinstance(data, list) and data and all(isinstance(item, Mapping) for item in data)
+    }
     keys = dict.fromkeys(key for key in (main.key, *values, *others) if key in measured)
     return IncidentView(
         number=report.number,
@@ -141,13 +148,14 @@ def incident_view(report: IncidentReport, info: RunInfo, measured: Container[str
         since=report.since,
         until=None if lasting else max(end for end in ends.values() if end is not None),
         ends=ends,
-        evidence=tuple(_evidence(main, info)),
+        evidence=tuple(_evidence(main, info, lists)),
+        lists=lists,
         keys=tuple(keys),
         report=report,
     )
 
 
-def _evidence(alarm: Alarm, run: RunInfo) -> list[EvidenceRow]:
+def _evidence(alarm: Alarm, run: RunInfo, lists: Container[str]) -> list[EvidenceRow]:
     usual = alarm.evidence.get("usual", {})
     values = dict(alarm.evidence.get("values", {}))
     if alarm.value is not None:
@@ -166,7 +174,9 @@ def _evidence(alarm: Alarm, run: RunInfo) -> list[EvidenceRow]:
                 judge(info, value) if isinstance(value, int | float) else "",
             )
         )
-    others = {name: data for name, data in alarm.evidence.items() if name not in ("values", "usual")}
+    others = {
+        name: data for name, data in alarm.evidence.items() if name not in ("values", "usual") and name not in lists
+    }
     rows += [EvidenceRow(name, "", number_text(value), "", "", "") for name, value in flattened(others).items()]
     return rows
 

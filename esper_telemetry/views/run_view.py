@@ -373,11 +373,6 @@ class RunView:
         return bad_ending(self.status, self.axes.update if self.axes else 0, self._failures)
 
     @property
-    def failures(self) -> Sequence[Failure]:
-        """Exceptions that ended the run; one that was resumed may have several."""
-        return tuple(self._failures)
-
-    @property
     def incidents(self) -> list[IncidentView]:
         """The incidents in order, each with its sentence, advice and evidence."""
         return [incident_view(report, self.info, self._buffers) for report in self.diagnosis.incidents]

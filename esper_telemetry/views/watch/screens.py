@@ -278,16 +278,15 @@ def incident_page(view: RunView, number: int, width: int) -> list[Line]:
     rows = []
     for row in incident.evidence:
         if row.value.startswith(("[", "{")):
-            continue  # below, or in the report
+            continue  # in the report
         info = view.info.describe(row.key)
         unit = info.unit if info and info.unit in SHORT_UNITS else ""
         text = Text(cut(row.key, 40).ljust(41))
         text.append(f"{cut(row.value, 24):>12} {unit}", LEVEL_STYLES[row.judgement])
         text.append(f"  usually {row.usual}" if row.usual else "", "dim")
         rows.append(Line(text.append(f"  healthy {row.healthy}" if row.healthy else "", "dim")))
-    for name, evidence in incident.report.main.evidence.items():
-        if isinstance(evidence, list) and evidence and isinstance(evidence[0], Mapping):
-            rows += [Line(Text()), Line(Text(name, "bold")), *_item_lines(evidence[:MAX_EVENTS], width)]
+    for name, evidence in incident.lists.items():
+        rows += [Line(Text()), Line(Text(name, "bold")), *_item_lines(evidence[:MAX_EVENTS], width)]
     alarms = ", ".join(f"{kind} ({end_text(end)})" for kind, end in incident.ends.items())
     return [
         Line(Text(f"Incident {number}: {incident.cause}", ALARM_COLOURS[incident.level])),
