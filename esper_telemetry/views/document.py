@@ -42,7 +42,7 @@ class Element:
     Attributes:
         tag: of HTML.
         children: in order.
-        attributes: those with the value True have no value in HTML.
+        attributes: an attribute that is True is written in HTML as its name alone.
     """
 
     tag: str
@@ -138,7 +138,7 @@ def _markdown(element: Element) -> Iterator[str]:
 
 
 def print_document(document: Any) -> None:
-    """Print elements, each on lines of its own."""
+    """Print elements, each on separate lines."""
     console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
     for element in elements(document):
         for part in _printed(element):
@@ -169,7 +169,7 @@ def _text(element: Element) -> Text:
 
 
 def text_lines(document: Any) -> Iterator[str]:
-    """Yield elements as lines of text, those of a folded part indented below its title."""
+    """Yield elements as lines of text; the lines of a folded part are indented below its title."""
     for element in elements(document):
         if element.tag == "details":
             yield f"{element.all('summary')[0].text}:"

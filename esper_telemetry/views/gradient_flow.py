@@ -44,7 +44,7 @@ class GradientFlow(NamedTuple):
     """The gradients of a network's layers.
 
     Attributes:
-        layers: in the order in which the network has them, from its inputs to its outputs.
+        layers: in the order of the network, from its inputs to its outputs.
         updates, env_steps: of the columns, at their ends.
         nonfinite: whether a gradient of any layer was NaN or infinite in the column.
         hidden: number of layers that are left out.

@@ -79,7 +79,7 @@ class TableCell(NamedTuple):
     """One cell of a table.
 
     Attributes:
-        text: of the cell; a `Text` where its parts have styles of their own.
+        text: of the cell; a `Text` if its parts have different styles.
         style: terminal style such as `bold red`; empty for the default.
         sort: value that orders rows by this column; the text by default.
     """
@@ -91,7 +91,7 @@ class TableCell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """A table of a run as it stands.
+    """A table of a run at present.
 
     Attributes:
         name, title: of its declaration.
@@ -114,10 +114,10 @@ class TableDeclaration:
     Attributes:
         name: unique name.
         title: heading.
-        table: returns the table, or None for a run that has none; it reads `RunView.last` and `RunView.latest`.
+        table: returns the table, or None for a run without one; it reads `RunView.last` and `RunView.latest`.
         place: order among the tables, smallest first.
         events: types of the journal's events that the table is made of; the list of a run's last events leaves them out.
-        detail: returns what a view shows of one row, by its number; None where there is no more than the row.
+        detail: returns what a view shows of one row, by its number; None if the row is all.
         headings: (heading, meaning) of columns that a reader may ask about, for the help of the terminal.
         keys: metrics or templates whose single environments, layers or the like are its rows.
     """
@@ -157,7 +157,7 @@ class StripDeclaration:
 
     Attributes:
         name: unique name.
-        item: returns the part, or None while there is nothing to say.
+        item: returns the part, or None if the part is left out.
         place: order in the strip, smallest first; the outcome has -10, the alarms have 0.
         keys: metrics or templates that it reads.
     """
@@ -255,7 +255,7 @@ ZERO_GRADIENTS: Final = re.compile(r"grad/layer/([^/]+)/zero_frac")
 STRIP_KEYS: Final = frozenset(
     {NONFINITE_GRADIENTS, "policy/kl", "policy/entropy_norm", "perf/memory/process_frac", "perf/memory/device_frac"}
 )
-"""Keys that parts of the strip judge by bounds of their own."""
+"""Keys that parts of the strip judge by separate bounds."""
 MAX_EXPLODING_SEVERITY, MAX_KL, MAX_MEMORY_FRAC = 0.5, 0.05, 0.85
 
 
@@ -277,14 +277,14 @@ def _outcome(view: RunView) -> StripItem | None:
 
 
 def _critical_values(view: RunView) -> StripItem | None:
-    """Values beyond their critical bounds, but for those that other parts of the strip or active alarms are about."""
+    """Values beyond their critical bounds, except values that other parts of the strip or active alarms are about."""
     elsewhere = STRIP_KEYS | {alarm.key for alarm in view.active.values()}
     keys = [key for key in view.critical_now if key not in elsewhere]
     return StripItem(f"{len(keys)} critical value{'' if len(keys) == 1 else 's'}: {keys[0]}", "warn") if keys else None
 
 
 def current(view: RunView, key: str) -> float | None:
-    """Return the value of a key in the last record; None where that has none, since some counts are absent where they are zero."""
+    """Return the value of a key in the last record; None if that lacks the key, as some counts of zero are absent."""
     updates = view.series(key).updates
     return view.last[key] if updates and view.axes is not None and updates[-1] == view.axes.update else None
 
@@ -426,7 +426,7 @@ class ViewDeclarations:
 
 @lru_cache(maxsize=1)
 def view_declarations() -> ViewDeclarations:
-    """Return the built-in declarations and those of plugins; a plugin that cannot be used costs a warning and its own."""
+    """Return the built-in declarations and the plugins' declarations; a plugin that cannot be used costs a warning and its own."""
     declarations: list[ViewDeclaration] = [*PANELS, *STRIP, *TABLES]
     problems: list[str] = []
     for entry in entry_points(group=ENTRY_POINT_GROUP):

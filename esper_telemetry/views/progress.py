@@ -30,7 +30,7 @@ Staleness = Literal["ok", "warn", "bad", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Position and speed of a run; None where it is not known.
+    """Position and speed of a run; None if unknown.
 
     Attributes:
         update, env_step: of the last record.

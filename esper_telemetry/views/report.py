@@ -1,4 +1,4 @@
-"""`esper-telemetry report`: a run, or several, as one HTML file that needs no network, or as Markdown for the summary of a CI job."""
+"""`esper-telemetry report`: a run, or several, as one HTML file that works offline, or as Markdown for the summary of a CI job."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class _RunSections:
     Attributes:
         view: the run.
         charts: of the page.
-        place: of the run among those of `charts`.
+        place: of the run in `charts`.
         incidents: of the run.
         marks: environment steps at which they began.
     """
@@ -383,7 +383,7 @@ def return_text(view: RunView) -> str:
 
 
 def command_of(view: RunView) -> str:
-    """Return the command that made the run, as its config.json has it; empty where it has none."""
+    """Return the command that made the run, as its config.json has it; empty if the file does not name one."""
     if view.run_dir is None:
         return ""
     try:

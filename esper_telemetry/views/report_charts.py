@@ -69,7 +69,7 @@ class ReportCharts:
         }
         if chart.log:
             entry["log"] = 1
-        if chart.log and high - low > MIN_DECADES:  # else there may be no power of ten on the axis
+        if chart.log and high - low > MIN_DECADES:  # a shorter axis may lack a power of ten
             entry["dtick"] = max(1, math.ceil((high - low) / 5))
         if chart.stacked:
             entry["stacked"] = 1
@@ -129,7 +129,7 @@ class ReportCharts:
         return str(len(self.charts) - 1)
 
     def to_json(self) -> str:
-        """Return all of it as JSON that can stand within a script element."""
+        """Return all of it as JSON that is safe within a script element."""
         text = json.dumps(
             {"runs": self.runs, "charts": self.charts}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
@@ -190,7 +190,7 @@ def band(healthy: HealthyRange, low: float, high: float, *, log: bool) -> list[f
 
 
 def html_page(title: str, body: str, charts: ReportCharts) -> str:
-    """Return a page that needs no network: style, script and plotly.js are in it; raises ModuleNotFoundError without plotly."""
+    """Return a page that works offline: style, script and plotly.js are in it; raises ModuleNotFoundError without plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

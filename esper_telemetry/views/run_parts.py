@@ -23,10 +23,10 @@ class LineView(NamedTuple):
         key: of the metric.
         label: short name: the head, group or layer, else the metric's name.
         series: the values.
-        value: the latest one; None where there is none.
-        judgement: state of the latest value beside the metric's bounds.
-        healthy: the metric's healthy range; None where it is not given in plain numbers.
-        since: update from which on the values shown are outside of the range up to the end; None where the latest is not.
+        value: the latest one; None without any.
+        judgement: state of the latest value with respect to the metric's bounds.
+        healthy: the metric's healthy range; None if it is not given in plain numbers.
+        since: update from which on the values shown are outside of the range up to the end; None if the latest is inside.
     """
 
     key: str
@@ -48,7 +48,7 @@ class ChartView:
         lines: the keys, the most important one first.
         healthy: range of the first line, which the chart shows as a band.
         info: description of the first line.
-        log: True where the axis is logarithmic, as declared; all values are positive then.
+        log: True for a logarithmic axis, as declared; all values are positive then.
         stacked: True for parts of a whole.
         hidden: number of keys beyond `MAX_LINES` that are left out.
     """
@@ -96,14 +96,14 @@ class IncidentView:
         number: from 1.
         cause: type of alarm that explains it.
         text: what happened, in sentences.
-        advice: what to try; empty where nothing is known.
+        advice: what to try; empty if nothing is known.
         level: the highest of its alarms.
         since: update in which its cause began.
         until: update in which its last alarm was over; None if one lasts.
-        ends: types of its alarms, with the update in which each was over; None for those that last.
+        ends: types of its alarms, with the update in which each was over; None for alarms that last.
         evidence: rows of the cause's evidence, without its lists.
         lists: lists of minibatches, layers or the like in the cause's evidence, by name.
-        keys: of metrics to look at: that of the alarm first, its evidence, and those of the alarms that came with it.
+        keys: of metrics to look at: the alarm's metric, its evidence, and the metrics of the alarms that came with it.
         report: its alarms.
     """
 

@@ -81,7 +81,7 @@ def open_view(
     judged: bool = False,
     thresholds: Thresholds | None = None,
 ) -> RunView:
-    """Return the view of a run, read as far as it goes.
+    """Return the view of a run, read up to its end.
 
     Args:
         source: a run directory, or the address of another trainer's logs as `--from` takes it.
@@ -91,8 +91,8 @@ def open_view(
         thresholds: bounds to judge logs by.
 
     Raises:
-        FileNotFoundError: where there is no such run.
-        ValueError: where the journal does not say which run it is, or an address is wrong.
+        FileNotFoundError: if the run does not exist.
+        ValueError: if the journal does not say which run it is, or an address is wrong.
         ModuleNotFoundError: if a backend's package is missing.
     """
     address = str(source)
@@ -114,13 +114,13 @@ def open_view(
 
 
 class RunView:
-    """A run as it stands; `open_view` makes one.
+    """A run at present; `open_view` makes one.
 
     Attributes:
         source: directory or address.
         info: the run's description: name, config, facts, versions, descriptions of metrics.
         facts: of `info`.
-        status: how the run ended; None for one that goes on, or was killed together with everything around it.
+        status: how the run ended; None for a run under way, or if it was killed together with its helpers.
         axes: of the last record; None before the first.
         updates: number of records.
         last: the latest value of each key.
@@ -132,7 +132,7 @@ class RunView:
         x_label: unit of `Series.env_steps`.
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
         damaged: number of lines that could not be understood.
-        sampled: True where records of the journal were left out, see `read_sample`.
+        sampled: True if records of the journal were left out, see `read_sample`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RunView:
 
     @property
     def ended(self) -> bool:
-        """True where no record will follow, unless the run is resumed."""
+        """True if no record will follow, unless the run is resumed."""
         return self.status is not None or self._imported is not None
 
     @property
@@ -262,7 +262,7 @@ class RunView:
 
     def _add_record(self, record: Record) -> None:
         axes = record.axes
-        if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update stands
+        if self.axes is not None and axes.update <= self.axes.update:  # the first record of an update counts
             return
         self.axes, self.updates, self._diagnosis = axes, self.updates + 1, None
         self._positions.add(axes.update, axes.env_step, axes.update)
@@ -337,7 +337,7 @@ class RunView:
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""
         outcome = Outcome() if not self.updates else Outcome(text="too short to tell so far", updates=self.updates)
-        # before the end the journal has an outcome only where its kind changes
+        # before the end the journal has an outcome only when its kind changes
         is_written = OUTCOME in self.latest and self.status is not None
         if self.updates and not is_written and not self.sampled:
             outcome = self._outcome.so_far()
@@ -369,7 +369,7 @@ class RunView:
 
     @property
     def ending(self) -> str:
-        """The sentence on a run that failed or was killed; empty for one that ended otherwise, or goes on."""
+        """The sentence on a run that failed or was killed; empty for any other run."""
         return bad_ending(self.status, self.axes.update if self.axes else 0, self._failures)
 
     @property
@@ -402,7 +402,7 @@ class RunView:
         return [panel for panel in panels if panel is not None and panel.charts]
 
     def chart(self, *keys: str, log: bool = False) -> ChartView | None:
-        """Return a chart of keys or templates; None where none of them has a value."""
+        """Return a chart of keys or templates; None if no key has a value."""
         return self._chart(ChartDeclaration(keys, log=log))
 
     def _chart(self, declared: ChartDeclaration) -> ChartView | None:
@@ -450,13 +450,13 @@ class RunView:
         return LineView(key, label, series, self.last.get(key), judgement, healthy, since)
 
     def judgement(self, key: str) -> Judgement:
-        """Return the state of the latest value of a key beside the bounds of its metric; empty without a value."""
+        """Return the state of the latest value of a key with respect to the bounds of its metric; empty without a value."""
         if key not in self.last:
             return ""
         return judge(self.info.describe(key), self.last[key], lambda other: self.last.get(self._beside(key, other)))
 
     def placeholders(self, key: str) -> dict[str, str]:
-        """Return what a key has in place of the braces of its template, such as `forget` for `{gate}`."""
+        """Return what a key has instead of the braces of its template, such as `forget` for `{gate}`."""
         pairs = zip(template_of(key, self.info.metrics).split("/"), key.split("/"), strict=False)
         return {declared: own for declared, own in pairs if declared.startswith("{")}
 
@@ -480,12 +480,12 @@ class RunView:
         return [table for table in tables if table is not None]
 
     def strip(self) -> list[StripItem]:
-        """Return the parts of the anomaly strip; none where nothing is wrong; one that raises is among `problems`."""
+        """Return the parts of the anomaly strip; none if nothing is wrong; one that raises is among `problems`."""
         items = [self._of_plugin(one, partial(one.checked_item, self)) for one in view_declarations().strip]
         return [item for item in items if item is not None]
 
     def detail(self, table: str, row: int) -> RenderableType:
-        """Return what a table shows of one of its rows: a sentence where that is nothing."""
+        """Return what a table shows of one of its rows: a sentence if there is nothing more."""
         declared = next((one for one in view_declarations().tables if one.name == table), None)
         if declared is None or declared.detail is None:
             return "There is nothing more about this row."
@@ -493,7 +493,7 @@ class RunView:
         return self._problems.get(declared, "") if detail is None else detail
 
     def _of_plugin(self, declared: ViewDeclaration, make: Callable[[], T]) -> T | None:
-        """Return what a declaration makes of this view; None where it raises, which costs no other part."""
+        """Return what a declaration makes of this view; None if it raises, which does not affect other parts."""
         self._problems.pop(declared, None)
         try:
             return make()

@@ -63,7 +63,7 @@ class SeriesBuffer:
         self._room = 1
 
     def add(self, update: int, env_step: int, value: float) -> None:
-        """Add a value; those that are not finite are passed over."""
+        """Add a value; values that are not finite are ignored."""
         if math.isfinite(value):
             self._pending.append((update, env_step, value))
             if len(self._pending) >= self._room:

@@ -83,7 +83,7 @@ def checks(diagnosis: Diagnosis) -> str:
 
 
 def end_text(update: int | None) -> str:
-    """Return whether an alarm is over; `update` is None for one that lasts."""
+    """Return whether an alarm is over; `update` is None for an alarm that lasts."""
     return "still on" if update is None else f"over at update {update:,}"
 
 
@@ -139,7 +139,7 @@ def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str
 
 
 def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a verdict as plain values, after those of `head`."""
+    """Return a verdict as plain values, after the values of `head`."""
     return {
         **head,
         "outcome": diagnosis.outcome.data(),

@@ -1,6 +1,6 @@
 """Views of morphogenesis: the environments table, the detail of one environment, and parts of the anomaly strip; without torch.
 
-Everything is read from the last event `growth`, whose columns are lists by environment; None stands for what is not known.
+Everything is read from the last event `growth`, whose columns are lists by environment; None is an unknown value.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ STATUS: Final = {
 }
 MODES: Final = {"shaped": "bright_blue", "sparse": "bright_white"}
 COLUMNS: Final = ("Env", "Acc", "Status")
-"""Columns before those of the slots, which 80 columns of a terminal show for up to three slots."""
+"""Columns before the slots, which 80 columns of a terminal show for up to three slots."""
 LAST_COLUMNS: Final = (
     *(
         "Last",
@@ -132,7 +132,7 @@ def signed(value: float | None, form: str, *, low: float = 0.0) -> Text:
 
 
 def last_change(values: Sequence[float | None]) -> Text:
-    """Return an arrow: the accuracy beside that of `CHANGE_EPOCHS` ago."""
+    """Return an arrow: the accuracy compared with `CHANGE_EPOCHS` ago."""
     known = [value for value in values[-CHANGE_EPOCHS:] if value is not None]
     change = known[-1] - known[0] if len(known) > 1 else 0.0
     return Text("↑" if change > CHANGE_ACCURACY else "↓" if change < -CHANGE_ACCURACY else "→")

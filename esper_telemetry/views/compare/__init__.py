@@ -1,7 +1,7 @@
 """Comparison of runs, as plain data: groups of seeds, their final returns, what differs beyond the seeds, and first exact differences.
 
-Runs of one configuration are a group, whatever their seeds. Each later group is compared with the first one, on the axis of environment
-steps, as far as all runs go.
+Runs of one configuration are a group, with any seeds. Each later group is compared with the first one over the
+environment steps that all but much shorter runs reach.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIN_REACH_SHARE: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run: where it is, its seed, how it ended, what it does and reached; `final_return` is None without returns."""
+    """One run: its place, seed, end, outcome and final return; `final_return` is None without returns."""
 
     place: str
     name: str
@@ -57,7 +57,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class GroupCourse:
-    """Interquartile mean return of a group along the environment steps, with its interval; None where no episode ended."""
+    """Interquartile mean return of a group along the environment steps, with its interval; None if no episode ended."""
 
     env_steps: tuple[float, ...]
     level: tuple[float | None, ...]
@@ -103,9 +103,9 @@ class GroupComparison:
         verdict: `differs`, `same` where nothing differs beyond the seeds, `cannot tell` with too few of them.
         text: in one or more sentences.
         improvement, improvement_interval: probability that a run of the second group has the higher final return.
-        return_p: of the final return; None where it could not be tested.
+        return_p: of the final return; None if it could not be tested.
         return_divergence: first sustained one of the return.
-        metrics: those that differ, by the environment step of their first divergence.
+        metrics: differing metrics, by the environment step of their first divergence.
         tested: number of metrics that were tested.
         constant: metrics that are constant over the runs of each group, and differ: values of both.
         only_first, only_second: metrics that only one group has.
@@ -135,7 +135,7 @@ class Comparison:
         groups: in the order of their first runs.
         comparisons: of each later group with the first one.
         repeats: of runs of one configuration and seed with the first such run.
-        return_key: the metric that is the return; empty where no run has one.
+        return_key: the metric that is the return; empty if no run has one.
         reach: environment steps up to which runs are compared.
         settings: in which groups differ: value by group label; `none` for a setting that a group lacks.
         versions: of software that are not the same in all runs: by group label.
@@ -355,7 +355,7 @@ def _notes(
     return_key: str,
     axis: StepAxis,
 ) -> Iterator[str]:
-    """Yield sentences on runs that count less than others, or not at all."""
+    """Yield sentences on runs of which only a part, or nothing, is compared."""
     if len(groups) == 1:
         yield "All runs have one configuration: there is no other group to compare them with."
     if axis.reach < MIN_REACH_SHARE * max(run.last_step for run in runs):

@@ -43,7 +43,7 @@ TIME_UNITS: Final = frozenset({"ms", "s", "1/s", "seconds", "bytes", "MB", "GB",
 TIME_NAME: Final = re.compile(
     r"(.*[/_])?(time|elapsed|duration|seconds|secs|ms|fps|sps|it_s|throughput|steps_per_sec(ond)?|memory|cpu|gpu)([/_].*)?"
 )
-"""Keys of time and memory among those that nothing declares, such as those of other loggers: `sb3/time/fps`, `charts/sps`."""
+"""Undeclared keys of time and memory, such as other loggers write: `sb3/time/fps`, `charts/sps`."""
 SAMPLED_COSTS: Final = ("sampled", "debug")
 """Costs of metrics that are measured in some updates only, chosen by the time that they take."""
 RETURN_KEYS: Final = (UPDATE_RETURN, RECENT_RETURN, EVALUATION)
@@ -57,9 +57,9 @@ class ComparedRun:
     Attributes:
         place: directory of the run, as given.
         info: its description.
-        seed: its seeds as text; empty where none is recorded.
+        seed: its seeds as text; empty if the run records no seed.
         settings: configuration and plain facts by dotted name, without seeds and without what only says where the run writes.
-        status: how it ended; None for a run that goes on.
+        status: how it ended; None for a run under way.
         outcome: what it does.
         outcome_text: in one sentence.
         alarms: types of alarm that were raised.
@@ -106,7 +106,7 @@ class ComparedRun:
 def find_runs(places: Iterable[str]) -> list[str]:
     """Return the run directories among `places` and in the folders there, each once, in order.
 
-    Raises FileNotFoundError for a place that is no directory or holds no run.
+    Raises FileNotFoundError for a place that is not a directory or does not contain a run.
     """
     runs: dict[Path, str] = {}
     for place in places:
@@ -199,7 +199,7 @@ def base_key(key: str) -> str:
 
 
 def is_sampled(key: str, info: RunInfo) -> bool:
-    """Return True where a key, or the one whose history it is, is measured in some updates only."""
+    """Return True if a key is measured in some updates only, or is the history of such a key."""
     described = info.metrics.get(template_of(base_key(key), info.metrics))
     return described is not None and described.cost in SAMPLED_COSTS
 
@@ -212,9 +212,9 @@ class FirstDifference:
         first, second: their directories.
         seed: of both.
         equal_updates: number of updates before the difference, or of all that both have.
-        update, env_step: position of the difference; None where there is none.
+        update, env_step: position of the difference; None without a difference.
         key: the first key of that record that differs; `axes/...` for an axis, `histogram/...` for a histogram.
-        values: of both runs; None where the key, or the record, is absent.
+        values: of both runs; None if the key, or the record, is absent.
         keys: all keys of that record that differ.
         updates: records of each run.
     """
@@ -235,7 +235,7 @@ def first_difference(first: ComparedRun, second: ComparedRun) -> FirstDifference
     """Return the first record and key in which two journals differ, by exact values.
 
     Keys of time, memory and cost are left out. Sampled metrics and alarms are compared as long as both runs sampled the same updates: the
-    time that sampling takes decides which. Where levels or versions of telemetry differ, keys of one run alone are left out.
+    time that sampling takes decides which. If levels or versions of telemetry differ, keys of only one run are left out.
     """
     places, updates = (first.place, second.place, first.seed), (len(first.updates), len(second.updates))
     recorders = [(Facts.of(run.info.facts).level, run.info.versions.get("esper-telemetry")) for run in (first, second)]

@@ -1,4 +1,4 @@
-"""A comparison of runs as a document: tables in the terminal, a section of a report, and a page of its own that needs no network."""
+"""A comparison of runs as a document: tables in the terminal, a section of a report, and a separate page that works offline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper_telemetry.views.series import Series
 MAX_OPEN_METRICS: Final = 20
 """Metrics of a table that is unfolded at first."""
 MAX_PRINTED_METRICS: Final = 15
-"""Metrics in the table of those that differ on a terminal; `--json` has all."""
+"""Differing metrics in the table on a terminal; `--json` has all."""
 MAX_ALARMS: Final = 3
 MAX_NAMED_KEYS: Final = 6
 VERDICT_CLASSES: Final = {"differs": "warn", "same": "open", "cannot tell": "info"}
@@ -50,13 +50,13 @@ def printed_comparison(comparison: Comparison) -> Iterator[Element]:
 
 
 def comparison_page(comparison: Comparison, title: str = "Comparison of runs") -> str:
-    """Return a page like that of a report; raises ModuleNotFoundError without plotly."""
+    """Return a page in the style of a report; raises ModuleNotFoundError without plotly."""
     charts = ReportCharts()
     return html_page(title, to_html((h("h1", title), comparison_section(comparison, charts))), charts)
 
 
 def comparison_section(comparison: Comparison, charts: ReportCharts) -> Element:
-    """Return the comparison as a section of a page, verdicts first; its chart is added to those of the page."""
+    """Return the comparison as a section of a page, verdicts first; its chart is added to the page's charts."""
     verdicts = []
     for pair in comparison.comparisons:
         style = VERDICT_CLASSES[pair.verdict]
@@ -146,7 +146,7 @@ def _metrics(pair: GroupComparison, count: int | None = None) -> Element:
 
 
 def pair_lines(pair: GroupComparison) -> Iterator[str]:
-    """Yield sentences on the final return of two groups, and on metrics that need no test."""
+    """Yield sentences on the final return of two groups, and on metrics without a test."""
     interval = pair.improvement_interval
     if interval is not None and pair.improvement is not None:
         spread = f" ({CONFIDENCE:.0%} interval {interval.low:.2f} to {interval.high:.2f})"

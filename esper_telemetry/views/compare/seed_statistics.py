@@ -31,7 +31,7 @@ LEVEL: Final = RETURN_LEVEL + METRICS_LEVEL
 MAX_BINS: Final = 20
 """Parts of the axis of environment steps in which courses are compared."""
 LATE_SHARE: Final = 0.25
-"""Last part of a run, whose means are tested beside those of the whole run."""
+"""Last part of a run, whose means are tested as well as the means of the whole run."""
 MIN_REACH_SHARE: Final = 0.5
 """Runs that are shorter than this share of the longest one do not shorten the axis."""
 SUSTAINED_BINS: Final = 2
@@ -76,7 +76,7 @@ def improvement(first: Array, second: Array) -> float:
 
 
 def improvement_interval(first: Array, second: Array) -> BootstrapInterval | None:
-    """Return the interval of `improvement`, with each group resampled within itself; None where one has too few runs."""
+    """Return the interval of `improvement`, with each group resampled within itself; None if one has too few runs."""
     return _interval((first, second), lambda a, b, axis=-1: improvement(a, b))
 
 
@@ -123,7 +123,7 @@ def permutation_p(values: Array, first: int) -> Array:
     probability that any p-value is at most a level is at most that level, however the features depend on one another.
 
     Args:
-        values: [runs, features], NaN where a run has no value; the runs of the first group come first.
+        values: [runs, features], NaN if a run lacks it; the runs of the first group come first.
         first: number of runs of the first group.
     """
     runs, features = values.shape
@@ -161,7 +161,7 @@ def _splits(runs: int, first: int) -> Iterator[npt.NDArray[np.bool_]]:
 
 
 def _scores(values: Array, splits: npt.NDArray[np.bool_]) -> Array:
-    """Return absolute t statistics [splits, features]; 0 where a group has fewer than two values, or all values are equal."""
+    """Return absolute t statistics [splits, features]; 0 if a group has fewer than two values, or all values are equal."""
     present = np.isfinite(values)
     count = present.sum(axis=0)
     filled = np.where(present, values, 0.0)
@@ -185,7 +185,7 @@ def _scores(values: Array, splits: npt.NDArray[np.bool_]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Environment steps from which on two groups differ, and from which on they do not any more; None where they differ to the end."""
+    """Environment steps from which on two groups differ, and from which on they are equal again; None if they differ to the end."""
 
     since: float
     until: float | None
@@ -198,9 +198,9 @@ class MetricDifference:
     Attributes:
         key, name: of the metric.
         first, second: means of the groups.
-        late: True where the means are those of the last part of the runs, else of the whole runs.
+        late: True if the means are taken over the last part of the runs, else over the whole runs.
         p: adjusted for all metrics that were tested.
-        divergence: the first sustained one; None where no part of the run shows one by itself.
+        divergence: the first sustained one; None if no single part of the run shows one.
     """
 
     key: str
@@ -233,7 +233,7 @@ class StepAxis:
         return np.linspace(0.0, self.reach, self.bins + 1)
 
     def means(self, run: ComparedRun, values: Array) -> Array:
-        """Return means [bins, keys] of values [records, keys], NaN where there is none."""
+        """Return means [bins, keys] of values [records, keys], NaN without a value."""
         parts = np.searchsorted(self.edges, run.env_steps, side="left") - 1
         means = np.full((self.bins, values.shape[1]), math.nan)
         for part in range(self.bins):
@@ -259,7 +259,7 @@ def final_return_test(
 
     Args:
         groups: runs of both, one per seed.
-        finals: their final returns, NaN where a run has none.
+        finals: their final returns, NaN for a run without returns.
         return_key: the return.
         axis: of the course.
     """
@@ -288,11 +288,11 @@ def _divergence(differs: npt.NDArray[np.bool_], axis: StepAxis) -> Divergence | 
 
 @dataclass(frozen=True, slots=True)
 class MetricMeans:
-    """Means of metrics in two groups, of the runs that go as far as the axis.
+    """Means of metrics in two groups, over the runs that reach the end of the axis.
 
     Attributes:
         sizes: number of these runs of both groups.
-        runs: those of the first group come first.
+        runs: the first group's runs are first.
         keys: metrics that say something about training: no histories, no alarms, none of time and memory.
         courses: [runs, bins, keys].
         axis: of the bins.
@@ -325,7 +325,7 @@ class MetricMeans:
 
     @property
     def is_testable(self) -> bool:
-        """True where the test can reach its level and has a metric to test."""
+        """True if the test can reach its level and has a metric to test."""
         return smallest_p(*self.sizes) <= METRICS_LEVEL and bool(self.tested)
 
     @property
@@ -389,7 +389,7 @@ class MetricMeans:
         return {self.keys[at]: (float(first[at]), float(second[at])) for at in np.flatnonzero(columns)}
 
     def only_in_one(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return metrics that all runs of the one group have and none of the other, first those of the first group."""
+        """Return metrics that all runs of one group have and no run of the other, the first group's metrics first."""
         if smallest_p(*self.sizes) > METRICS_LEVEL:
             return (), ()
         has = np.array([[key in run.keys for key in self.keys] for run in self.runs]).reshape(len(self.runs), -1)

@@ -82,7 +82,7 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         self.frozen = 0
 
     def show(self, fixed: Sequence[Line], lines: Sequence[Line]) -> None:
-        """Replace the lines, and redraw those that differ."""
+        """Replace the lines, and redraw the ones that have changed."""
         before, moved = [*self._fixed, *self._visible()], len(fixed) != len(self._fixed)
         self._fixed, self._lines = (list(map(_printable, part)) for part in (fixed, lines))
         ids = self._ids
@@ -133,12 +133,14 @@ class Page(ScrollView, can_focus=True, inherit_bindings=False):
         return Strip.join([whole.crop(0, frozen), rest]).adjust_cell_length(width)
 
     def move(self, count: int) -> None:
-        """Move the cursor by that many lines that can be chosen; scroll where there are none in sight."""
+        """Move the cursor by that many lines that can be chosen; scroll if no such line is in sight."""
         self._moved, ids = True, self._ids
         place = ids.index(self.chosen) if self.chosen in ids else 0
         target = min(max(place + count, 0), len(ids) - 1)
         if not ids or (target == place and count):
-            self.scroll_relative(y=count, animate=False)  # what stands before the first or behind the last line
+            self.scroll_relative(
+                y=count, animate=False
+            )  # the lines before the first and after the last one that can be chosen
         if not ids:
             return
         old, self.chosen = self.chosen, ids[target]
@@ -216,7 +218,7 @@ class WatchApp(App[None]):
         self._sources = list(sources)
         self._views: list[RunView | None] = [None] * len(sources)
         self._files: dict[int, FileState] = {}  # as they were when they were read to their ends
-        self._whole: dict[int, RunView] = {}  # views of all records, by a thread for those that show a sample
+        self._whole: dict[int, RunView] = {}  # views of all records, which a thread reads for views of a sample
         self._one_thread = threading.Lock()
         for index in range(len(self._sources)):
             self._open_source(index, missing_ok=wait)
@@ -243,7 +245,7 @@ class WatchApp(App[None]):
                 threading.Thread(target=self._read_whole, args=(index,), daemon=True).start()
 
     def _read_whole(self, index: int) -> None:
-        """Read all records of a run, beside the screen."""
+        """Read all records of a run in a thread."""
         with self._one_thread, suppress(OSError, ValueError):
             self._whole[index] = open_view(self._sources[index], max_points=POINTS)
 
@@ -253,7 +255,7 @@ class WatchApp(App[None]):
         return [view for view in self._views if view is not None]
 
     def compose(self) -> ComposeResult:
-        """Lay out the page above its keys and the input of the filter."""
+        """Arrange the page, its keys and the input of the filter."""
         yield self._page
         yield self._footer
         yield self._input
@@ -345,7 +347,7 @@ class WatchApp(App[None]):
         self._page.show(top, lines)
 
     def _lines(self, kind: str, argument: str, views: list[RunView], width: int, room: int) -> list[Line]:
-        """Return what scrolls on a page without fixed lines of its own."""
+        """Return the lines that scroll, of all pages but tables."""
         if kind == "help":
             names = {table.name for view in views for table in view.tables()}
             return help_page(width, [table for table in view_declarations().tables if table.name in names])
@@ -458,7 +460,7 @@ class WatchApp(App[None]):
         self.draw()
 
     def action_pin(self) -> None:
-        """Pin the metric under the cursor, or of the chart that is shown; unpin it where it is pinned."""
+        """Pin the metric under the cursor, or of the chart that is shown; unpin it if it is pinned."""
         kind, argument = self._pages[-1]
         key = argument if kind == "chart" else self._page.chosen.removeprefix("key:")
         if kind == "chart" or (kind == "overview" and self._page.chosen.startswith("key:")):
@@ -489,7 +491,7 @@ class FileState(NamedTuple):
 
 
 def _file_state(view: RunView) -> FileState | None:
-    """Return the state of a run's journal; None where there is nothing to read on: to read on a compressed one would unpack it again."""
+    """Return the state of a run's journal; None if nothing can follow: reading a compressed journal again would unpack it."""
     path = None if view.run_dir is None else journal_path(view.run_dir)
     if path is None or path.suffix == PACKED_SUFFIX:
         return None

@@ -28,7 +28,7 @@ RUN_MARKS: Final = (
 )
 """Mark and colour of each run, which stay apart for colour-blind readers by their shapes."""
 SHORT_UNITS: Final = frozenset({"nats", "steps", "ms", "s", "MiB", "σ", "σ_R", "cores"})
-"""Units that stand behind a number; the page of the metric names all."""
+"""Units that follow a number; the page of the metric names all."""
 LEVEL_STYLES: Final = {"": "", "outside": "yellow", "warn": "yellow", "critical": "bold red"}
 
 
@@ -50,7 +50,7 @@ class WatchState:
 
     Attributes:
         pattern: metrics are shown whose key or name contains it, as a regular expression; empty for the panels.
-        pinned: keys that stand first.
+        pinned: keys that are shown first.
         log: charts are logarithmic where all values are positive.
         cursor: environment steps at which values are shown; None for the latest.
     """
@@ -61,7 +61,7 @@ class WatchState:
     cursor: int | None = None
 
     def matches(self, text: str) -> bool:
-        """Return whether the filter lets a text through; a pattern that is no regular expression is taken literally."""
+        """Return whether the filter lets a text through; an invalid regular expression is taken literally."""
         try:
             return re.search(self.pattern, text, re.IGNORECASE) is not None
         except re.error:
@@ -75,7 +75,7 @@ def run_mark(index: int) -> Text:
 
 
 def run_names(views: Sequence[RunView]) -> list[str]:
-    """Return the names of runs; where two are equal, what they were opened by."""
+    """Return the names of runs; if two are equal, their sources."""
     names = [view.name for view in views]
     return [view.source if names.count(view.name) > 1 else view.name for view in views]
 
@@ -104,7 +104,7 @@ def with_unit(value: float | None, unit: str) -> str:
 
 
 def justified(left: Text, right: Text, width: int) -> Text:
-    """Return two texts at the left and the right edge; the left one is cut where there is no room for both."""
+    """Return two texts at the left and the right edge; the left one is cut if there is not enough room."""
     left = left.copy()
     space = width - left.cell_len - right.cell_len
     if space < 1:
@@ -171,7 +171,7 @@ def sparkline(
 
 
 def bars(values: Sequence[float | None], *, log: bool = False) -> str:
-    """Return one bar per value, a blank where there is none; the middle one where all are equal."""
+    """Return one bar per value, a blank for None; the middle bar if all are equal."""
     present = [value for value in values if value is not None]
     scale = scaling(present, log=log)
     heights = [None if value is None else scale(value) for value in values]
@@ -224,7 +224,7 @@ def plot(
 ) -> list[Line]:
     """Return the values of some runs as rows of their marks, with both axes, the healthy range as dots, and the cursor.
 
-    A column that stands for several updates shows their mean, smallest and largest value.
+    A column of several updates shows their mean, smallest and largest value.
     """
     values = [value for _, one in series for value in one.values]
     steps = [step for _, one in series for step in one.env_steps]

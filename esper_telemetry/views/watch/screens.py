@@ -58,7 +58,7 @@ WIDE_COLUMNS: Final = 100
 def strip(views: Sequence[RunView], width: int | None = None) -> Text:
     """Return the anomaly strip; of several runs one after the other, each behind its mark, without causes.
 
-    Where it is wider than the screen, causes are left out first, then all but the first part of each run.
+    If it is wider than the screen, causes are left out first, then all but the first part of each run.
     """
     if not any(view.axes for view in views):
         return Text("Waiting for data...", "dim")
@@ -135,7 +135,7 @@ def _state(view: RunView, now: float | None) -> Text:
 
 
 def overview(views: Sequence[RunView], state: WatchState, width: int) -> list[Line]:
-    """Return outcome, pinned metrics, incidents, panels by question and the last events; with a filter the metrics that match it."""
+    """Return outcome, pinned metrics, incidents, panels by question and the last events; or the metrics that match the filter."""
     if views[0].axes is None and not views[0].incidents:
         return [Line(Text("There is no record yet.", "dim")), *paragraph(views[0].source, width, "dim")]
 
@@ -201,7 +201,7 @@ def _chart_line(
         yield Line(_single(first, label, state, width, ends, views[0].updates), f"key:{key}")
         return
     name_width = max(18, width // 4)
-    if len(name) >= name_width:  # on a line of its own
+    if len(name) >= name_width:  # on a separate line
         yield Line(Text(cut(name, width)))
         name, name_width = "", 2
     text, room = Text(name.ljust(name_width)), max(12, (width - name_width) // len(views))
@@ -351,7 +351,7 @@ def cell_text(cell: TableCell) -> Text:
 
 
 def _row(texts: Sequence[Text], widths: Sequence[int], striped: bool) -> Text:
-    """Return a row; every second one has lines between its columns, which need no colour of the background."""
+    """Return a row; every second one has lines between its columns, which do not depend on colours."""
     line = Text()
     for place, (text, width) in enumerate(zip(texts, widths, strict=False)):
         line.append(("┊ " if striped else "  ") if place else "", "dim")
