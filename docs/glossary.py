@@ -21,7 +21,7 @@ from metrics_reference import page
 from esper_telemetry.cli import check, run
 from esper_telemetry.cli.arguments import PROGRAM
 from esper_telemetry.cli.main import COMMANDS
-from esper_telemetry.views.equations import equation_list
+from esper_telemetry.views.equation_table import equation_list
 
 PAGE = Path(__file__).with_name("metrics.md")
 COMMANDS_PAGE = Path(__file__).with_name("cli.md")

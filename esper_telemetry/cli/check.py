@@ -124,7 +124,8 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
 
     with collection_paused():
         from esper_telemetry.journal.read import read_run
-        from esper_telemetry.views.equations import as_dict, equation_rows, print_equations
+        from esper_telemetry.views.document import print_document
+        from esper_telemetry.views.equation_table import as_dict, equation_document, equation_rows
     states: set[str] = set()
     tables = []
     for run_dir in run_dirs:
@@ -136,7 +137,7 @@ def show(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         if as_json:
             tables.append(as_dict({"run": run.info.name, "run_dir": str(run_dir), "updates": len(run.records)}, rows))
         else:
-            print_equations(head, rows)
+            print_document(equation_document(head, rows))
     if as_json:
         print(json.dumps(tables[0] if len(tables) == 1 else {"runs": tables}, indent=1))
     if "differs" in states:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -84,9 +85,9 @@ def elements(document: Any) -> Iterator[Element]:
     return (one for one in flat(document) if isinstance(one, Element))
 
 
-def items(lines: Iterable[str]) -> Element:
+def items(lines: Iterable[str], css: str = "") -> Element:
     """Return a list."""
-    return h("ul", (h("li", line.strip()) for line in lines))
+    return h("ul", (h("li", line.strip(), css=css) for line in lines))
 
 
 def folded(title: str, *children: Any, is_open: bool = False) -> Element:
@@ -145,27 +146,29 @@ def print_document(document: Any) -> None:
             console.print(part)
 
 
-def _printed(element: Element) -> Iterator[Text | Panel | Table]:
+def _printed(element: Element) -> Iterator[Text | Panel | Table | Padding]:
     match element.tag:
+        case "ul":
+            yield from (Padding(_text(item), (0, 0, 0, 2), expand=False) for item in element.all("li"))
         case "details":
             yield from map(Text, text_lines(element))
         case "article":
-            title, *parts = map(_text, elements(element.children))
-            text, border = Text("\n\n").join(parts), BORDERS[element.css_class]
-            yield Panel(text, title=title, title_align="left", border_style=border)
+            head, *parts = elements(element.children)
+            text, border = Text("\n\n").join(map(_text, parts)), BORDERS[element.css_class]
+            yield Panel(text, title=Text(head.text), title_align="left", border_style=border)
         case "table":
             printed = Table()
             for head in element.all("th"):
                 printed.add_column(head.text, justify="right" if head.css_class else "left", overflow="fold")
             for row in element.all("tr")[1:]:
-                printed.add_row(*(Text(cell.text) for cell in row.all("td")))
+                printed.add_row(*map(_text, (next(elements(cell.children), cell) for cell in row.all("td"))))
             yield printed
         case _:
             yield _text(element)
 
 
 def _text(element: Element) -> Text:
-    return Text(element.text, STYLES.get(element.css_class, ""))
+    return Text(element.text, "bold" if element.tag == "h3" else STYLES.get(element.css_class, ""))
 
 
 def text_lines(document: Any) -> Iterator[str]:

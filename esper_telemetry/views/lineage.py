@@ -25,7 +25,7 @@ from esper_telemetry.history.derive import TEST_EVERY_UPDATES, TEST_SUFFIXES
 from esper_telemetry.history.gradients import LAYER
 from esper_telemetry.sinks.console import COLUMNS
 from esper_telemetry.sinks.layout import overview_keys
-from esper_telemetry.views.equations import EQUATION_TEMPLATE
+from esper_telemetry.views.equation_table import EQUATION_TEMPLATE
 from esper_telemetry.views.panels import view_declarations
 from esper_telemetry.views.progress import TIME_PARTS
 from esper_telemetry.views.verdict_text import SUMMARY_LINES

@@ -21,7 +21,7 @@ from esper_telemetry.views.compare import comparison
 from esper_telemetry.views.compare.compared_runs import read_compared
 from esper_telemetry.views.compare.comparison_page import comparison_section
 from esper_telemetry.views.document import Element, folded, h, items, table, text_lines, to_html, to_markdown
-from esper_telemetry.views.equations import EquationRow
+from esper_telemetry.views.equation_table import STATE_CLASSES, EquationRow, unchecked_by_reason
 from esper_telemetry.views.gradient_flow import WARN_SEVERITY, GradientFlow, gradient_flow
 from esper_telemetry.views.report_charts import TIMELINE_POINTS, ReportCharts, html_page
 from esper_telemetry.views.run_parts import ChartView, IncidentView, duration, number_text
@@ -39,7 +39,6 @@ MAX_TEXT_CHARACTERS: Final = 400
 
 _logger = logging.getLogger("esper_telemetry")
 
-STATE_STYLES: Final[Mapping[str, str]] = {"matches": "good", "variant": "good", "differs": "bad", "unchecked": "dim"}
 JUDGEMENT_WORDS: Final[Mapping[str, str]] = {
     "": "",
     "outside": "outside its healthy range",
@@ -327,23 +326,21 @@ def _evidence(incident: IncidentView) -> Iterator[Element]:
 def _equations(rows: Sequence[EquationRow]) -> Iterator[Element]:
     yield h("h2", "Equations checked")
     cells: list[tuple[Any, ...]] = []
-    unchecked: dict[str, list[str]] = {}
     for row in rows:
         equation = row.equation
         if row.state == "unchecked":
-            unchecked.setdefault(row.reason, []).append(equation.quantity.removeprefix("the "))
             continue
         quantity = (capitalized(equation.quantity), h("br"), h("code", equation.equation, css="dim"))
         advice = (h("br"), row.advice) if row.state == "differs" else None
         since = f", differs since update {row.since:,}" if row.since else ""
         error = "" if row.error is None else number_text(row.error)
-        result = (h("span", row.result, css=STATE_STYLES[row.state]), advice)
+        result = (h("span", row.result, css=STATE_CLASSES[row.state]), advice)
         cells.append((quantity, result, error, f"{row.updates:,}{since}"))
     if cells:
         yield _scroll_card(table(("quantity and reference", "result", "largest error", "updates"), cells))
     else:
         yield h("p", "None of them could be checked.")
-    if unchecked:
+    if unchecked := unchecked_by_reason(rows):
         reasons = (f"{', '.join(quantities)}: {reason}" for reason, quantities in unchecked.items())
         yield folded("Equations that could not be checked", items(reasons))
 

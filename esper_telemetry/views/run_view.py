@@ -47,7 +47,7 @@ from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.views.equations import EquationHistory, EquationRow
+from esper_telemetry.views.equation_table import EquationHistory, EquationRow
 from esper_telemetry.views.panels import (
     ChartDeclaration,
     PanelDeclaration,

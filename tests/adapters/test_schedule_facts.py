@@ -16,7 +16,7 @@ from esper_telemetry.core.facts import UNCHECKED_FACT
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT
 from esper_telemetry.equations.equation import equations
 from esper_telemetry.events import MinibatchStart
-from esper_telemetry.views.equations import EquationRow, equation_rows
+from esper_telemetry.views.equation_table import EquationRow, equation_rows
 
 
 def schedules(run_dir: Path) -> EquationRow:

@@ -12,7 +12,8 @@ from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo
 from esper_telemetry.equations import equation as declarations
 from esper_telemetry.equations.equation import Equation, Hypothesis
-from esper_telemetry.views.equations import EquationRow, equation_rows, print_equations
+from esper_telemetry.views.document import print_document
+from esper_telemetry.views.equation_table import EquationRow, equation_document, equation_rows
 
 SUM = Equation(
     name="sums",
@@ -160,7 +161,7 @@ def test_what_could_not_be_checked_has_a_reason() -> None:
 def test_a_journal_from_before_the_checks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     old = RunInfo("id", "name", None, time.time(), metrics={"policy/kl": MetricInfo("nats", "?")})
 
-    print_equations("head", equation_rows(old, records({"policy/kl": 0.1})))
+    print_document(equation_document("head", equation_rows(old, records({"policy/kl": 0.1}))))
 
     assert capsys.readouterr().out == "head\nNothing was checked: the run was recorded before equations were checked.\n"
 
@@ -179,7 +180,8 @@ def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
 
 
 def test_the_page_has_the_formulas_and_the_advice_of_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    print_equations("head", equation_rows(run(), records({"sums": 0.2, "sums_minus": 0, "terms": 0})))
+    rows = equation_rows(run(), records({"sums": 0.2, "sums_minus": 0, "terms": 0}))
+    print_document(equation_document("head", rows))
 
     text = capsys.readouterr().out
     assert "Sums, since update 1\n" in text

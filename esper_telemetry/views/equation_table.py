@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
-
-from rich.padding import Padding
-from rich.table import Column, Table
-from rich.text import Text
 
 from esper_telemetry.alarms.rules.exact.equations import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
 from esper_telemetry.core.facts import Facts
@@ -24,23 +20,20 @@ from esper_telemetry.equations.equation import (
     phrase,
 )
 from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
-from esper_telemetry.sinks.console import make_console
+from esper_telemetry.views.document import Element, h, items, table
 
 State = Literal["matches", "variant", "differs", "unchecked"]
 
 EQUATION_TEMPLATE: Final = "integrity/equation/{equation}"
 """Key that the run line of every journal describes whose updates could be checked."""
 
-COLOURS: Final[Mapping[State, str]] = {"matches": "green", "variant": "green", "differs": "red", "unchecked": "dim"}
+STATE_CLASSES: Final[Mapping[State, str]] = {"matches": "good", "variant": "good", "differs": "bad", "unchecked": "dim"}
 WORDS: Final[Mapping[State, str]] = {
     "matches": "matches",
     "variant": "a variant",
     "differs": "differs",
     "unchecked": "could not be checked",
 }
-
-PIPED_WIDTH: Final = 120
-"""Columns of the table in a pipe or a file, unless COLUMNS says how many."""
 
 RECORDED_BEFORE: Final = "the run was recorded before equations were checked"
 
@@ -232,55 +225,46 @@ def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, A
     return {**head, "equations": [row.values() for row in rows]}
 
 
-def print_equations(head: str, rows: Sequence[EquationRow]) -> None:
-    """Print the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
-    console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
-    console.print(head)
-    checked = [row for row in rows if row.state != "unchecked"]
-    unchecked: dict[str, list[str]] = {}
-    for row in rows:
-        if row.state == "unchecked":
-            unchecked.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
+def equation_document(head: str, rows: Sequence[EquationRow]) -> Iterator[Element]:
+    """Yield the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
+    yield h("p", head)
+    checked, unchecked = [row for row in rows if row.state != "unchecked"], unchecked_by_reason(rows)
     if not checked and len(unchecked) == 1:
-        console.print(Text(f"Nothing was checked: {next(iter(unchecked))}.", "yellow"))
+        yield h("p", f"Nothing was checked: {next(iter(unchecked))}.", css="note")
         return
-    if checked:
-        console.print(_table(checked))
-    else:
-        console.print(Text("Nothing was checked.", "yellow"))
+    cells = [
+        (
+            row.equation.quantity.removeprefix("the "),
+            h("span", row.result, css=STATE_CLASSES[row.state]),
+            str(row.updates),
+            "" if row.error is None else f"{row.error:.1e}",
+        )
+        for row in checked
+    ]
+    columns = ("quantity", "result", "updates", "largest error")
+    yield table(columns, cells, numbers_from=2) if cells else h("p", "Nothing was checked.", css="note")
     for row in checked:
         if row.state == "differs":
-            console.print(Text(f"\n{_title(row.equation)}, since update {row.since}", "bold"))
-            for line in _details(row):
-                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+            yield h("br")
+            yield h("h3", f"{_title(row.equation)}, since update {row.since}")
+            yield items(_details(row))
     if unchecked:
-        console.print("\nCould not be checked:")
-    for reason, quantities in unchecked.items():
-        console.print(
-            Padding(Text(f"{', '.join(quantities)}: {reason}", COLOURS["unchecked"]), (0, 0, 0, 2), expand=False)
-        )
+        yield h("br")
+        yield h("p", "Could not be checked:")
+    yield items((f"{', '.join(names)}: {reason}" for reason, names in unchecked.items()), css="dim")
     counts = Counter(row.state for row in rows)
-    words = [
-        f"{counts[state]} {one if counts[state] == 1 else many}"
-        for state, (one, many) in SUMMARY.items()
-        if counts[state]
-    ]
-    console.print(f"\n{', '.join(words)}.")
+    words = [f"{counts[state]} {names[counts[state] > 1]}" for state, names in SUMMARY.items() if counts[state]]
+    yield h("br")
+    yield h("p", f"{', '.join(words)}.")
 
 
-def _table(rows: Sequence[EquationRow]) -> Table:
-    columns = (
-        Column("quantity"),
-        Column("result"),
-        Column("updates", justify="right"),
-        Column("largest error", justify="right"),
-    )
-    table = Table(*columns)
+def unchecked_by_reason(rows: Iterable[EquationRow]) -> dict[str, list[str]]:
+    """Return the quantities that could not be checked, by reason."""
+    names: dict[str, list[str]] = {}
     for row in rows:
-        error = "" if row.error is None else f"{row.error:.1e}"
-        quantity = row.equation.quantity.removeprefix("the ")
-        table.add_row(quantity, Text(row.result, COLOURS[row.state]), str(row.updates), error)
-    return table
+        if row.state == "unchecked":
+            names.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
+    return names
 
 
 SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
@@ -291,7 +275,7 @@ SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
 }
 
 
-def _details(row: EquationRow) -> Iterable[str]:
+def _details(row: EquationRow) -> Iterator[str]:
     """Yield the reference, the equations that give the numbers, and the advice."""
     equation = row.equation
     yield f"reference: {equation.equation}" + (f" ({equation.source})" if equation.source else "")
