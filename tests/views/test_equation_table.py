@@ -47,7 +47,7 @@ RATES = declarations.equations()["schedules"]
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three equations, two of them of these tests."""
     by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
-    for module in ("equations.equation", "views.equations"):
+    for module in ("equations.equation", "views.equation_table"):
         monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
 
 
