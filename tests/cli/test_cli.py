@@ -74,7 +74,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
         (
             [*CARTPOLE, "--telemetry-budget", "2"],
-            "budget must be a share of the wall time over 0 and at most 1, got 2.0",
+            "budget must be a fraction of the wall time over 0 and at most 1, got 2.0",
         ),
         (
             [*CARTPOLE, "--close-timeout", "0"],

@@ -185,7 +185,7 @@ def test_a_name_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ("run/config.json", "it is a file of the run"),
         ("run/link.html", "it is a symbolic link in a run directory"),
         ("run", "it is a directory"),
-        ("nowhere/page.html", "the directory nowhere does not exist"),
+        ("nowhere/page.html", "nowhere does not exist"),
     ],
 )
 def test_a_page_never_replaces_a_file_of_a_run(

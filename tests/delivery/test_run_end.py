@@ -271,7 +271,7 @@ def test_a_run_that_is_being_delivered_is_neither_resumed_nor_compressed(
     tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esper_telemetry.pipeline.run.MAX_HELPER_SECONDS", 0.1)
-    with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
+    with pytest.raises(BlockingIOError, match="still delivers records from before the run stopped"):
         lease_existing_run(left)
     with pytest.raises(WrongUse, match="is still being trained, or delivered"):
         run_command(["compress", str(left)])
