@@ -173,7 +173,7 @@ class RolloutRecurrence:
         states: per trunk [layers, parts, B, H]: the state in which the rollout began.
         fresh: [T, B], bool: the step began without memory, as the first of an episode.
         after: [T, layers, parts, B, H]: state of the actor's core after each step.
-        valid: [T, B], bool; None where every row is a transition.
+        valid: [T, B], bool; None if every row is valid a transition.
     """
 
     states: Mapping[str, Tensor]
@@ -217,7 +217,7 @@ class Rollout:
             observation, after termination 0.
         ended: [T, B], bool: the step taken at t ended its episode.
         terminated: [T, B], bool: it did so by termination.
-        valid: [T, B], bool; None where every row is a transition.
+        valid: [T, B], bool; None if every row is valid a transition.
         transitions: how many rows are.
         raw_rewards: [T, B], as the environment gave them; None where they are the `rewards`.
         head_log_probs: per head [T, B], where there are several heads: the parts of `log_probs`.

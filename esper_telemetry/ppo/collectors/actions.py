@@ -31,7 +31,7 @@ class Restrictor:
 
     Args:
         spec: of the part.
-        relevant_choices: [size of `given`], bool: the choices that the part matters for; None where it always does.
+        relevant_choices: [size of `given`], bool: the choices that the part matters for; None if it always does.
         forced: [size], bool: choice 0 alone, what an irrelevant part is forced to.
         rows: [B] indices of the environments.
     """
