@@ -130,7 +130,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
         (
             [*CARTPOLE, "--num-minibatches", "3"],
-            "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest that do are 1, 2, 4, 8",
+            "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest divisors are 1, 2, 4, 8",
         ),
         (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),

@@ -81,7 +81,7 @@ def test_a_rollout_of_any_size_is_refused_at_once() -> None:
 
 
 def test_minibatches_must_divide_the_rollout() -> None:
-    with pytest.raises(ValueError, match="rollout of 3 x 128 = 384 rows, got 5; the nearest that do are 2, 3, 4, 6"):
+    with pytest.raises(ValueError, match="rollout of 3 x 128 = 384 rows, got 5; the nearest divisors are 2, 3, 4, 6"):
         PPO(make_env("CartPole-v1", num_envs=3), PPOConfig(num_minibatches=5))
 
 
