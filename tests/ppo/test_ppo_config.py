@@ -76,7 +76,7 @@ def test_settings_may_be_numbers_of_numpy() -> None:
 def test_a_rollout_of_any_size_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"num_steps x 8 environments must be at most 1,073,741,824, got 8589934592"):
         PPOConfig(num_steps=1 << 30).check_rollout(8)
-    with pytest.raises(ValueError, match="the nearest that do are 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match="the nearest divisors are 1, 2, 4, 8"):
         PPOConfig(num_steps=1 << 30, num_minibatches=3).check_rollout(1)
 
 

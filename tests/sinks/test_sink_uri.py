@@ -97,31 +97,31 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
         ("wandb:p?entity=", "entity of a W&B run must not be empty, got ''"),
         (
             "mlflow:gopher://x",
-            "MLflow knows no tracking URI with the scheme 'gopher', got 'gopher://x': "
+            "MLflow does not support the scheme 'gopher' of a tracking URI, got 'gopher://x': "
             "it knows http, https, sqlite, postgresql, mysql, mssql, file, databricks, databricks-uc, uc",
         ),
         (
             "mlflow:htpp://me:secret@host",
-            "MLflow knows no tracking URI with the scheme 'htpp', got 'htpp://me:***@host'; did you mean http or https?",
+            "MLflow does not support the scheme 'htpp' of a tracking URI, got 'htpp://me:***@host'; did you mean http or https?",
         ),
         (
             "mlflow:127.0.0.1:5000",
-            "a tracking URI of MLflow begins with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
+            "a tracking URI of MLflow must begin with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
         ),
         (
             "mlflow:localhost:5000/base",
-            "a tracking URI of MLflow begins with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
+            "a tracking URI of MLflow must begin with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
         ),
-        ("mlflow:http://", "the tracking URI of an MLflow server is like http://HOST:PORT, got 'http://'"),
+        ("mlflow:http://", "the tracking URI of an MLflow server must be like http://HOST:PORT, got 'http://'"),
         (
             "mlflow:http://host:99999",
             "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535",
         ),
-        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite://a.db'"),
-        ("mlflow:sqlite:///", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite:///'"),
+        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'"),
+        ("mlflow:sqlite:///", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite:///'"),
         (
             "mlflow:postgresql:a",
-            "the tracking URI of a database is like postgresql://USER@HOST/NAME, got 'postgresql:a'",
+            "the tracking URI of a database must be like postgresql://USER@HOST/NAME, got 'postgresql:a'",
         ),
         ("prometheus:70000", "port must be from 1 to 65535, got 70000"),
         (
