@@ -1,12 +1,12 @@
 """Events that trainers, environments and adapters emit on their `Hooks`.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM or a GRU), `EpisodeEnd` (if any episode finished),
-`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `HeadsBackward` (of several heads), `TrunkBackward`,
-`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, then `AfterUpdate` and at last `UpdateEnd`. An evaluation comes between two updates.
+`BeforeUpdate`, `MinibatchStart` (before the first step). Then, per minibatch, `HeadsBackward` (with several heads), `TrunkBackward`,
+`BackwardEnd`, `OptimizerStep`, `MinibatchEnd`. Then `AfterUpdate`, and finally `UpdateEnd`. An evaluation comes between two updates.
 
-Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
-of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may
-not be kept. A policy that does not learn emits no `RolloutEnd`: values and log-probabilities that do not exist would be reported as zeros.
+Hooks must not write to anything in an event. Tensors of an event do not change until the update ends, so hooks can keep references instead
+of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and hooks may not keep the `.grad`
+of a parameter. A policy that does not learn emits no `RolloutEnd`, since its missing values and log-probabilities would be reported as 0.
 
 Shapes: T steps, B environments, N rows of a minibatch, M minibatches of R rows in all, A actions, D action dimensions, K parameter
 tensors, H width of a recurrent state.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
 
 NONE: Final[Mapping[str, Any]] = {}
-"""Empty columns by name."""
+"""An empty mapping of columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class RunStart:
 
     Attributes:
         config: settings of the trainer.
-        facts: that detectors need: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
+        facts: facts for the detectors: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
             `num_envs`, `num_steps`, `groups` and others as they apply.
-        update, env_step, gradient_step: counts so far, 0 in a run that begins; None if the trainer does not know.
+        update, env_step, gradient_step: counts so far, 0 in a new run; None if the trainer does not know.
     """
 
     config: Mapping[str, Any]
@@ -59,41 +59,41 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
-    """A collected rollout with its advantages; nothing is normalised yet.
+    """A collected rollout with its advantages, before normalisation.
 
     Attributes:
         update: index of the update that this rollout feeds, from 1.
-        env_step: environment steps collected so far, this rollout included.
-        rewards, values, advantages, returns, log_probs: [T, B], float; rewards as they are learned from, that is scaled
-            where the trainer normalises them.
+        env_step: environment steps collected so far, including this rollout.
+        rewards, values, advantages, returns, log_probs: [T, B], float; the rewards that are learned from, which are scaled
+            if the trainer normalises them.
         ended: [T, B], bool: the step taken at t ended its episode.
         terminated: [T, B], bool: it ended by termination, not by a time limit.
         valid: [T, B], bool; None if every row is.
         next_values: [T, B]: the critic's estimate of the state that follows t, 0 after termination.
         actions: per head [T, B] (categorical) or [T, B, D] (continuous).
         gamma: discount factor.
-        raw_rewards: [T, B] as the environment gave them; None if they are the `rewards`.
-        head_log_probs: per head [T, B], 0 if it is irrelevant: the parts of `log_probs`; empty if there is one head.
-        action_masks: per restricted head [T, B, A], bool: allowed choices; other heads are left out.
+        raw_rewards: [T, B] as the environment gave them; None if they equal `rewards`.
+        head_log_probs: the parts of `log_probs`, per head [T, B], 0 if the head is irrelevant; empty if there is one head.
+        action_masks: allowed choices, per restricted head [T, B, A], bool; other heads are left out.
         relevance: per head that is not always relevant [T, B], bool.
-        logits: per categorical head [T, B, A] that were acted on; masked actions hold a large negative finite number.
-        means: per Gaussian head [T, B, D] that were acted on.
-        log_std: per Gaussian head [T, B, D] or [D] that was acted on.
-        bounds: per bounded Gaussian head [2, D]: an action beyond these counts as at its lower or upper bound; in the units of
-            `actions`, which are those before a squash.
-        states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero if an episode
-            began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
-        scales: of the running normalisers that are on: `obs` and `ret`.
-        observations: [T, B, ...] that were acted on; None if the source does not give them.
-        transitions: what the environments returned; likewise.
-        last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
-            state. K rollouts of equal length, with a bootstrap after each, are joined; None if there is one, or it is not known.
+        logits: per categorical head [T, B, A], as used for acting; masked actions hold a large negative finite number.
+        means: per Gaussian head [T, B, D], as used for acting.
+        log_std: per Gaussian head [T, B, D] or [D], as used for acting.
+        bounds: per bounded Gaussian head [2, D]: the environment clips actions to them; in the units of `actions`,
+            before any squashing.
+        states: recurrent state of the actor at the beginning of each step, [T, layers, parts, B, H], zero if an episode
+            began; parts are h and c for an LSTM, h for a GRU. None for a feed-forward policy.
+        scales: scales of the running normalisers that are on: `obs` and `ret`.
+        observations: [T, B, ...] as used for acting; None if the source does not provide them.
+        transitions: the returned values of the environments; None if the source does not provide them.
+        last_values: [K, B], estimates of the states after the last step. If that step ended an episode, the state is the first one of the
+            next episode. K rollouts of equal length, each with its bootstrap, are joined; None if there is one, or K is not known.
         time_limits: [T, B], bool: steps that a time limit ended, from a source that does not see the critic's estimates of the states
-            after them: their `next_values` are 0, or what the trainer takes instead; else None.
+            after them; `next_values` then hold 0 there, or the trainer's substitute. None from other sources.
         ends_known: False if the source does not see which episodes ended and why, so that advantages cannot be checked.
-        returns_known: False if the source does not see the returns: they are the advantages plus the values.
-        seen_difference: name of the hypothesis why training computes other log-probabilities than acting, where the source has seen it
-            itself; None if it has not.
+        returns_known: False if the source does not see the returns; they are then the advantages plus the values.
+        seen_difference: name of the hypothesis why training and acting compute different log-probabilities, if the source has observed
+            the difference itself; else None.
     """
 
     update: int
@@ -130,7 +130,7 @@ class RolloutEnd:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStart:
-    """The start of an update whose rollout is not known, in place of `RolloutEnd`; `actions` are what is known of it."""
+    """The start of an update whose rollout is not known, instead of `RolloutEnd`; `actions` holds the actions that are known."""
 
     update: int
     env_step: int
@@ -142,9 +142,9 @@ class RecurrentForward:
     """Inputs and states of the actor's LSTM or GRU in a part of the rollout, before the update changes its weights.
 
     Attributes:
-        cells: its layers, the first one first; their weights are valid during the call only.
+        cells: its layers, first to last; their weights are valid only during the call.
         inputs: per layer [T, b, I], in the first b environments.
-        states: per layer [T, 2, b, H]: its h and c before each step, zero if an episode began; of a GRU [T, 1, b, H], its h.
+        states: per layer, h and c before each step, [T, 2, b, H], or for a GRU h, [T, 1, b, H]; zero if an episode began.
     """
 
     cells: Sequence[LSTM | GRU]
@@ -158,8 +158,8 @@ class EpisodeEnd:
 
     Attributes:
         returns: undiscounted sums of raw rewards.
-        lengths: steps.
-        times: steps of the rollout, from 0, with which they finished, to order episodes of several processes; may be empty.
+        lengths: steps per episode.
+        times: the step of the rollout, from 0, at which each finished, to order episodes of several processes; may be empty.
     """
 
     env_step: int
@@ -170,8 +170,9 @@ class EpisodeEnd:
 
 @dataclass(frozen=True, slots=True)
 class MinibatchStart:
-    """The start of the first minibatch of an update. `shards` returns the gradients of that many equal parts of it, fewer where it has
-    fewer samples, at the present parameters; each costs a forward and a backward pass and changes nothing. Valid during the event only.
+    """The start of the first minibatch of an update; valid only during the event. `shards` splits the minibatch into that many equal parts
+    (fewer if it has fewer samples) and returns their gradients at the present parameters. Each part costs a forward and a backward pass and
+    changes nothing.
     """
 
     epoch: int
@@ -181,10 +182,11 @@ class MinibatchStart:
 
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
-    """The moment before the first minibatch; the weights are those that training begins with. `collection` shows the policy what it
-    acted on, and is valid during the event only; None from a source that cannot. `network` is the policy of both, which are then asked with
-    a copy of it; without it they are asked as they are. `modes` says which of its modules were in training mode when it acted, in the order
-    of `modules()`; None if they still are.
+    """The moment before the first minibatch, before any weight has changed.
+
+    `collection` shows the policy the inputs that it acted on. It is valid only during the event, and None if the source cannot do this.
+    `network` is the policy behind both; if it is given, telemetry works on a copy of it. `modes` says which of its modules were in
+    training mode during collection, in the order of `modules()`; None if they still are.
     """
 
     update: int
@@ -196,7 +198,7 @@ class BeforeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AfterUpdate:
-    """The moment after the last optimizer step of an update; `network` as of `BeforeUpdate`."""
+    """The moment after the last optimizer step of an update; `network` as in `BeforeUpdate`."""
 
     update: int
     policy: PolicyReplay
@@ -205,14 +207,14 @@ class AfterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TrunkBackward:
-    """Gradients of the losses at the trunk outputs, before they go further.
+    """Gradients of the losses at the trunk outputs, before they are propagated further.
 
     Attributes:
-        outputs: trunk outputs with graph: one where actor and critic share a trunk, else the actor's and the critic's.
+        outputs: trunk outputs with graph: one if actor and critic share a trunk, else the actor's and the critic's.
         actor: gradient of the actor's loss (entropy bonus included) with respect to the actor's trunk output.
         critic: gradient of the critic's loss, times its coefficient, with respect to the critic's trunk output.
         shared: parameters that both losses train; empty for separate networks.
-        valid: rows of the outputs that are no padding, [N], bool; None if the minibatch's own flags say so.
+        valid: rows of the outputs that are not padding, [N], bool; None if the minibatch's own flags apply.
     """
 
     epoch: int
@@ -226,12 +228,12 @@ class TrunkBackward:
 
 @dataclass(frozen=True, slots=True)
 class HeadsBackward:
-    """Gradients of the actor's loss at the trunk's output through each head of a policy with several, before they go further.
+    """Gradients of the actor's loss at the trunk's output through each of several heads, before they are propagated further.
 
     Attributes:
-        output: of the actor's trunk, [N, ...], with its graph.
-        heads: by head, of the shape of the output; they add up to the gradient of the actor's loss, entropy bonus included.
-        parameters: by name, those below the output, which all heads share.
+        output: output of the actor's trunk, [N, ...], with its graph.
+        heads: per head, with the shape of the output; they add up to the gradient of the actor's loss, entropy bonus included.
+        parameters: parameters below the output, which all heads share, by name.
     """
 
     epoch: int
@@ -245,13 +247,13 @@ class BackwardEnd(NamedTuple):
     """All gradients of a minibatch; they may or may not be clipped already.
 
     Attributes:
-        parameters: trainable parameters by name; their `.grad` is valid during the call only.
+        parameters: trainable parameters by name; their `.grad` is valid only during the call.
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
         max_norm: limit of the norm; None if nothing is clipped.
         heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None if
-            each head has parameters of its own, in a group `head:<name>`.
-        clipped_apart: names of the parameters in each part of the network that is clipped by a norm of its own, in the order of the clips;
+            each head has its own parameters, in a group `head:<name>`.
+        clipped_apart: names of the parameters in each part of the network that is clipped by its own norm, in the order of the clips;
             empty if all gradients are clipped together.
     """
 
@@ -267,8 +269,8 @@ class BackwardEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """A step that the optimizer has taken. The trainable parameters, by name, their `.grad`, clipped where it was, and the optimizer's
-    state are valid during the call only.
+    """A step that the optimizer has taken. The trainable parameters, by name, their `.grad` (clipped if the trainer clips) and the
+    optimizer's state are valid only during the call.
     """
 
     epoch: int
@@ -284,19 +286,19 @@ class MinibatchEnd(NamedTuple):
         epoch: pass over the rollout, from 0.
         step: optimizer step within the update, from 0.
         log_ratio: [N] log-probability now minus at collection, summed over the heads that are relevant.
-        advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
-        values: [N] critic's estimates now; None if the source does not give them.
-        old_values, returns: [N] at collection; likewise.
-        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
+        advantages: [N] the values that multiply the ratio, after any normalisation.
+        values: [N] critic's estimates now; None if the source does not provide them.
+        old_values, returns: [N] at collection; None if the source does not provide them.
+        losses: 0-d tensors `policy` and `value` (0.5 MSE, unscaled); also `entropy` (its negative mean) and `total` if the trainer
             computes them anyway.
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         action_masks: per categorical head [N, A], bool; heads without masks are left out.
         log_std: per Gaussian head [N, D] or [D].
-        valid: [N], bool; None if every row is. The bundled trainer emits no other rows, recurrent or not.
-        head_log_ratios: per head [N], 0 if it is irrelevant: the parts of `log_ratio`.
+        valid: [N], bool; None if every row is. The bundled trainer emits only valid rows, recurrent or not.
+        head_log_ratios: the parts of `log_ratio`, per head [N], 0 if the head is irrelevant.
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
-        rows: [N], which transitions of the rollout they are, counted time by time: t B + b; None if the trainer does not say.
+        rows: [N], their transitions in the rollout, counted time by time: t B + b; None if the trainer does not provide them.
     """
 
     epoch: int
@@ -322,15 +324,15 @@ class UpdateEnd:
     """The end of an update, at which telemetry writes its record.
 
     Attributes:
-        env_step: environment steps at which this update's data were collected.
+        env_step: number of environment steps when this update's data had been collected.
         gradient_step: optimizer steps taken so far.
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout; None if the source does not count them.
-        coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
+        coefficients: weights of the losses `value` and `entropy` in this update, if they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
-        beta2: of Adam in this update; None for other optimizers, and where the source does not give it.
-        learning_rates: by name, if optimizers or parameter groups differ in it; see `core.rates.rates_by_name`.
+        beta2: beta2 of Adam in this update; None for other optimizers, and if the source does not provide it.
+        learning_rates: by name, if optimizers or parameter groups have different rates; see `core.rates.rates_by_name`.
     """
 
     update: int
@@ -347,11 +349,11 @@ class UpdateEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnd:
-    """An evaluation between two updates: whole episodes with the likeliest actions; none of their steps count in `env_step`.
+    """An evaluation between two updates: whole episodes with the most likely actions. Its steps do not count in `env_step`.
 
     Attributes:
         returns: undiscounted sums of raw rewards.
-        lengths: steps.
+        lengths: steps per episode.
     """
 
     env_step: int
@@ -361,8 +363,9 @@ class EvaluationEnd:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """An update that left weights that were not finite and is undone: the weights before it are restored, the optimizer's moments reset;
-    `rollbacks` counts those of the run, this one included.
+    """An update that was undone because it left non-finite weights: the weights before it are restored and the optimizer's moments reset.
+
+    `rollbacks` counts the rollbacks of the run, including this one.
     """
 
     update: int

@@ -1,22 +1,22 @@
 """`TelemetrySession`: one run in this process, as trainers, adapters and commands use it.
 
-It gathers what one update observes, hands it to the pipeline when the update is flushed, and feeds the sinks from the journal. `Telemetry`
-is its face for users; `telemetry.session_of` returns the session behind it.
+It gathers the measurements of an update, hands them to the pipeline when the update is flushed, and feeds the sinks from the journal.
+`Telemetry` is the interface for users; `telemetry.session_of` returns the session behind it.
 
 `observe` packs groups into rows on the device without synchronising; `flush` starts one copy to the host. On a CPU the record is made
-inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The journal has the record before anything else, and
-sinks read the journal, so nothing here waits for a backend.
+inside `flush`. On CUDA it is made at the next call, when the copy has arrived. The journal receives the record first, and sinks read the
+journal, so nothing here waits for a backend.
 
 A run chooses its pipeline once, when it starts (`TelemetrySession.start`):
 
 | updates come from | `offload=None` | `offload=True` | `offload=False` |
 |---|---|---|---|
 | an attached trainer or an adapter, on a CPU | worker | worker | in process |
-| a loop of the user's own | in process | worker | in process |
+| the user's own loop | in process | worker | in process |
 | several ranks, one core, no run directory, no memory files | in process | in process | in process |
 
-Several ranks exchange what they measured, which a worker does not have. On CUDA the tensors of an update are copied to the host for the
-worker (`pipeline.ship`); without a worker, and in sampled updates, they are measured where they are.
+Several ranks exchange their measurements, which a worker does not have. On CUDA the tensors of an update are copied to the host for the
+worker (`pipeline.ship`). In sampled updates, and without a worker, they are measured on the device.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """The arguments of a `Telemetry` that are no sinks, checked.
+    """The arguments of a `Telemetry` other than its sinks, checked.
 
     Attributes:
-        run: what the journal needs.
+        run: arguments of the journal.
         level, budget, close_timeout, offload: as for `Telemetry`.
-        config, facts: of the run.
-        detector_factory: None where no alarms are raised.
+        config, facts: config and facts of the run.
+        detector_factory: None if no alarms are raised.
         all_ranks: whether the ranks of a distributed run report as one.
         report: whether the run is written as a page when it ends.
     """
@@ -113,21 +113,22 @@ class SessionOptions:
 class TelemetrySession:
     """One run: the update under way, the pipeline, the sinks.
 
-    Threads may share a session: one call at a time is served, and one from a signal handler when the call that it interrupts is over. In a
-    forked copy of the process, at OFF and after `close` calls do nothing.
+    Threads may share a session: it serves one call at a time, and a call from a signal handler after the call that it interrupts. Calls do
+    nothing in a forked copy of the process, at OFF, and after `close`.
 
     Args:
         sinks: as for `Telemetry`.
         options: its other arguments.
 
     Attributes:
-        level: at which the run is measured while nothing is wrong.
-        facts: of the run so far.
+        level: the level without escalation.
+        facts: facts of the run so far.
         clock: the time that telemetry takes on the training thread.
         sampling: which updates are sampled.
-        prints_end: whether the block about the whole run is printed at its end; commands print it themselves.
+        prints_end: whether the session prints the summary at the end of the run; commands print it themselves.
 
-    Raises as `Telemetry`.
+    Raises:
+        Exception: as `Telemetry` does.
     """
 
     def __init__(self, sinks: SinkLike | Iterable[SinkLike] | None, options: SessionOptions) -> None:
@@ -159,7 +160,7 @@ class TelemetrySession:
         if self.level > Level.OFF:
             self._peers = Peers.meet() if options.all_ranks else None
             open_journal = partial(self._open_journal, sinks)
-            # what rank 0 raises is raised on all ranks
+            # An error on rank 0 is raised on all ranks.
             self._journal_position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
             self._axes = self._journal_position.axes or self._axes
             self._at_exit = at_exit(self)
@@ -182,7 +183,7 @@ class TelemetrySession:
 
     @property
     def run(self) -> RunInfo | None:
-        """The run as sinks receive it; None at OFF, before it has started and on all ranks but rank 0."""
+        """The run as sinks receive it; None at OFF, before the run has started, and on all ranks except rank 0."""
         return self._recorder.run if self._recorder else None
 
     @property
@@ -192,7 +193,7 @@ class TelemetrySession:
 
     @property
     def precision(self) -> str | None:
-        """Precision of the trainer's arithmetic; None where it does not say."""
+        """Precision of the trainer's arithmetic; None if the trainer does not say."""
         return self.facts.precision
 
     @property
@@ -202,12 +203,12 @@ class TelemetrySession:
 
     @property
     def update_level(self) -> Level:
-        """Level of the update under way: DEBUG where an alarm asks for it, else `level`."""
+        """Level of the update under way: DEBUG if an alarm asks for it, else `level`."""
         return self._response.level
 
     @property
     def samples_next(self) -> bool:
-        """True where the update that begins next is sampled, as far as is known by now: a source may record more of its rollout then."""
+        """True if the next update will probably be sampled, so that a source may record more of its rollout."""
         return self.sampling.due or (self._response.remaining > 0 and not self.sampling.is_late)
 
     @property
@@ -219,31 +220,31 @@ class TelemetrySession:
         state = "off" if self.level is Level.OFF else "closed" if self._closed else "open"
         return f"{state}, level {self.level.name.lower()}, run_dir {self.run_dir}, update {self._axes.update}"
 
-    # What trainers and adapters call.
+    # Calls of trainers and adapters.
 
     def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], Update]) -> None:
         """Prepare for a trainer that submits whole updates; called when one is attached.
 
         Args:
             candidates: as for `search_on_failure`.
-            open_update: takes what has happened in an update that will not end.
+            open_update: returns the data of an update that will not end.
         """
         self.search_on_failure(candidates)
         self._take_open_update, self._attached = open_update, True
         self._accepts("attach")
 
     def search_on_failure(self, candidates: Candidates) -> None:
-        """Search these tensors, in forward order, for the first non-finite one when training raises; the latest caller's come first."""
+        """Search these tensors, in forward order, for the first non-finite one if training raises; the latest caller's come first."""
         self._candidates.insert(0, candidates)
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the run ends, before its open update is taken."""
+        """Call `callback()` when the run ends, before its open update is recorded."""
         self._close_callbacks.append(callback)
 
     def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Add to the config and the facts of the run and announce it to the sinks; the first `flush` does so otherwise.
+        """Add to the config and the facts of the run and announce it to the sinks; otherwise the first `flush` announces it.
 
-        Time that passes before a trainer says that it starts is no update's.
+        Time before a trainer says that it starts belongs to no update.
         """
         self._serve(partial(self._start, config=config, facts=facts))
 
@@ -257,17 +258,17 @@ class TelemetrySession:
             worker = offload and self._peers is None
             redacted([plain(self._config), dict(self.facts), sys.argv])
             if self._deliveries is not None:
-                self._deliveries.send_secrets()  # before the journal has the line with which sinks are opened
+                self._deliveries.send_secrets()  # before the journal has the line that makes deliveries open their sinks
             self._recorder.start(self._config, self.facts, self._axes, worker=worker)
-            # Sinks of a resumed run begin behind its run line: they open what an earlier part has closed.
+            # Sinks of a resumed run begin after its run line, because they open what an earlier part has closed.
             if self._deliveries is None:
                 self._deliveries = Deliveries(self._recorder.journal, self._sinks)
                 self._recorder.report_changed_settings()
 
     def begin_update(self, env_step: int) -> None:
-        """Begin an update, with data collected so far: its level is what alarms have asked for by now.
+        """Begin an update, with data collected so far; alarms up to now decide its level.
 
-        If the update never ends, its record stands at `env_step`.
+        If the update never ends, its record has the axis `env_step`.
         """
         if self._active:
             self._serve(partial(self._begin_update, env_step))
@@ -280,10 +281,10 @@ class TelemetrySession:
         self._response.begin_update(late=self.sampling.is_late)
 
     def submit(self, update: Update) -> None:
-        """Add a whole update, to be measured when it is flushed, by the pipeline.
+        """Add a whole update, to be measured by the pipeline when it is flushed.
 
-        Its tensors must stay as they are until `flush` returns; a device may write to them afterwards. Updates of several ranks are
-        measured at once, and so are updates on a device that are sampled, or if there is no worker.
+        Its tensors must not change until `flush` returns; a device may write to them afterwards. Updates of several ranks are measured
+        immediately, and so are updates on a device that are sampled or have no worker.
         """
         if self._active:
             self._serve(partial(self._submit, update))
@@ -307,7 +308,7 @@ class TelemetrySession:
         return self._recorder is not None and isinstance(self._recorder.pipeline, WorkerPipeline)
 
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
-        """Observe the results of metric functions that are called on a trainer's behalf: one that raises costs its group and a warning."""
+        """Observe the results of metric functions called for a trainer. If one raises, its group is lost, with a warning."""
         if self._active:
             self._serve(partial(self._measure, measurements, epoch))
 
@@ -338,15 +339,15 @@ class TelemetrySession:
                     recorder.event(capture.type, axes, capture.data)
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
-        """Call a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
+        """Call one of telemetry's hooks. If it raises, its measurements are lost, with a warning."""
         self._containment.attempt(partial(function, event), lambda _: None)
 
     def failed(self, function: Callable[..., object], error: Exception) -> None:
-        """Count and report a function of telemetry's own that was called already, and has raised."""
+        """Count and report one of telemetry's functions that has raised."""
         self._containment.note(function, error)
 
     def abandon(self, error: BaseException) -> None:
-        """End the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
+        """End the run as failed from another thread, if the training thread hangs; the open update is lost."""
         if self._active:
             self._start()
             self._closed = True
@@ -354,7 +355,7 @@ class TelemetrySession:
                 self._recorder.event(FAILURE, self._axes, failure_data(error))
                 self._end_journal(self._recorder, RunStatus.FAILED)
 
-    # What users call, through `Telemetry`.
+    # Calls of users, through `Telemetry`.
 
     def observe(
         self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None
@@ -430,7 +431,7 @@ class TelemetrySession:
             self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
             self._response.end_update(recorded=self._pending is not None)
             if self._pending and (self._peers or not self._pending[1].pending):
-                self._record_pending()  # ranks end their updates together: the device has nothing left to do
+                self._record_pending()  # ranks end their updates together, so the device has finished
             if self._pending and not self._ships:
                 flushed, transfer = self._pending
                 self._pending = flushed.with_copies(), transfer
@@ -453,7 +454,7 @@ class TelemetrySession:
                 self._recorder.event(INTERVENTION, self._axes, data)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts of the run for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
+        """Return the counts of the run for a checkpoint; see `Telemetry.state_dict`."""
         return self._serve(self._synced_counts, deferred=self._counts(), is_question=True)
 
     def _synced_counts(self) -> dict[str, int]:
@@ -466,13 +467,13 @@ class TelemetrySession:
         return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting where a checkpoint was taken; before the first `flush`."""
+        """Continue the counts of a checkpoint; see `Telemetry.load_state_dict`."""
         counts = {name: as_integer(state.get(name), name) for name in self._counts()}
         self._axes = Axes(**counts, wall_time=time.time())
         self._flushes = 0
 
     def close(self, status: RunStatus, failure: Mapping[str, Any] | None = None) -> CloseReport | None:
-        """End the run; see `Telemetry.close`. The event of a failure comes after the record of the open update."""
+        """End the run; see `Telemetry.close`. The event of a failure follows the record of the open update."""
         report = self._serve(partial(self._close, status, failure), deferred=None)
         self._reports_at_close = True
         self._response.call()
@@ -485,7 +486,7 @@ class TelemetrySession:
         try:
             self._record_rest(status, failure)
         except BaseException:
-            if self._pending is None:  # interrupted again: what is left is given up, and the journal ends
+            if self._pending is None:  # interrupted again: give up the rest and end the journal
                 self._end(status)
             raise
         return self._end(status)
@@ -529,19 +530,19 @@ class TelemetrySession:
 
     @property
     def _active(self) -> bool:
-        """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
+        """True while this session records: not at OFF, after close, or in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and os.getpid() == self._pid
 
     def _serve(
         self, call: Callable[[], Result], deferred: Result | None = None, *, is_question: bool = False
     ) -> Result:
-        """Make a call when it is its turn; a forked copy of the process has one thread and need not wait."""
+        """Serve a call in its turn; a forked copy of the process has one thread and need not wait."""
         if os.getpid() != self._pid:
             return call()
         return self._calls.run(call, deferred=cast(Result, deferred), is_question=is_question)
 
     def _accepts(self, call: str) -> bool:
-        """Return whether a user's call is recorded; the first one after `close` costs a warning, unless a callback of `close` makes it."""
+        """Return whether a user's call is recorded. The first call after `close` logs a warning, unless a callback of `close` makes it."""
         if self._active:
             return True
         if self._closed and not self._reports_at_close and os.getpid() == self._pid:
@@ -549,7 +550,7 @@ class TelemetrySession:
         return False
 
     def _take_watched(self, *, whole: bool) -> None:
-        """Measure what watched models did in the update."""
+        """Measure the watched models' gradients of the update."""
         update = self._watched.take(whole=whole)
         if update:
             self._measure_update(update)
@@ -563,7 +564,7 @@ class TelemetrySession:
         return Axes(last.update + 1 if update is None else update, env_step, gradient_step, time.time())
 
     def _end_update(self, axes: Axes, *, partial: bool) -> None:
-        """Start the copy of the update's numbers to the host; nothing of it is recorded that an earlier part of the run has recorded."""
+        """Start the copy of the update's numbers to the host, unless an earlier part of the run has recorded this update."""
         flushed = self._open.flush(axes, self.update_level, partial=partial)
         transfer = self._open.window.send()
         if self._ships:
@@ -589,9 +590,7 @@ class TelemetrySession:
             self._record(*pending)
             self._was_interrupted = False
         except BaseException as error:
-            if is_interrupt(
-                error
-            ):  # a call that follows, such as `close`, records the update, if it is not interrupted too
+            if is_interrupt(error):  # if not interrupted too, a later call such as `close` records the update
                 self._pending = None if self._was_interrupted else pending
                 self._was_interrupted = True
             raise
@@ -616,7 +615,9 @@ class TelemetrySession:
             now = time.perf_counter()
             elapsed, self._flushed_at = now - self._flushed_at, now
             seconds, cpu_seconds = self.clock.take()
-            self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
+            self.sampling.learn(
+                cpu_seconds if self._peers else seconds, elapsed
+            )  # waiting for other ranks does not count
             stats = self._deliveries.stats()
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
@@ -625,7 +626,7 @@ class TelemetrySession:
             self._usage.add_record(time.perf_counter() - begun, elapsed, can_use_worker=self._can_use_worker)
 
     def _can_use_worker(self) -> bool:
-        """Return whether records are made here because the loop is the user's own, and a worker could make them."""
+        """Return whether records are made here only because the loop is the user's own, although a worker could make them."""
         recorder = self._recorder
         if recorder is None or recorder.run_dir is None or self._attached or self._options.offload is not None:
             return False
@@ -633,14 +634,14 @@ class TelemetrySession:
         return possible and isinstance(recorder.pipeline, InProcessPipeline) and can_use_worker(recorder.settings)
 
     def _receive_reports(self) -> None:
-        """Take in the alarms of records made by now, for the user's callbacks, which are called when no call is under way."""
+        """Receive the alarms of new records for the user's callbacks, which are called when no other call is under way."""
         if self._recorder is not None:
             self._response.receive(self._recorder.take_reports())
             if self._deliveries is not None:
-                self._deliveries.poll()  # the console shows an update when it ends, not when the next one does
+                self._deliveries.poll()  # so that the console shows an update when it ends
 
     def _end_journal(self, recorder: RunRecorder, status: RunStatus) -> CloseReport:
-        """Append the end line and wait for the sinks, `close_timeout` seconds in all, half of them at most for the journal."""
+        """Append the end line and wait for the sinks. The journal gets at most half of `close_timeout` seconds."""
         assert self._deliveries is not None
         timeout = self._options.close_timeout
         deadline = time.monotonic() + timeout
@@ -649,9 +650,9 @@ class TelemetrySession:
             if self._options.report and recorder.run_dir is not None:
                 from esper_telemetry.views.report import write_run_report
 
-                write_run_report(recorder.run_dir)  # before the sinks are closed, which store it
+                write_run_report(recorder.run_dir)  # before the sinks close, because they store it
             self._deliveries.close(max(0.1, deadline - time.monotonic()), status=status)
-        finally:  # an interrupt ends the wait, and the run is closed all the same
+        finally:  # an interrupt ends the wait, and the run is closed anyway
             report = self._deliveries.close(0.0, status=status)
             recorder.release()
             log_undelivered(report, recorder.run_dir)
@@ -666,6 +667,6 @@ class TelemetrySession:
         return self._recorder.totals.loss({sink.name: sink.sent for sink in report.sinks}) if self._recorder else ""
 
     def run_end(self, status: RunStatus, resume: str | None = None) -> RunEnd:
-        """Return what the block at the end of the run says; `resume` is its line on how an interrupted run goes on."""
+        """Return the summary at the end of the run; `resume` is its line on how to resume an interrupted run."""
         loss = self._loss(self._deliveries.close()) if self._closed and self._deliveries else ""
         return RunEnd(self.run, self.run_dir, self._sinks if self._recorder else (), status, resume, loss)

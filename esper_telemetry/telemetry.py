@@ -42,12 +42,12 @@ from esper_telemetry.updates.gradient_watcher import Members
 from esper_telemetry.updates.sources import EventSource, ObservedSource
 
 MAX_CLOSE_TIMEOUT_SECONDS: Final = 1e8
-"""Three years; operating systems wait no longer than some centuries."""
+"""Three years; operating systems cannot wait much longer than some centuries."""
 
 Parameters = ParamSpec("Parameters")
 
 Detect = bool | Thresholds | DetectorFactory
-"""The `detect=` argument: whether alarms are raised, or by which thresholds; or what makes another detector from a run's facts."""
+"""The `detect=` argument: whether alarms are raised, the thresholds for them, or a factory of another detector."""
 
 NOT_PICKLED: Final = (
     "a Telemetry belongs to the process that made it and cannot be pickled: leave it out of what is saved or sent to another process "
@@ -56,7 +56,7 @@ NOT_PICKLED: Final = (
 
 
 def _with_suggestions(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Return the function; its TypeError for an unknown keyword argument names the one that is probably meant."""
+    """Return the function; its TypeError for an unknown keyword argument suggests the closest name."""
     names = [*signature(function).parameters]
 
     @wraps(function)
@@ -72,57 +72,57 @@ def _with_suggestions(function: Callable[Parameters, None]) -> Callable[Paramete
 
 
 class Telemetry:
-    """One record per update of what a training program measures, in the journal and in the sinks.
+    """Records what a training program measures, one record per update, in the journal and in the sinks.
 
     Args:
         sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`; one or several.
-        run_dir: where the journal and the local backends live; a new `runs/<name>-<time>` by default. None keeps nothing: no journal,
-            all sinks in this process.
-        name: what people call the run; the directory's name by default, and the default directory begins with it.
+        run_dir: directory for the journal and the local backends; a new `runs/<name>-<time>` by default. With None nothing is kept: no
+            journal is written, and all sinks run in this process.
+        name: display name of the run, and prefix of the default directory; the directory's name by default.
         level: `off`, `minimal`, `normal` or `debug`.
-        config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts. `config` is a
-            mapping, a dataclass or what `argparse` returns.
-        close_timeout: seconds that `close` waits for the sinks at most, all together, as long as they take records; after them a process
-            goes on by itself for some minutes (`docs/backends.md`, "The end of a run").
-        budget: share of the wall time that telemetry may take on the training thread; costly metrics are measured in as many updates
-            as that allows.
-        detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
-        escalation: updates at DEBUG that follow a critical alarm; 0 for none. By default each alarm asks for its own number, 2 to 10.
-        alarms: your own alarms, besides the built-in ones and those of installed plugins. The worker process needs to import them: one
-            that the script itself defines is judged in this process.
-        offload: whether records are made in a worker process. By default those of attached trainers and of adapters are, and those of
-            your own loop are made on its thread; True moves these too, False keeps all on the training thread. Never without a run
-            directory or a second core, with several ranks, or where CUDA is in use.
-        resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
-            attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again. Where several ranks
-            report, each of them resumes.
-        report: whether `close` writes the run as a page, `report.html` in `run_dir`, which takes some seconds after a long run; MLflow and
-            W&B store it. Needs the extra `views`.
-        ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
-            and needs no other one.
+        config, tags, notes, facts: sent to every sink with the run; `attach` adds the trainer's own config and facts. `config` is a
+            mapping, a dataclass or the namespace that `argparse` returns.
+        close_timeout: maximum number of seconds that `close` waits for all sinks together while they still take records. After that a
+            background process continues for some minutes (`docs/backends.md`, "The end of a run").
+        budget: fraction of the wall time that telemetry may take on the training thread. Costly metrics are measured in as many updates
+            as it allows.
+        detect: whether alarms are raised if a record shows that training goes wrong; or the thresholds for them.
+        escalation: number of updates at DEBUG after a critical alarm; 0 for no such updates. By default each alarm asks for 2 to 10.
+        alarms: your own alarms, in addition to the alarms that are built in or come from installed plugins. The worker process must be able
+            to import them: this process evaluates an alarm that the script itself defines.
+        offload: whether records are made in a worker process. By default, records of attached trainers and adapters are made there, and
+            records of your own loop on its thread. True uses the worker for both, False for neither. No worker is used without a run
+            directory or a second core, with several ranks, or if CUDA is in use.
+        resume: continue the run that `run_dir` holds, also in the backends. Restore telemetry's state with `load_state_dict`, unless an
+            attached trainer loads a checkpoint. Updates that the journal already holds are not recorded again. If several ranks
+            report, each of them must resume.
+        report: whether `close` writes the run as a page, `report.html` in `run_dir`, which MLflow and W&B store. It takes some seconds
+            after a long run and needs the extra `views`.
+        ranks: with `all`, the ranks report as one if `torch.distributed` is initialised. With `alone`, this process reports only its own
+            numbers and does not wait for other ranks.
 
-    With several ranks each makes its `Telemetry`, with the same level, and calls `flush` equally often: both wait for the others.
-    Rank 0 alone claims the run directory, writes the journal and opens the sinks; the others' arguments for these, and what they `log`,
-    are ignored. What each rank observes of its own data is merged as if one process had measured all of it; what is the same
-    everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
+    With several ranks, each makes its `Telemetry` with the same level and calls `flush` equally often: both calls wait for the other ranks.
+    Only rank 0 claims the run directory, writes the journal and opens the sinks; on other ranks the arguments for these and calls of `log`
+    are ignored. Measurements of each rank's own data are merged as if one process had measured all of it. For values that are the same on
+    all ranks, such as gradients averaged by DistributedDataParallel, rank 0's are recorded. `close` does not wait for other ranks.
 
     Raises:
-        ModuleNotFoundError: with `report`, without plotly.
-        ValueError: for an unknown level or sink, a budget that is no share, and an empty `run_dir`.
-        TypeError: for thresholds that are none, and other arguments of the wrong type.
-        FileExistsError: if `run_dir` holds a journal already.
-        NotADirectoryError: if it is a file.
-        FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
-        OSError: if `run_dir` can be no directory, or, with `resume`, cannot be written.
-        RuntimeError: a rank made no `Telemetry` within a minute.
+        ModuleNotFoundError: `report` is set and plotly is not installed.
+        ValueError: an unknown level or sink, a budget that is not a fraction, or an empty `run_dir`.
+        TypeError: an argument of the wrong type, such as `detect`.
+        FileExistsError: `run_dir` holds a journal already.
+        NotADirectoryError: `run_dir` is a file.
+        FileNotFoundError, BlockingIOError: with `resume`, `run_dir` has no journal, or its run is still being trained.
+        OSError: `run_dir` cannot be a directory or, with `resume`, cannot be written.
+        RuntimeError: a rank did not make its `Telemetry` within a minute.
 
-    An error is raised on every rank, and nothing is left behind.
+    An error is raised on every rank and leaves nothing behind.
 
-    Threads may share a Telemetry: it serves one call at a time, and a call from a signal handler when the call that it interrupts is over.
-    It cannot be pickled; a copy of an object that holds one holds the same.
+    Threads may share a Telemetry: it serves one call at a time. A call from a signal handler is served after the call that it interrupts.
+    A Telemetry cannot be pickled, and copying an object that holds one does not copy it.
 
-    Whatever else the system refuses, at the start or later, costs a warning and never the training: without shared memory, descriptors or
-    processes updates are measured in this process; where a new `run_dir` cannot be written, the run has no journal.
+    Anything else that the operating system refuses costs a warning and never the training. Without shared memory, descriptors or processes,
+    updates are measured in this process; if a new `run_dir` cannot be written, no journal is kept.
     """
 
     @_with_suggestions
@@ -179,7 +179,7 @@ class Telemetry:
             config=settings,
             facts={
                 **checked_facts(as_settings(facts, "facts")),
-                # only what differs from the usual: readers of the journal judge as the run was judged
+                # Only changes from the defaults, so that readers of the journal judge the run by the same thresholds.
                 **({"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}),
                 **({} if escalation is None else {"escalation": as_integer(escalation, "escalation")}),
             },
@@ -190,17 +190,17 @@ class Telemetry:
 
     @property
     def level(self) -> Level:
-        """Level at which the run is measured while nothing is wrong."""
+        """The level without escalation."""
         return self._session.level
 
     @property
     def run_dir(self) -> Path | None:
-        """Directory of this run's journal, on every rank; None without one."""
+        """The directory of this run's journal, on every rank; None without one."""
         return self._session.run_dir
 
     @property
     def run(self) -> RunInfo | None:
-        """The run as sinks receive it; None at OFF, before it has started and on all ranks but the first."""
+        """The run as sinks receive it; None at OFF, before the run has started, and on all ranks except rank 0."""
         return self._session.run
 
     def observe(
@@ -209,26 +209,26 @@ class Telemetry:
         epoch: IntegerLike | Sequence[IntegerLike] = 0,
         step: IntegerLike | None = None,
     ) -> None:
-        """Add groups to the update's record; copies their numbers on the device and never waits for it.
+        """Add groups to the update's record; copies their numbers on the device without synchronising.
 
         Args:
-            groups: results of metric functions: a `MetricGroup` or several in a tuple.
-            epoch: pass over the rollout, from 0; one per row for groups with several rows.
-            step: optimizer steps taken in this update before the group was measured. By default the first `observe` of a kind of group
-                after `flush` is step 0, the next step 1, and so on; pass it under gradient accumulation.
+            groups: results of metric functions: a `MetricGroup`, or several in a tuple.
+            epoch: pass over the rollout, from 0; a sequence gives one per row for groups with several rows.
+            step: optimizer steps taken in this update before the group was measured. By default, the first `observe` of a kind of group
+                after `flush` is step 0, the next step 1, and so on; pass it if you accumulate gradients.
 
         Raises:
-            TypeError: for what is no metric group, such as plain numbers, which `log` takes.
-            ValueError: for epochs and steps that are no whole numbers from 0.
+            TypeError: for anything that is not a metric group, such as plain numbers; `log` takes those.
+            ValueError: for epochs and steps that are not whole numbers from 0.
         """
         self._session.observe(groups, epoch, step)
 
     def log(self, values: Mapping[str, SupportsFloat]) -> None:
-        """Add plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
+        """Add plain numbers to the update's record; non-finite numbers are counted under `<key>_nonfinite`.
 
         Raises:
-            ValueError: for a key that not every backend accepts.
-            TypeError: for what is no mapping, and for a value that is not one number of Python, NumPy or torch.
+            ValueError: for a key that some backend would not accept.
+            TypeError: if `values` is not a mapping, or a value is not a single number of Python, NumPy or torch.
         """
         self._session.log(values)
 
@@ -241,25 +241,24 @@ class Telemetry:
         critic: Members | None = None,
         stop_on_nonfinite: bool = False,
     ) -> ObservedSource:
-        """Measure the model's gradients before and after clipping at every step of the optimizer, and the learning rate.
+        """Measure the learning rate and the model's gradients before and after clipping, at every step of the optimizer.
 
         Args:
-            model: also one that is compiled, or wrapped in DistributedDataParallel.
-            optimizer: of its parameters; watch each of several, with the same model.
-            actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
-            stop_on_nonfinite: `backward` raises FloatingPointError, with the parameter's name, at the first gradient that is not finite.
-                Each gradient is checked when it is computed, which on a GPU waits for the device. Not for loops with a gradient scaler,
+            model: the module; it may be compiled or wrapped in DistributedDataParallel.
+            optimizer: optimizer of its parameters. If there are several, call `watch` for each, with the same model.
+            actor, critic: their modules, parameters, or names of either. Shared parts may belong to both or to neither.
+            stop_on_nonfinite: let `backward` raise FloatingPointError, with the parameter's name, at the first gradient that is not finite.
+                Each gradient is checked when it is computed, which synchronises a GPU. Do not use it with a gradient scaler,
                 which makes gradients overflow on purpose. It is ignored at level `off`.
 
-        A record holds the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
-        gradient scaler's scale; and those after whatever clips them. Where that cannot be decided, a warning says so once. A call of the
-        result ends this; `close` does too. `watch_pair` takes the result as its source. Leave `gradient_health` out of a loop that is
-        watched.
+        A record holds the gradients that the step uses, before and after clipping: summed over accumulated passes, averaged over ranks, and
+        without a gradient scaler's scale. A warning says once if they cannot be determined. Call the result, or `close`, to stop measuring.
+        `watch_pair` takes the result as its source. Do not call `gradient_health` in a loop that is watched.
 
         Raises:
-            TypeError: for what is no module or no optimizer.
-            ValueError: the optimizer trains nothing of the model, or is watched with another one; a group is no part of the model; ranks
-                hold parts of its parameters.
+            TypeError: for arguments that are not a module and an optimizer.
+            ValueError: the optimizer trains no parameter of the model or is watched with another one; a group is not part of the model; or
+                each rank holds only parts of the parameters.
         """
         _check_choice("stop_on_nonfinite", stop_on_nonfinite, (True, False))
         return self._session.watch(model, optimizer, actor=actor, critic=critic, stop_on_nonfinite=stop_on_nonfinite)
@@ -270,49 +269,49 @@ class Telemetry:
         """End an update: everything observed since the last flush becomes one record.
 
         Args:
-            env_step: environment steps at which this update's data were collected.
+            env_step: number of environment steps when this update's data had been collected.
             update: index of the update; counted from 1 by default.
             gradient_step: optimizer steps so far; counted from the observed rows by default.
 
         Raises:
-            TypeError, ValueError: for what is no whole number from 0 of Python, NumPy or torch.
+            TypeError, ValueError: for anything that is not a whole number from 0 of Python, NumPy or torch.
         """
         self._session.flush(env_step=env_step, update=update, gradient_step=gradient_step)
 
     def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
-        """Call `callback(alarm)` when an alarm is raised, gets worse or is over; returns the function that ends this.
+        """Call `callback(alarm)` when an alarm is raised, gets worse or ends; returns a function that removes the callback.
 
-        It is called on the training thread, at the end of a rollout or of an update, or by `close`. With a worker that is an update or
-        two after the one that shows it. It may change the trainer. What it raises is logged, once, and training continues;
-        KeyboardInterrupt and SystemExit are not caught. Its time is not part of telemetry's. Only the callbacks of rank 0 are called.
+        The callback runs on the training thread, at the end of a rollout or of an update, or in `close`. With a worker this is an update or
+        two after the fault appears. The callback may change the trainer. An exception in it is logged once, and training continues;
+        KeyboardInterrupt and SystemExit are not caught. Its time is not included in telemetry's. Only callbacks on rank 0 are called.
 
         Raises:
-            TypeError: for what cannot be called.
+            TypeError: if `callback` is not callable.
         """
         return self._session.on_alarm(callback)
 
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
-        """Note that training was changed on purpose (a learning rate, a reward scale, a curriculum), so that its effects raise no alarm.
+        """Note that training was changed on purpose (a learning rate, a reward scale, a curriculum), so that the change raises no alarm.
 
-        Alarms that compare with the run's own history wait for three updates and begin a new history; those of certain faults do not. The
-        journal keeps it as an event `intervention`.
+        Alarms that compare with the run's own history wait for three updates and begin a new history; alarms for definite faults do not.
+        The journal keeps the note as an event `intervention`.
 
         Args:
-            reason: what was done, in words.
+            reason: description of the change.
             details: settings that were changed; plain values.
         """
         self._session.notify_intervention(reason, **details)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts of the run, for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
+        """Return the counts of the run, for a checkpoint. Waits until the journal is complete up to now, so that resuming leaves no gap."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting where a checkpoint was taken; before the first `flush`."""
+        """Continue the counts of a checkpoint; call it before the first `flush`."""
         self._session.load_state_dict(state)
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
-        """End the run: write what is open, wait for the sinks up to `close_timeout`, report what they hold. Idempotent."""
+        """End the run: write the open update, wait for the sinks up to `close_timeout`, and report what they took. Idempotent."""
         return self._session.close(RunStatus(status))
 
     def __enter__(self) -> Self:
@@ -337,17 +336,17 @@ class Telemetry:
 
 
 def session_of(telemetry: Telemetry) -> TelemetrySession:
-    """Return what trainers, adapters and commands use of a telemetry besides its methods for users."""
+    """Return the session behind a telemetry, for trainers, adapters and commands."""
     return telemetry._session
 
 
 def attach(telemetry: Telemetry, source: EventSource) -> Remover:
-    """Make `telemetry` observe and flush the events of `source`; returns the function that ends this.
+    """Make `telemetry` observe and flush the events of `source`; returns a function that detaches it.
 
     At level OFF nothing is registered, so the trainer does no extra work. A source may offer more than hooks: see `updates.sources`.
 
     Raises:
-        TypeError: for anything else than a Telemetry and something that emits events.
+        TypeError: for arguments that are not a Telemetry and an object that emits events.
     """
     emits = isinstance(source, EventSource) and isinstance(source.hooks, Hooks)
     if not isinstance(telemetry, Telemetry) or not emits:
@@ -361,33 +360,33 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
 
 
 def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: nn.Module, host: nn.Module) -> Remover:
-    """Compare the gradients of `module` and `host` at every optimizer step; returns the function that ends this.
+    """Compare the gradients of `module` and `host` at every optimizer step; returns a function that ends the comparison.
 
     Use it if you doubt that a module learns: a head, a new block, an adapter, a gated branch. It costs a few tensor operations per step.
-    Below NORMAL nothing is measured.
+    Nothing is measured below level NORMAL.
 
     Args:
         source: the bundled trainer, the callback of Stable-Baselines3 or TRL, or the result of `attach_runner`, `attach_loss`,
             `attach_trainer` or `Telemetry.watch`.
-        name: of the pair, in the keys `grad/pair/{pair}/...`.
-        module, host: parts of the network that one optimizer trains. If there is a gradient scaler, `upstream` has its scale.
+        name: name of the pair in the keys `grad/pair/{pair}/...`.
+        module, host: parts of the network that one optimizer trains. With a gradient scaler, `upstream` includes its scale.
 
     Raises:
-        ValueError: one of them lacks parameters, or they share some.
+        ValueError: one of them has no parameters, or they share some.
     """
     return measure_pair(session_of(telemetry), source, name, module=module, host=host)
 
 
 def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> DetectorFactory | None:
-    """Resolve the `detect=` and `alarms=` arguments to what makes a run's detector; None where no alarms are raised.
+    """Resolve the `detect=` and `alarms=` arguments to a detector factory; None if no alarms are raised.
 
     Raises:
         TypeError: for anything else.
-        ValueError: for a rule whose type another one has, and for rules where alarms are off.
+        ValueError: for two rules of one type, and for rules while alarms are off.
     """
     added = tuple(as_rules(alarms))
     if added and not isinstance(detect, Thresholds) and detect is not True:
-        raise ValueError("alarms are for detect=True or detect=Thresholds(...): nothing else judges by them")
+        raise ValueError("alarms are for detect=True or detect=Thresholds(...): no other detector uses them")
     with_alarms(alarm_rules(), added)
     if isinstance(detect, bool | Thresholds):
         return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
@@ -398,10 +397,10 @@ def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = (
 
 
 def check_sendable(rules: Iterable[AlarmRule]) -> None:
-    """Raise TypeError where one of the rules cannot be sent to a worker process, for which the user has asked."""
+    """Raise TypeError if a rule cannot be sent to the worker process that the user asked for."""
     for rule in rules:
         try:
-            # A worker process cannot import what the script that runs defines.
+            # A worker process cannot import definitions of the main script.
             reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
         except (Exception, SystemExit) as error:  # pickling runs code of the rule
             reason = str(error)
@@ -413,6 +412,6 @@ def check_sendable(rules: Iterable[AlarmRule]) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError for an argument that has none of its values."""
+    """Raise ValueError if an argument is not one of its choices."""
     if not isinstance(value, str | bool | np.bool_) or value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {shown(value)}")

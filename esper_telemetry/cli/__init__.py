@@ -1,4 +1,4 @@
-"""The commands: a function of the command's name returns the exit code; `main` says in which module it is.
+"""The commands: each is a function with the command's name that returns the exit code; `main` maps commands to modules.
 
-Nothing is imported here: `run` must not import torch before the script does.
+Nothing is imported here, because `run` must not import torch before the script does.
 """

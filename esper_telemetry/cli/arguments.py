@@ -1,4 +1,4 @@
-"""Parse a command line into a dataclass; a mistake in it is one sentence, `WrongUse`."""
+"""Parse a command line into a dataclass; a mistake raises `WrongUse` with one sentence."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ OPTION: Final = re.compile(r"--[\w-]+")
 PAGE_SUFFIXES: Final = (".html", ".htm", ".md", ".txt")
 
 
-class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an error of the program
-    """A mistake in the arguments, in one sentence without secrets."""
+class WrongUse(Exception):  # noqa: N818  # a mistake of the user, not an error of the program
+    """A mistake in the arguments, described in one sentence without secrets."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(masked(sentence))
 
     def __str__(self) -> str:
-        """Return the sentence, `printable`: it may quote names and messages of others."""
+        """Return the sentence, `printable`, because it may quote untrusted names and messages."""
         return printable(super().__str__())
 
 
 def agrees(text: str) -> bool:
-    """Ask a question and return whether the answer is yes; False without a terminal, as no one can answer then."""
+    """Ask a question and return whether the answer is yes; False without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(f"esper-telemetry: {printable(text)} [y/N] ")
@@ -44,10 +44,10 @@ def agrees(text: str) -> bool:
 
 
 def output_path(option: str, *, sources: Iterable[str] = (), default: str = "") -> Path:
-    """Return the path of a page that a command is to write; raises WrongUse for one that cannot be, or must not be, written.
+    """Return the path of a page that a command is to write; raises WrongUse if it cannot or must not be written.
 
     Args:
-        option: what the user has typed.
+        option: path as the user has typed it.
         sources: paths that the page is made from, or other words.
         default: name of the page that the command itself writes into a run directory.
     """
@@ -59,7 +59,7 @@ def output_path(option: str, *, sources: Iterable[str] = (), default: str = "") 
     if path.is_dir():
         reason = "it is a directory"
     elif not path.absolute().parent.is_dir():
-        reason = f"there is no directory {path.parent}"
+        reason = f"the directory {path.parent} does not exist"
     elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         reason = "permission denied"
     elif any(Path(source).is_file() and path.exists() and path.samefile(source) for source in sources):
@@ -74,13 +74,13 @@ def output_path(option: str, *, sources: Iterable[str] = (), default: str = "") 
 
 
 def echo(text: str) -> None:
-    """Print a text that may hold names and messages of others."""
+    """Print a text that may contain untrusted names and messages."""
     print(printable(text))
 
 
 @contextmanager
 def wrong_use() -> Iterator[None]:
-    """Turn the exceptions with which constructors refuse their arguments into `WrongUse`."""
+    """Turn exceptions of constructors that refuse their arguments into `WrongUse`."""
     try:
         yield
     except (ValueError, TypeError, FileExistsError, FileNotFoundError, ImportError) as error:
@@ -92,7 +92,7 @@ def wrong_use() -> Iterator[None]:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence the warnings of sinks and journals, which are a part of the command's output."""
+    """Silence the warnings of sinks and journals, which the command reports in its output."""
     logger = logging.getLogger("esper_telemetry")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -107,11 +107,11 @@ def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGR
 
     Args:
         arguments: the words after the program.
-        form: a dataclass, or a union of them.
-        program: for help and messages.
-        settings: passed on to `tyro.cli`.
+        form: a dataclass, or a union of dataclasses.
+        program: name of the program in help and messages.
+        settings: passed to `tyro.cli`.
     """
-    import tyro  # here, because `run` refuses wrong use too and imports nothing that the script may want to set up
+    import tyro  # imported here, because `run` also reports wrong use and must not import modules that the script may set up
 
     complaint, output = io.StringIO(), io.StringIO()
     no_color = bool(os.environ.get("NO_COLOR"))  # tyro ignores it and writes escape sequences to every terminal
@@ -128,7 +128,7 @@ def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGR
 
 
 def sentence(box: str) -> str:
-    """Return the message that the parser drew in a box as one sentence, with the options that it suggests."""
+    """Return the message that the parser printed in a box as one sentence, with the options that it suggests."""
     lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [place for place, line in enumerate(lines) if set(line) == {"─"}] or [len(lines)]
     message = " ".join(" ".join(lines[: rules[0]]).split()).partition(" Got errors:")[0].removesuffix(".")

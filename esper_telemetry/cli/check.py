@@ -1,7 +1,7 @@
-"""`esper-telemetry check`: are a script's equations those of PPO?
+"""`esper-telemetry check`: compare a script's equations with the equations of PPO.
 
-A script runs for a limited time under the taps of `run`, and every update of it is sampled. The table comes from the journal that it
-leaves; `check RUN` prints that of a run that has one already. Nothing is imported before the script that the script may want to set up.
+The script runs for a limited time under the taps of `run`, and every update is sampled. The table comes from the journal of that run;
+`check RUN` prints the table of an existing run. Modules that the script may want to set up are not imported before it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DIFFERS: Final = 1
 NOTHING_CHECKED: Final = 2
 DEFAULT_SECONDS: Final = 120.0
 UNLIMITED_SECONDS: Final = 1e8
-"""Where only a number of updates is given: three years."""
+"""The time limit if only a number of updates is given: three years."""
 REPEAT_SECONDS: Final = 10.0
-"""A script that catches the exception that stops it gets another one after so long."""
+"""A script that catches the exception that stops it gets another one after this time."""
 
-DESCRIPTION: Final = """Compare the numbers of a PPO program with the equations that they are meant to follow, and print the table.
+DESCRIPTION: Final = """Compare the numbers of a PPO program with the equations that they should follow, and print the table.
 
-SCRIPT runs as `python SCRIPT ARGS...` would, and is stopped like by Ctrl-C after --seconds or --updates.
+SCRIPT runs as `python SCRIPT ARGS...` would, and is stopped as by Ctrl-C after --seconds or --updates.
 RUN is the directory of a run with telemetry; its table is read from the journal.
 
 Example: esper-telemetry check --seconds 60 ppo.py --env-id CartPole-v1
@@ -50,11 +50,11 @@ class CheckOptions:
 
     Attributes:
         target: a script, or the directory of a run.
-        arguments: of the script.
-        seconds: after which it is stopped.
-        updates: likewise; None for no such limit.
-        run_dir: of the script's run.
-        json: print JSON; the script's own output goes to stderr then.
+        arguments: arguments of the script.
+        seconds: time after which the script is stopped.
+        updates: number of updates after which the script is stopped; None for no such limit.
+        run_dir: directory of the script's run.
+        json: print JSON and redirect the script's own output to stderr.
     """
 
     target: str
@@ -70,7 +70,7 @@ class TimeIsUp(KeyboardInterrupt):
 
 
 def parser() -> Parser:
-    """Return the parser of the command line; the page docs/cli.md is made from it."""
+    """Return the parser of the command line, which docs/cli.md also describes."""
     parser = Parser(
         "esper-telemetry check",
         description=DESCRIPTION,
@@ -81,11 +81,11 @@ def parser() -> Parser:
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"stop the script after so long; {DEFAULT_SECONDS:g} by default, without --updates",
+        help=f"stop the script after this time; {DEFAULT_SECONDS:g} by default, without --updates",
     )
-    parser.add_argument("--updates", type=int, metavar="N", help="stop it after so many updates")
-    parser.add_argument("--run-dir", metavar="DIR", help="where the journal goes; runs/<script>-<time> by default")
-    parser.add_argument("--json", action="store_true", help="as JSON; the script's own output goes to stderr")
+    parser.add_argument("--updates", type=int, metavar="N", help="stop the script after this number of updates")
+    parser.add_argument("--run-dir", metavar="DIR", help="directory for the journal; runs/<script>-<time> by default")
+    parser.add_argument("--json", action="store_true", help="print JSON; the script's own output goes to stderr")
     parser.add_argument(
         "target", metavar="SCRIPT|RUN", help="a script, as you would give it to python, or a run directory"
     )
@@ -108,12 +108,12 @@ def parse(arguments: Sequence[str]) -> CheckOptions:
 
 
 def check(options: CheckOptions) -> int:
-    """Print the table of a run, or of a script that runs now; returns the exit code."""
+    """Print the table of a run, or run a script and print its table; returns the exit code."""
     if not Path(options.target).is_dir():
         return check_script(options)
     if [*options.arguments] not in ([], ["--json"]):
         raise WrongUse(
-            f"{options.target} is the directory of a run, which takes no arguments, got {options.arguments[0]!r}"
+            f"{options.target} is the directory of a run and cannot take arguments, got {options.arguments[0]!r}"
         )
     return show([Path(options.target)], as_json=options.json or bool(options.arguments))
 
@@ -149,7 +149,7 @@ class Limit:
     """Stops the script by an exception in the main thread, after a time or a number of updates.
 
     Attributes:
-        reached: in words; empty while the script runs on.
+        reached: the limit that was reached, in words; empty while the script runs.
     """
 
     def __init__(self, options: CheckOptions) -> None:
@@ -202,7 +202,7 @@ def check_script(options: CheckOptions) -> int:
     except OSError as error:
         raise WrongUse(f"cannot read the script {options.target}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
-        raise WrongUse(f"{options.target} is no Python script: {error}") from None
+        raise WrongUse(f"{options.target} is not a Python script: {error}") from None
     limit, pid, name = Limit(options), os.getpid(), Path(options.target).name
     script_run = ScriptRun(options.target, options.arguments, options.run_dir, level="debug")
     script_telemetry = ScriptTelemetry(script_run, on_update=limit.count_update, last_words=False)
@@ -217,7 +217,7 @@ def check_script(options: CheckOptions) -> int:
     limit.end()
     stopped = limit.reached or isinstance(failure, KeyboardInterrupt)
     script_telemetry.end(KeyboardInterrupt() if stopped else failure)
-    if os.getpid() != pid:  # a copy of the process that the script has made
+    if os.getpid() != pid:  # a forked copy of the process, made by the script
         raise failure or SystemExit(0)
     failed = not stopped and not (failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0)))
     if limit.reached:
@@ -239,5 +239,5 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(2) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not fail
         raise SystemExit(DIFFERS) from None

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 FAILURE, INTERVENTION = "failure", "intervention"
 FLAT: Final = "flat"
-"""Level of `--fail-on` for the outcome alone."""
+"""Level of `--fail-on` that considers only the outcome."""
 
 FAILS_ON: Final = 3
-"""Exit code of a run that has what `--fail-on` names."""
+"""Exit code of a run that meets the condition of `--fail-on`."""
 
 
 def diagnose(options: Diagnose) -> int:
-    """Print the outcome of a run and what goes wrong in it; return the exit code."""
+    """Print the outcome of a run and its incidents; return the exit code."""
     if bool(options.run_dir) == bool(options.source):
         raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
     return _diagnose_logs(options) if options.source else _diagnose_journal(options)
@@ -85,10 +85,10 @@ def _diagnose_journal(options: Diagnose) -> int:
 
 
 def _diagnose_logs(options: Diagnose) -> int:
-    """Judge what another trainer logged; the alarms that its logs cannot answer are a part of the verdict."""
+    """Judge the logs of another trainer; the verdict also lists the alarms that the logs cannot answer."""
     with wrong_use():
         if options.source.partition(":")[0] not in READERS:
-            read_source(options.source)  # refuses it
+            read_source(options.source)  # raises for a wrong source
         view = open_view(options.source, thresholds=Thresholds.parse(options.threshold))
     verdict, steps = view.diagnosis, view.axes.env_step if view.axes else 0
     if options.json:
@@ -109,9 +109,9 @@ def _diagnose_logs(options: Diagnose) -> int:
 
 
 def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
-    """Return `FAILS_ON` for a run that has what `level` names, 0 for others and without a level.
+    """Return `FAILS_ON` for a run that meets the condition `level`, 0 for others and without a level.
 
-    A run that failed has it at every level, one that is flat or declines at all but `critical`, which asks for critical alarms.
+    A failed run meets every condition. A flat or declining run meets all except `critical`, which requires critical alarms.
     """
     if level is None:
         return 0
@@ -127,7 +127,7 @@ def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:
 
 
 def _runs_within(directory: Path) -> dict[str, JournalContents]:
-    """Return the runs in the folders of a directory that is no run itself, the oldest first, by their paths."""
+    """Return the runs in the folders of a directory that is not a run, oldest first, by their paths."""
     runs = {}
     for path in directory.iterdir() if directory.is_dir() and not holds_run(directory) else ():
         if holds_run(path):

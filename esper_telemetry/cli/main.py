@@ -1,11 +1,11 @@
 """The command line: the arguments of every command, and the dispatch to the module that implements it.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed), 3 the run has what
-`diagnose --fail-on` names; 130 interrupted and 143 ended by SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without
+Exit codes: 0 done; 1 the run failed; 2 wrong use (one sentence on stderr, nothing created or changed); 3 the run meets the condition of
+`diagnose --fail-on`; 130 interrupted and 143 ended by SIGTERM, after saving a checkpoint for `train --resume`. Without
 arguments it prints the help and exits with 0, as pip, cargo and docker do.
 
-Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose`, `report` and
-`doctor` start without torch.
+Only the parser of the given command is built, and a command's implementation is imported when it runs, so that help, `diagnose`, `report`
+and `doctor` start without torch.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ class Train:
     """
 
     env: str
-    """Gymnasium id, module:Id, cue-recall or morphogenesis; required but with --resume."""
+    """Gymnasium id, module:Id, cue-recall or morphogenesis; required unless --resume is given."""
     resume: str | None = None
-    """Go on with the run in this directory, from its latest checkpoint and with its settings.
+    """Continue the run in this directory, from its latest checkpoint and with its settings.
 
-    --total-steps and most others may change; sinks are replaced by those given. It asks before it imports the module of an environment
-    module:Id, or sends a token to a server, unless --env or --sink names it."""
+    --total-steps and most other options may change; sinks that are given replace the earlier ones. It asks before it imports the module of
+    an environment module:Id, or sends a token to a server, unless --env or --sink names it."""
     task: Literal["synthetic", "digits", "text"] = "synthetic"
-    """What the hosts of morphogenesis learn. There --policy may also be heuristic, oracle or random, which learn nothing."""
+    """What the hosts of morphogenesis learn. With morphogenesis, --policy may also be heuristic, oracle or random, which do not learn."""
     mask_velocity: bool = False
     """Hide the velocities of a classic-control task, so that it needs memory: --policy lstm."""
     preset: Literal["auto", "none"] = "auto"
-    """Settings tuned for the task, where there are some; none for the plain defaults. Explicit options win."""
+    """Settings tuned for the task, if there are any; none for the plain defaults. Explicit options override them."""
     total_steps: int = 100_000
     """Environment steps to train for, over all environments."""
     num_envs: int = 8
-    """Environments that step together."""
+    """Number of environments that step together."""
     run_dir: str | None = None
-    """Where the journal and the local backends go; runs/<env>-<time> by default."""
+    """Directory for the journal and the local backends; runs/<env>-<time> by default."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME],
     mlflow[:URI][?experiment=NAME&parent=RUN&checkpoints=true], prometheus[:FILE|:PORT], or a plugin's.
@@ -66,38 +66,38 @@ class Train:
     level: str = "normal"
     """How much is measured: off, minimal, normal or debug."""
     detect: bool = True
-    """Raise alarms where the numbers show that training goes wrong; --no-detect does not."""
+    """Raise alarms if the numbers show that training goes wrong; --no-detect switches them off."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+    """NAME=VALUE: another bound of a rule; or an alarm type, on or off: grad/noise_dominated=on."""
     escalation: int | None = None
-    """Updates at DEBUG that follow a critical alarm, 0 for none; by default each alarm asks for its own number, 2 to 10"""
+    """Number of updates at DEBUG after a critical alarm, 0 for none; by default each alarm asks for 2 to 10"""
     telemetry_budget: float = 0.02
-    """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
+    """Fraction of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
     close_timeout: float = 60.0
-    """Seconds that the end of the run waits at most for backends that still take records; after them a background process goes on."""
+    """Maximum number of seconds that the end of the run waits for backends that still take records; then a background process continues."""
     report: bool = False
-    """Write RUN_DIR/report.html when the run ends, as the command report does; MLflow and W&B get it as an artifact."""
+    """Write RUN_DIR/report.html when the run ends, as the command report does; MLflow and W&B store it as an artifact."""
     profile: bool = False
     """Trace some updates with torch's profiler into RUN_DIR/profile, for Perfetto or TensorBoard."""
     profile_schedule: tuple[int, int, int] = (3, 1, 2)
-    """Updates that the profiler waits, warms up and traces."""
+    """Number of updates that the profiler waits, warms up and traces."""
     device: str = "cpu"
-    """Where the policy trains: cpu, cuda, cuda:1, ..."""
+    """Device that trains the policy: cpu, cuda, cuda:1, ..."""
     checkpoint_every: int = 50_000
     """Environment steps between checkpoints in RUN_DIR/checkpoints; 0 for none."""
     eval_every: int = 0
     """Environment steps between evaluations, one episode in each of --eval-episodes environments; 0 for none."""
     eval_episodes: int = 10
-    """Episodes per evaluation, with the likeliest actions."""
+    """Episodes per evaluation, with the most likely actions."""
     threads: int | None = None
-    """CPU threads of torch; by default one for networks narrower than 256 without convolutions, where more cost time."""
+    """CPU threads of torch; by default 1 for networks narrower than 256 without convolutions, because more threads slow these down."""
     ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
     preset_name: tyro.conf.Suppress[str] = "none"
 
 
 @dataclass(frozen=True)
 class RunScript:
-    """Run an unchanged training script with telemetry; `esper-telemetry run --help` says more.
+    """Run an unchanged training script with telemetry; see `esper-telemetry run --help`.
 
     Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
     """
@@ -105,7 +105,7 @@ class RunScript:
 
 @dataclass(frozen=True)
 class Check:
-    """Compare a script's numbers, or those of a run, with the equations of PPO; `esper-telemetry check --help` says more.
+    """Compare the numbers of a script or a run with the equations of PPO; see `esper-telemetry check --help`.
 
     Example: esper-telemetry check --seconds 60 ppo.py --env-id CartPole-v1
     """
@@ -121,18 +121,18 @@ class Replay:
     run_dir: tyro.conf.Positional[str]
     """The run directory."""
     to: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Sink URI, as for `train --sink`; several are served one after the other."""
+    """Sink URI, as for `train --sink`; several sinks are served one after the other."""
     follow: bool = False
-    """Wait for more until the run ends."""
+    """Wait for further records until the run ends."""
     missing: bool = False
-    """Read the backend first and send what it lacks, whatever it has been sent before."""
+    """Read the backend first and send what it lacks, even if it was sent before."""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Compare every backend of a run with its journal, number by number, and print what is missing and what repairs it.
+    """Compare every backend of a run with its journal, number by number, and print what is missing and how to repair it.
 
-    A run whose trainer is gone without ending it is ended as killed.
+    A run whose trainer is gone is ended as killed.
 
     Example: esper-telemetry doctor runs/a
     """
@@ -142,12 +142,12 @@ class Doctor:
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Sink URI, as for train --sink: a server that the run directory names and you trust, or an address with a password."""
     json: bool = False
-    """As JSON."""
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
 class Compress:
-    """Pack the journals of runs that are over, to about a fifth; every command reads packed journals.
+    """Compress the journals of finished runs to about a fifth of their size; every command reads compressed journals.
 
     Example: esper-telemetry compress runs/a runs/b
     """
@@ -158,7 +158,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Write a dashboard of the run for W&B: charts by question, their meaning, alarms, runs; --push saves it as a workspace.
+    """Write a W&B dashboard of the run: charts by question, their meaning, alarms, runs; --push saves it as a workspace.
 
     Example: esper-telemetry workspace runs/a --push
     """
@@ -166,28 +166,28 @@ class Workspace:
     run_dir: tyro.conf.Positional[str]
     """The run directory; the workspace shows every run of the project."""
     push: bool = False
-    """Save it in the project, in place of the one of that name; needs an API key."""
+    """Save it in the project, replacing the workspace with that name; needs an API key."""
     project: str = ""
-    """W&B project; the one that the run was sent to by default."""
+    """W&B project; by default the project that the run was sent to."""
     entity: str = ""
-    """User or team; that of the API key by default."""
+    """User or team; the owner of the API key by default."""
     name: str = "esper_telemetry"
-    """What the workspace is called."""
+    """Name of the workspace."""
     output: str = ""
     """File for the specification; RUN_DIR/wandb_workspace.json by default."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Print the catalogue: every key, what it means, what is normal, and what to try when it is not.
+    """Print the catalogue: every key, its meaning, its normal range, and what to try outside that range.
 
     Example: esper-telemetry metrics policy/kl
     """
 
     key: tyro.conf.Positional[str] = ""
-    """A key, such as grad/actor/rms, the beginning of several, such as policy/ratio, or a part of it, such as kl; everything by default."""
+    """A key, such as grad/actor/rms, a prefix, such as policy/ratio, or a part of a key, such as kl; all metrics by default."""
     json: bool = False
-    """As JSON, one object per metric."""
+    """Print JSON, one object per metric."""
 
 
 @dataclass(frozen=True)
@@ -203,22 +203,22 @@ class Diagnose:
     """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID, or
     log:FILE (JSON lines, trainer_state.json, or what TRL, verl, OpenRLHF and NeMo-RL print).
 
-    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games, TorchRL, TRL, verl, OpenRLHF and
-    NeMo-RL are understood."""
+    It reads logs of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games, TorchRL, TRL, verl, OpenRLHF and
+    NeMo-RL."""
     json: bool = False
-    """As JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
+    """Print JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
     all: bool = False
-    """List the questions that could not be answered, and what supplies the input of each."""
+    """List the questions that could not be answered, and how to provide their input."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
+    """NAME=VALUE: a bound of a rule, replacing the run's own; or an alarm type, on or off: grad/noise_dominated=on."""
     fail_on: Literal["warn", "critical", "flat"] | None = None
-    """Exit with 3 if the run failed or has an alarm of this level or a higher one; warn also if it is flat or declines. flat asks for
-    the outcome alone: failed, flat or declining"""
+    """Exit with 3 if the run failed or has an alarm of this level or above; warn also includes flat and declining runs. flat considers
+    only the outcome: failed, flat or declining"""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Write a run as one HTML file that needs no network: outcome, incidents, charts with healthy ranges; or as Markdown for a CI job.
+    """Write a run as one HTML file that works offline: outcome, incidents, charts with healthy ranges; or as Markdown for a CI job.
 
     Several runs go into one file, with a comparison. A run may still be under way.
 
@@ -230,22 +230,22 @@ class Report:
     source: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="from", metavar="LOGS")] = ()
     """Logs of another trainer, as for diagnose (repeatable)."""
     output: Annotated[str, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = ""
-    """File to write; RUN_DIR/report.html by default, report.html here for several runs and for logs; Markdown goes to the terminal."""
+    """Output file; RUN_DIR/report.html by default, or ./report.html for several runs and for logs. Markdown is printed by default."""
     format: Literal["html", "markdown"] = "html"
-    """html, or markdown: the verdict alone."""
+    """html, or markdown for only the verdict."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Show runs in the terminal as they go on: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
+    """Show runs live in the terminal: what is wrong, metrics by question with healthy ranges, environments. ? shows the keys.
 
-    Only files are read, so it works beside a training, over SSH and in tmux. Several runs are laid over each other.
+    It only reads files, so it works during training, over SSH and in tmux. Several runs are drawn in the same charts.
 
     Example: esper-telemetry watch runs/a
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories, live or over; or logs of another trainer, as for diagnose --from."""
+    """Run directories, live or finished; or logs of another trainer, as for diagnose --from."""
     wait: bool = False
     """Wait for run directories that do not exist yet."""
 
@@ -258,12 +258,12 @@ class Compare:
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories, or folders of them; those of one configuration, whatever the seed, are a group. The first run's group is
-    what the others are compared with."""
+    """Run directories, or folders of them. Runs with the same configuration, apart from the seed, form a group. The first run's group is
+    the baseline."""
     output: Annotated[str, tyro.conf.arg(aliases=("-o",))] = ""
     """Also write an HTML page to this file."""
     json: bool = False
-    """As JSON, with every metric that differs."""
+    """Print JSON, with every metric that differs."""
 
 
 COMMANDS: Final[dict[str, type]] = {
@@ -284,7 +284,7 @@ MODULES: Final = {
     **dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs"),
     **dict.fromkeys(("watch", "report", "compare"), "show"),
 }
-"""Modules of the commands whose module has another name."""
+"""Modules of commands that are not named after the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -304,13 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         raise SystemExit(run(words))
     except WrongUse as mistake:
-        if os.environ.get("RANK", "0") == "0":  # one of several processes prints what all of them found
+        if os.environ.get("RANK", "0") == "0":  # one of several processes prints the mistake for all
             sys.stderr.write(f"esper-telemetry: {one_line(str(mistake))}\n")
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not fail
         raise SystemExit(FAILED) from None
 
 
@@ -328,7 +328,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Return the command's arguments, with the preset's settings unless an option replaces them; raises WrongUse for wrong arguments."""
+    """Return the command's arguments, with the preset's settings unless an option overrides them; raises WrongUse for wrong arguments."""
     name, *rest = arguments or HELP
     if name in HELP:
         forms = (Annotated[form, tyro.conf.subcommand(command)] for command, form in COMMANDS.items())
@@ -350,14 +350,14 @@ def parse(arguments: Sequence[str]) -> Any:
     if not isinstance(command, Train) or command.preset == "none":
         return command
     chosen = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
-    # options that may be repeated add to their defaults, so the second parsing begins without them
+    # Repeatable options append to their defaults, so the second parsing begins with empty ones.
     tuned = replace(command, sink=(), threshold=(), num_envs=chosen.num_envs, ppo=chosen.config())
     explicit: Train = parse_arguments(rest, Train, default=tuned, program=program)
     return replace(explicit, preset_name=chosen.name)
 
 
 def _resumed_run(arguments: Sequence[str]) -> str | None:
-    """Return the directory that `train --resume` names, whose settings are the defaults of the other options."""
+    """Return the directory given to `train --resume`; its settings are the defaults of the other options."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--resume", nargs="?")
     if list(arguments[:1]) != ["train"] or {"-h", "--help"} & set(arguments):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from esper_telemetry.cli.main import Metrics
 
 WIDTH: Final = 200
-"""Columns of the table in a pipe or a file, where COLUMNS does not say how many."""
+"""Width of the table in a pipe or a file, unless COLUMNS gives another."""
 SHARES: Final = {"unit": 2, "what it tells": 5, "normal": 2, "warning": 2, "critical": 2, "what to try": 5}
-"""Titles behind the key, and the share of the width that each has."""
+"""Titles of the columns after the key, and the relative width of each."""
 MIN_COLUMN_WIDTH: Final = 8
 GAP: Final = "  "
 
@@ -34,7 +34,7 @@ def metrics(options: Metrics) -> int:
     if len(entries) > 1 and not options.json:
         print("\n".join(_table(entries, get_terminal_size((WIDTH, 0)).columns)))
         return 0
-    # here: rich takes 80 ms of processor time, which the table does not need
+    # imported here: rich takes 80 ms of processor time, and the table does not need it
     from rich.markdown import Markdown
 
     from esper_telemetry.views.metrics_page import entry_text, entry_values
@@ -49,7 +49,7 @@ def metrics(options: Metrics) -> int:
 def _matching(text: str) -> Sequence[MetricEntry]:
     """Return the entry of a key or of its template, else all that begin with the text, else all that contain it.
 
-    The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse if none does.
+    The text is searched for in keys and in names. Keys that end with it as a segment come first. Raises WrongUse without a match.
     """
     entries = {entry.metric.key: entry for entry in metric_entries()}
     template = template_of(text, entries)

@@ -1,7 +1,7 @@
 """Agreement between the processes of one `torchrun`, and the detection of a rank that has ended.
 
-Every rank checks its own arguments, so a mistake on one is raised on all of them before anything is created. A signal to one rank stops
-all of them after the same update. A rank that has ended makes the others' next exchange fail, and they report which one it was.
+Every rank checks its own arguments, and a mistake on one rank is raised on all of them before anything is created. A signal to one rank
+stops all of them after the same update. If a rank has ended, the next exchange of the others fails, and they report which rank it was.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from esper_telemetry.cli.arguments import WrongUse, wrong_use
 T = TypeVar("T")
 
 EXCHANGE_TIMEOUT: Final = timedelta(minutes=10)
-"""Longest wait for another rank that is alive but does not answer, evaluations and checkpoints of rank 0 included."""
+"""Maximum wait for another rank that is alive but does not answer, including evaluations and checkpoints of rank 0."""
 SEARCH_SECONDS: Final = 3.0
-"""Longest search for the rank that made an exchange fail."""
+"""Maximum time to search for the rank that made an exchange fail."""
 SEARCH_POLL_SECONDS: Final = 0.05
 WATCH_SECONDS: Final = 1.0
 """Time between two checks of the other ranks."""
 GRACE_SECONDS: Final = 5.0
-"""Time in which the training thread itself should notice that a rank has ended."""
+"""Time in which the training thread should notice that a rank has ended."""
 FAILED: Final = 1
 
 
 class RankLostError(RuntimeError):
-    """Another process of the run has ended, and this one cannot go on without it."""
+    """Another process of the run has ended, and this process cannot continue without it."""
 
 
 class RankProcess(NamedTuple):
@@ -47,7 +47,7 @@ class RankProcess(NamedTuple):
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the only one, or rank 0 of those that `torchrun` started."""
+    """Return whether this process is the only one, or rank 0 of the processes that `torchrun` started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -58,7 +58,7 @@ def process_group(device: str) -> Iterator[None]:
         yield
         return
     local_rank = int(os.environ["LOCAL_RANK"])
-    # A missing device is refused with the other arguments.
+    # A missing device is reported with the other arguments.
     if device == "cuda" and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
     dist.init_process_group(backends(device), timeout=EXCHANGE_TIMEOUT)
@@ -72,7 +72,7 @@ def process_group(device: str) -> Iterator[None]:
 def backends(device: str) -> str:
     """Return torch's backends: counts and plain values are exchanged on the host, gradients on the device.
 
-    NCCL needs an accelerator for each rank; `cuda:1` and the like are shared by all ranks.
+    NCCL needs an accelerator for each rank; all ranks share a device such as `cuda:1`.
     """
     if not (device.startswith("cuda") and torch.cuda.is_available()):
         return "gloo"
@@ -85,7 +85,7 @@ def own_device(device: str) -> str:
 
 
 def agreed(prepare: Callable[[], T]) -> T:
-    """Return the result of `prepare`; raises WrongUse on all ranks if it finds a mistake on one."""
+    """Return the result of `prepare`; raises WrongUse on all ranks if `prepare` finds a mistake on one."""
     result: T | None = None
     mistake: str | None = None
     try:
@@ -141,7 +141,7 @@ def _watch(processes: list[RankProcess], done: threading.Event, give_up: Callabl
 
 def _lost_error(processes: list[RankProcess], lost: list[int]) -> RankLostError:
     names = " and ".join(f"rank {rank} (process {processes[rank].pid} on {processes[rank].host})" for rank in lost)
-    return RankLostError(f"{names} of {len(processes)} ended before its time: the run cannot go on")
+    return RankLostError(f"{names} of {len(processes)} ended early: the run cannot continue")
 
 
 def _is_group() -> bool:

@@ -33,10 +33,10 @@ STORED_OPTIONS: Final = (
     "eval_episodes",
     "threads",
 )
-"""Options, besides those of `PPOConfig`, that a run stores in its settings."""
+"""Options that a run stores in its settings, in addition to the fields of `PPOConfig`."""
 
 MAX_QUOTED: Final = 100
-"""Characters of a setting in a message."""
+"""Maximum characters of a setting in a message."""
 
 FIXED: Final = ("env", "task", "mask_velocity", "num_envs")
 FIXED_PPO: Final = (
@@ -54,7 +54,7 @@ FIXED_PPO: Final = (
     "normalize_rewards",
     "seed",
 )
-"""Options that the weights, statistics and episodes of a checkpoint depend on: a change makes another run."""
+"""Options that the weights, statistics and episodes of a checkpoint depend on. A change would make another run."""
 
 
 def config_of(options: Train) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def config_of(options: Train) -> dict[str, Any]:
 
 
 def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
-    """Return the options of the run in that directory, without its sinks, to which the option --sink would add.
+    """Return the options of the run in that directory, without its sinks, because the option --sink would add to them.
 
     Raises WrongUse unless the directory holds a run of `esper-telemetry train`.
     """
     config, facts = _config_and_facts(run_dir)
-    # JSON has lists for tuples. A setting that this version has added has its default.
+    # JSON has lists instead of tuples. A setting that this version has added keeps its default.
     stored: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
     }
@@ -88,7 +88,7 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of JSON is of the type that an option has: a class, a union, a tuple of one type or a list of words."""
+    """Return whether a JSON value has the type of an option: a class, a union, a tuple of one type or a list of words."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -102,7 +102,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def checked(options: Train, saved: Train) -> Train:
-    """Return the options of the resumed run; raises WrongUse for one that cannot change."""
+    """Return the options of the resumed run; raises WrongUse for an option that cannot change."""
     assert options.resume is not None
     for before, now, names in ((saved, options, FIXED), (saved.ppo, options.ppo, FIXED_PPO)):
         for name in names:
@@ -115,39 +115,39 @@ def checked(options: Train, saved: Train) -> Train:
         if getattr(options, name) != getattr(saved, name):
             raise WrongUse(f"--{name.replace('_', '-')} goes with a new run: --resume takes it from {options.resume}")
     if options.level.lower() == "off":
-        raise WrongUse("--level off keeps no journal, so there is nothing to resume with it")
+        raise WrongUse("--level off keeps no journal, so a run cannot be resumed with it")
     return options
 
 
 def saved_sinks(run_dir: str) -> tuple[str, ...]:
-    """Return the sinks of the run; raises WrongUse for an address without its password, and for one that the user does not agree to."""
+    """Return the sinks of the run; raises WrongUse for an address without its password, and for one that the user does not accept."""
     config, _ = _config_and_facts(run_dir)
     sinks = config["sinks"]
     if not TEXTS.accepts(sinks):
         raise WrongUse(f"the sinks that {run_dir} was trained with cannot be read: name them with --sink")
     for sink in sinks:
         if HIDDEN in sink:
-            raise WrongUse(f"the password in sink {sink} was not kept: name the sinks again with --sink")
+            raise WrongUse(f"the password in sink {sink} was not stored: name the sinks again with --sink")
         if leads_outside(sink, Path(run_dir)) and not agrees(
             f"{run_dir} names the backend {sink}: send your token there?"
         ):
             raise WrongUse(
-                f"{run_dir} names the backend {sink}, which would get your token: agree with --sink {shlex.quote(sink)}, and "
+                f"{run_dir} names the backend {sink}, which would receive your token: allow it with --sink {shlex.quote(sink)}, and "
                 "name all other sinks too"
             )
     return tuple(sinks)
 
 
 def check_saved_env(run_dir: str, env: str) -> None:
-    """Raise WrongUse for an environment of a module, which would be imported, unless the user wants that."""
+    """Raise WrongUse for an environment whose module would be imported, unless the user accepts that."""
     if ":" in env and not agrees(f"{run_dir} names the environment {env}: import that module?"):
         raise WrongUse(
-            f"{run_dir} names the environment {env}, whose module would be imported: agree with --env {shlex.quote(env)}"
+            f"{run_dir} names the environment {env}, whose module would be imported: allow it with --env {shlex.quote(env)}"
         )
 
 
 def command(run_dir: Path, options: Train) -> str:
-    """Return the command that resumes a run; it names what `--resume` does not take from the run directory without a question."""
+    """Return the command that resumes a run; it includes what `--resume` would have to ask about."""
     env = ["--env", options.env] if ":" in options.env else []
     outside = any(leads_outside(sink, run_dir) for sink in options.sink)
     sinks = [word for sink in options.sink for word in ("--sink", masked(sink))] if outside else []
@@ -155,7 +155,7 @@ def command(run_dir: Path, options: Train) -> str:
 
 
 def check_ranks(run_dir: str, ranks: int) -> None:
-    """Raise WrongUse unless the run was trained by as many processes: each goes on with its own episodes."""
+    """Raise WrongUse unless the run was trained by the same number of processes, because each continues its own episodes."""
     before = _config_and_facts(run_dir)[0].get("ranks", 1)
     if before != ranks:
         noun = "process" if before == 1 else "processes"
@@ -163,38 +163,38 @@ def check_ranks(run_dir: str, ranks: int) -> None:
 
 
 def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
-    """Load the run's latest checkpoint into a trainer; returns a sentence that says from where it goes on.
+    """Load the run's latest checkpoint into a trainer; returns a sentence that says where the run continues.
 
-    Raises WrongUse if there is none, it does not fit, no steps are left, or the run is still being trained.
+    Raises WrongUse if the checkpoint is missing or does not fit, no steps are left, or the run is still being trained.
     """
     assert options.resume is not None
     run_dir = Path(options.resume)
     if is_held(run_dir, Role.TRAINER):
-        raise WrongUse(f"{run_dir} is still being trained: a run goes on in one process at a time")
+        raise WrongUse(f"{run_dir} is still being trained: only one process at a time can continue a run")
     path = latest_checkpoint(run_dir)
     if not path.is_file():
-        raise WrongUse(f"{run_dir} holds no checkpoint to go on from: there is no {path}")
+        raise WrongUse(f"{run_dir} cannot be resumed without a checkpoint: {path} does not exist")
     state = read(path)
     steps = state["counts"]["env_steps"]
     if steps >= options.total_steps:
         raise WrongUse(
-            f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: more need a larger --total-steps"
+            f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: to train more, pass a larger --total-steps"
         )
     trainer.load(path)
     has_episodes = state["collector"].get("environment")
     note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
-    return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
+    return f"{run_dir} continues after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
-    """Return the path of the checkpoint that a run goes on from."""
+    """Return the path of the checkpoint from which a run continues."""
     return run_dir / "checkpoints" / "latest.pt"
 
 
 def print_wait_for_helpers(run_dir: str) -> None:
     """Print a line if helper processes of a killed trainer still work."""
     if any(is_held(Path(run_dir), helper) for helper in HELPER_ROLES):
-        print("waiting until the backends have what was measured before the run stopped", flush=True)
+        print("waiting until the backends have the records from before the run stopped", flush=True)
 
 
 def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Facts]:
@@ -203,5 +203,5 @@ def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Facts]:
     needed = {*STORED_OPTIONS, "preset", "sinks", "policy", "num_steps", "learning_rate"}
     missing = sorted(needed - info.config.keys())
     if missing:
-        raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings say nothing of {missing[0]}")
+        raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings lack {missing[0]}")
     return info.config, Facts.of(info.facts)

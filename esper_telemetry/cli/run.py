@@ -1,7 +1,7 @@
 """`esper-telemetry run`: run an unchanged training script with telemetry.
 
-Nothing changes for the script: neither torch nor NumPy is imported before it imports them itself, nothing is printed to stdout, and
-exceptions, exit codes and signals are those of the script alone.
+The script runs as before: torch and NumPy are not imported before it imports them itself, nothing is printed to stdout, and
+exceptions, exit codes and signals come only from the script.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """Return the parser of the command line; the page docs/cli.md is made from it."""
+    """Return the parser of the command line, which docs/cli.md also describes."""
     parser = Parser(
         "esper-telemetry run",
         description=DESCRIPTION,
@@ -70,7 +70,9 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--run-dir", metavar="DIR", help="where the journal and the local backends go; runs/<script>-<time> by default"
+        "--run-dir",
+        metavar="DIR",
+        help="directory for the journal and the local backends; runs/<script>-<time> by default",
     )
     parser.add_argument(
         "--sink", metavar="URI", action="append", default=[], help="as for train; only the journal by default"
@@ -80,7 +82,7 @@ def parser() -> Parser:
         "--escalation",
         metavar="N",
         type=int,
-        help="updates at DEBUG that follow a critical alarm, 0 for none; by default each alarm asks for its own number",
+        help="number of updates at DEBUG after a critical alarm, 0 for none; by default each alarm asks for 2 to 10",
     )
     parser.add_argument("script", metavar="SCRIPT", help="the script, as you would give it to python")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -96,14 +98,14 @@ def parse(arguments: Sequence[str]) -> ScriptRun:
 
 
 def run(options: ScriptRun) -> int:
-    """Run the script; returns 0 at its end, and raises what it raises otherwise."""
+    """Run the script; returns 0 at its end, and raises its exceptions."""
     _check(options)
     try:
         code = compiled(options.script)
     except OSError as error:
         raise WrongUse(f"cannot read the script {options.script}: {error.strerror}") from None
     except (SyntaxError, ValueError):
-        # Python itself reports what is wrong with the script.
+        # Python itself reports an error in the script.
         os.execv(sys.executable, [sys.executable, options.script, *options.arguments])
     script_telemetry = ScriptTelemetry(options)
     script_telemetry.begin()
@@ -118,7 +120,7 @@ def run(options: ScriptRun) -> int:
 
 
 def _check(options: ScriptRun) -> None:
-    """Refuse what telemetry would refuse later, when the script is running."""
+    """Refuse arguments that telemetry would refuse later, when the script is running."""
     if options.escalation is not None and options.escalation < 0:
         raise WrongUse(f"--escalation is a number of updates from 0, got {options.escalation}")
     if options.run_dir is not None:
@@ -132,7 +134,7 @@ def _check(options: ScriptRun) -> None:
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Refuse a directory that cannot be that of a new run."""
+    """Refuse a directory that cannot belong to a new run."""
     if not run_dir.strip():
         raise WrongUse(f"run_dir must name a directory, got {run_dir!r}")
     with wrong_use():
@@ -145,14 +147,14 @@ def check_run_dir(run_dir: str) -> None:
 
 @dataclass
 class ScriptTelemetry:
-    """The telemetry of a script: made when there is something to measure, and ended with the script.
+    """The telemetry of a script: created at its first update, and closed when the script ends.
 
     Attributes:
-        options: of the command.
+        options: options of the command.
         on_update: called when an update has ended; may raise to stop the script.
         last_words: print a line at the end of a script that has a run and no failure of telemetry.
-        telemetry: None before the first update, and in all ranks but the first.
-        run_dirs: of the runs so far.
+        telemetry: None before the first update, and on all ranks except rank 0.
+        run_dirs: directories of the runs so far.
     """
 
     options: ScriptRun
@@ -172,7 +174,7 @@ class ScriptTelemetry:
         self._early_failures: list[tuple[Callable[..., object], Exception]] = []
 
     def begin(self) -> None:
-        """Install the taps; only in the first of several ranks, which would have to wait for each other."""
+        """Install the taps; only on rank 0 of several ranks, which would otherwise have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
             log_to_stderr(tracebacks=self.options.level == "debug")
             self._taps.install()
@@ -182,7 +184,7 @@ class ScriptTelemetry:
         if os.getpid() != self._pid:
             return
         whole = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if whole:  # an update that the script left by an exception is not complete
+        if whole:  # an update that an exception interrupted is not complete
             self._taps.call(lambda script: script.end_update())
         script = self._taps.script
         self._taps.remove()
@@ -233,7 +235,7 @@ class ScriptTelemetry:
             session_of(self.telemetry).failed(function, error)
 
     def _make_telemetry(self, number: int = 1) -> Telemetry:
-        """Return the telemetry of the script, or of the model with that number, which has a directory of its own."""
+        """Return the telemetry of the script, or of the model with that number, which has its own directory."""
         from esper_telemetry.telemetry import Telemetry, session_of
 
         directory = self._directory
@@ -248,13 +250,13 @@ class ScriptTelemetry:
             ranks="alone",
         )
         if telemetry.run_dir is not None:
-            session_of(telemetry).prints_end = False  # the block goes to stderr, when the script ends
+            session_of(telemetry).prints_end = False  # the summary goes to stderr when the script ends
             self.run_dirs.append(telemetry.run_dir)
             self._recorded = telemetry
         return telemetry
 
     def _with_callback(self, model: Any, callback: Any) -> Any:
-        """Return the callback with which a model of Stable-Baselines3 learns; the script's own if the script itself trains by PPO."""
+        """Return the callback for a Stable-Baselines3 model; the script's own callback if the script itself trains by PPO."""
         if self.telemetry is not None:
             return callback
         before = self._models.last
@@ -271,7 +273,7 @@ class ScriptTelemetry:
             self.telemetry.log(values)
 
     def _failed(self, function: Callable[..., object], error: Exception) -> None:
-        """Count and report what telemetry's own function has raised, in the first record if telemetry has not begun."""
+        """Count and report an error of telemetry's own function; before telemetry has begun, it goes into the first record."""
         from esper_telemetry.telemetry import session_of
 
         if self.telemetry is None:
@@ -287,7 +289,7 @@ class ScriptTelemetry:
             containment.note(function, error)
 
     def _print_end_block(self, error: BaseException | None) -> None:
-        """Print the block about the run, or about the last of several, on stderr."""
+        """Print the summary of the run, or of the last of several runs, on stderr."""
         if self._recorded is None:
             return
         from esper_telemetry.sinks.end_block import block_lines
@@ -307,14 +309,14 @@ class ScriptTelemetry:
         if model is not None:
             say(last_line(None, name, model.telemetry.run_dir, self._taps.error, model.updates))
         elif self._models.own and self._taps.error is None:
-            self._say("the script has a TelemetryCallback of its own; nothing was added")
+            self._say("the script has its own TelemetryCallback; nothing was added")
         else:
             run_dir = None if self.telemetry is None else self.telemetry.run_dir
             say(last_line(script, name, run_dir, self._taps.error))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command as a process: exit, or raise what the script raises."""
+    """Run the command as a process: exit, or raise the script's exception."""
     try:
         options = parse(arguments)
         code: Any = run(options)

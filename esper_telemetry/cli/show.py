@@ -1,6 +1,6 @@
-"""`esper-telemetry watch`, `report` and `compare`: show runs in the terminal as they go on, as a page, and side by side.
+"""`esper-telemetry watch`, `report` and `compare`: show runs live in the terminal, as a page, or in comparison.
 
-A command imports the views that it shows when it runs: each needs others.
+A command imports the views that it shows when it runs, because each needs other packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def watch(options: Watch) -> int:
-    """Show the runs until the reader leaves."""
+    """Show the runs until the user quits."""
     if not options.runs:
         raise WrongUse("watch needs a run directory; see esper-telemetry watch --help")
     try:
@@ -29,7 +29,7 @@ def watch(options: Watch) -> int:
         app = WatchApp(options.runs, wait=options.wait)
         # Textual draws on stderr
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise ValueError("watch needs a terminal; in a pipe, `esper-telemetry diagnose` says how the run is")
+            raise ValueError("watch needs a terminal; in a pipe, use `esper-telemetry diagnose`")
         app.run()
     return 0
 
@@ -48,7 +48,7 @@ def report(options: Report) -> int:
     with wrong_use():
         for address in options.source:
             if address.partition(":")[0] not in READERS:
-                read_source(address)  # refuses it
+                read_source(address)  # raises for a wrong source
         with without_warnings():
             views = [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]
         text = report_markdown(views) if options.format == "markdown" else report_html(views)
@@ -64,7 +64,7 @@ def report(options: Report) -> int:
 
 
 def compare(options: Compare) -> int:
-    """Print in what groups of seeds differ, also as JSON, and write it as a page."""
+    """Print how groups of seeds differ, optionally as JSON, and write the comparison as a page."""
     from esper_telemetry.views.compare import comparison
     from esper_telemetry.views.compare.compared_runs import find_runs, read_compared
     from esper_telemetry.views.compare.comparison_page import printed_comparison

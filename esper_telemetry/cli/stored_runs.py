@@ -40,7 +40,7 @@ def replay(options: Replay) -> int:
     if not options.to:
         raise WrongUse("replay needs --to SINK, such as --to mlflow")
     complete = True
-    sys.argv = redacted(sys.argv)  # backends note which program sent the run
+    sys.argv = redacted(sys.argv)  # backends record the program that sent the run
     with wrong_use():
         for sink in [prepared_sink(uri) for uri in options.to]:
             with _replay_progress(options, sink) as progress:
@@ -53,7 +53,7 @@ def replay(options: Replay) -> int:
 
 
 def prepared_sink(uri: str) -> Sink:
-    """Return a sink whose client is set up for this process, as in the child process of a run: a command's process holds nothing else."""
+    """Return a sink whose client is set up for this process, as in the child process of a run; a command's process does nothing else."""
     sink = as_sink(uri)
     if isinstance(sink, SupportsChildPreparation):
         sink.prepare_child()
@@ -62,7 +62,7 @@ def prepared_sink(uri: str) -> Sink:
 
 @contextmanager
 def _replay_progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], object]]:
-    """Show on a terminal how many records were sent, and of how many; yields the function that takes the number sent so far."""
+    """Show on a terminal how many records were sent, and of how many; yields a function that takes the number sent so far."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = make_console(stderr=True)
@@ -121,13 +121,13 @@ def doctor(options: Doctor) -> int:
 
 
 def _agrees_to_read(uri: str, options: Doctor) -> bool:
-    """Return whether the user reads the backend at an address that somebody else may have written into the run directory."""
+    """Return whether the user accepts a connection to an address that someone else may have written into the run directory."""
     return uri in options.sink or agrees(f"{options.run_dir} names the backend {uri}: connect to it, with your token?")
 
 
 @contextmanager
 def _comparison_progress() -> Iterator[Callable[[str], object]]:
-    """Show on a terminal which backend is being compared; yields the function that takes its name."""
+    """Show on a terminal which backend is being compared; yields a function that takes its name."""
     from rich.text import Text
 
     console = make_console(stderr=True)
@@ -140,7 +140,7 @@ def _comparison_progress() -> Iterator[Callable[[str], object]]:
 
 def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[health.SinkCheck]) -> str:
     if run.status is None:
-        state = "goes on" if run.under_way else "has no end yet"
+        state = "continues" if run.under_way else "has not ended"
     else:
         delivered = ", and a background process still delivers it" if run.under_way else ""
         state = f"ended as {run.status}{delivered}"
@@ -148,16 +148,16 @@ def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[h
     if ending:
         lines.append(ending)
     if run.closed_stale:
-        lines.append("its trainer ended without an end line: the run is ended as killed now")
+        lines.append("its trainer stopped without an end line: the run has been ended as killed now")
     if run.lost:
-        lines.append(f"{run.lost:,} lines could not be written, as the disk was full: they are lost")
+        lines.append(f"{run.lost:,} lines were lost, because the disk was full and they could not be written")
     if run.damaged:
         lines.append(journal_file.damage_sentence(journal_file.journal_path(run_dir), run.damaged))
     return "\n".join([*lines, *map(str, sinks)])
 
 
 def compress(options: Compress) -> int:
-    """Pack each journal and print how much that saves; all directories are checked before anything is changed."""
+    """Compress each journal and print how much that saves; all directories are checked before anything is changed."""
     if not options.run_dirs:
         raise WrongUse("compress needs a run directory; see esper-telemetry compress --help")
     for run_dir in options.run_dirs:
@@ -186,7 +186,7 @@ def workspace(options: Workspace) -> int:
         run = read_run(options.run_dir)
         sink = WandbSink(project=options.project or _wandb_project(options.run_dir))
         if options.push and not wandb_workspace.has_key():
-            raise WrongUse("--push needs an API key of W&B, and there is none: wandb login, or WANDB_API_KEY")
+            raise WrongUse("--push needs an API key of W&B: run wandb login, or set WANDB_API_KEY")
     try:
         entity = options.entity or (wandb_workspace.default_entity() if options.push else "")
         with wrong_use():
@@ -206,7 +206,7 @@ def workspace(options: Workspace) -> int:
 
 
 def keys(run: Run, sink: WandbSink) -> set[str]:
-    """Return the keys that the sink shows of a run; of a run without records, those that are declared."""
+    """Return the keys that the sink shows of a run, or the declared keys if the run has no records."""
     numbers = sink.shown(run.info)
     declared = {key: 0.0 for key in run.info.metrics if "{" not in key}
     axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=run.info.started)
@@ -220,6 +220,6 @@ def _wandb_project(run_dir: str) -> str:
     projects = {name.removeprefix(WANDB_SINK) for name in own if name.startswith(WANDB_SINK)}
     if len(projects) == 1:
         return projects.pop()
-    several = f"has gone to several projects of W&B, {', '.join(sorted(projects))}"
-    state = several if projects else "has not gone to any project of W&B"
-    raise WrongUse(f"{run_dir} {state}: say with --project which one the workspace is for")
+    several = f"was sent to several W&B projects, {', '.join(sorted(projects))}"
+    state = several if projects else "was not sent to any W&B project"
+    raise WrongUse(f"{run_dir} {state}: choose the project of the workspace with --project")

@@ -52,7 +52,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from esper_telemetry.events import Hooks, MinibatchEnd, UpdateEnd
 
 MAX_STEPS = 1 << 53
-"""Largest number of steps: backends store it as float64, which cannot represent larger odd numbers."""
+"""Maximum number of steps: backends store it as float64, which cannot represent larger odd numbers."""
 MAX_ENVS = 1 << 20
 MAX_THREADS = 1 << 12
 MIN_THREADED_WIDTH = 256  # of a network; measured for LSTMs of 64 and 256
@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
 def train(options: Train) -> int:
     """Train; every argument is checked before anything is created.
 
-    Under `torchrun` every process trains on its share of the environments; the first has the journal, the sinks, the evaluations, the
+    Under `torchrun` every process trains on its share of the environments. Only rank 0 has the journal, the sinks, the evaluations, the
     checkpoints and the terminal.
     """
     with process_group(options.device):
@@ -79,7 +79,7 @@ def train(options: Train) -> int:
         with wrong_use():
             environment = registered(options.env)
             if environment and environment.control and options.ppo.policy in environment.controllers:
-                trainer = environment.control(prepared.env, options.ppo)  # it acts and learns nothing
+                trainer = environment.control(prepared.env, options.ppo)  # it acts but does not learn
             else:
                 trainer = PPO(prepared.env, options.ppo, device=prepared.device)
             load = partial(resume.load_checkpoint, trainer, options)
@@ -92,7 +92,7 @@ def train(options: Train) -> int:
         code = _run(trainer, telemetry, options)
         if is_first_rank():
             status = STATUSES.get(code, RunStatus.FAILED)
-            run_dir, resume_line = telemetry.run_dir, "the run cannot go on, as it has no checkpoint"
+            run_dir, resume_line = telemetry.run_dir, "the run cannot be resumed, because no checkpoint was saved"
             if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
                 resume_line = f"resume with: {resume.command(run_dir, options)}"
             summary.show(session_of(telemetry).run_end(status, resume_line))
@@ -111,11 +111,11 @@ def _check_task(options: Train) -> None:
     if options.env not in with_policy:
         raise WrongUse(f"--policy {policy} is for --env {' or '.join(with_policy)}, got --env {options.env}")
     if options.eval_every > 0:
-        raise WrongUse(f"--policy {policy} does not learn, so --eval-every has nothing to evaluate")
+        raise WrongUse(f"--policy {policy} does not learn, so --eval-every cannot be used with it")
 
 
 def _make_env(options: Train, num_envs: int, device: torch.device) -> Environment:
-    """Return the environments; a registered one gets the options that it takes."""
+    """Return the environments; a registered environment gets the options that it accepts."""
     environment = registered(options.env)
     values: dict[str, Any] = {"task": options.task, "gamma": options.ppo.gamma, "device": device}
     arguments = {name: values[name] for name in environment.train_options} if environment else {}
@@ -126,7 +126,7 @@ def _prepared(options: Train) -> Prepared:
     _check_numbers(options)
     _profiler(options, Path())
     if options.profile and Level.parse(options.level) is Level.OFF:
-        raise WrongUse("--profile writes into the run directory, and at level off there is none")
+        raise WrongUse("--profile writes into the run directory, which level off does not create")
     _check_task(options)
     _thresholds(options)
     device = _device(own_device(options.device))
@@ -136,7 +136,7 @@ def _prepared(options: Train) -> Prepared:
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = _make_env(options, options.num_envs // size, device)
-    # Small networks without convolutions get one thread: waiting for a second one costs more than it computes.
+    # Small networks without convolutions get one thread: waiting for a second thread costs more than it saves.
     layout, widths = layout_of(env), (*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size)
     if options.threads is not None or (max(widths) < MIN_THREADED_WIDTH and not layout.images):
         torch.set_num_threads(options.threads or 1)
@@ -144,7 +144,7 @@ def _prepared(options: Train) -> Prepared:
 
 
 def _check_numbers(options: Train) -> None:
-    """Refuse numbers that are out of range, and empty paths, such as an unset shell variable leaves."""
+    """Refuse numbers that are out of range, and empty paths, as left by an unset shell variable."""
     with wrong_use():
         for name, low in (("total_steps", 1), ("eval_every", 0), ("checkpoint_every", 0)):
             require_count(name, getattr(options, name), low=low, high=MAX_STEPS)
@@ -177,7 +177,7 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
 
 
 def _thresholds(options: Train) -> Thresholds:
-    """Return the bounds of the detectors; raises WrongUse for an unknown one, or if there are no detectors."""
+    """Return the bounds of the detectors; raises WrongUse for an unknown bound, and if detectors are off."""
     if options.threshold and not options.detect:
         raise WrongUse(f"--threshold {options.threshold[0]} is for alarms, which --no-detect switches off")
     try:
@@ -216,9 +216,9 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
             code, received = DONE, largest_over_ranks(max(signals, default=0))
-            if received and trainer.env_steps < options.total_steps:  # training with all its steps is done anyway
+            if received and trainer.env_steps < options.total_steps:  # after its last step, training is done anyway
                 code = TERMINATED if received == signal.SIGTERM else INTERRUPTED
-            # There is no training to stop any more: Ctrl-C ends the wait for backends.
+            # Training has ended, so Ctrl-C now ends the wait for backends.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             telemetry.close(STATUSES[code])
     except KeyboardInterrupt:
@@ -233,7 +233,7 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
-    """Ends the run while the training thread waits for a rank that has gone."""
+    """End the run while the training thread waits for a rank that has ended."""
     _report(lost)
     session_of(telemetry).abandon(lost)
 
@@ -254,7 +254,7 @@ def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Ite
     with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
         yield
     if not profiler.traces:
-        print(f"profile: nothing was traced, as the run ended before update {profiler.updates}")
+        print(f"profile: nothing was traced, because the run ended before update {profiler.updates}")
     for trace in profiler.traces:
         print(f"profile      {trace}\n             open it in https://ui.perfetto.dev")
 
@@ -284,7 +284,7 @@ def _evaluate(trainer: PPO, options: Train) -> None:
 def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
     """End training on SIGTERM and Ctrl-C after the update in progress; yields the list of received signals.
 
-    A second Ctrl-C ends a single process at once. Several ranks get the signal at different moments, and all have to stop after the
+    A second Ctrl-C ends a single process at once. Several ranks receive the signal at different moments, and all must stop after the
     same update.
     """
     received: list[int] = []
@@ -296,7 +296,7 @@ def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
         trainer.stop()
         earlier = before[number]
         if callable(earlier) and earlier is not signal.default_int_handler:
-            earlier(number, frame)  # a handler that was installed before is called as well
+            earlier(number, frame)  # also call a handler that was installed before
 
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
@@ -332,10 +332,10 @@ class Range:
 
 
 class UpdateProfiler:
-    """Traces `active` updates into `directory`, after `wait` that it ignores and `warm_up` that it discards.
+    """Traces `active` updates into `directory`, after `wait` updates without tracing and `warm_up` updates that are discarded.
 
     Raises:
-        ValueError: for numbers of updates that are negative, or none to trace.
+        ValueError: a number of updates is negative, or `active` is 0.
     """
 
     def __init__(
@@ -357,11 +357,11 @@ class UpdateProfiler:
 
     @contextmanager
     def around(self, hooks: Hooks, attach: Callable[[], object]) -> Iterator[None]:
-        """Trace what happens inside.
+        """Trace everything that happens inside.
 
         Args:
-            hooks: of the trainer.
-            attach: registers telemetry; its hooks then run between those of the profiler, as a range of their own.
+            hooks: hooks of the trainer.
+            attach: registers telemetry; its hooks then run between the profiler's hooks, as a separate range.
         """
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}

@@ -1,1 +1,1 @@
-"""Values, metric declarations, metric groups and their reductions: what every other package is built on."""
+"""Values, metric declarations, metric groups and their reductions, on which all other packages are built."""

@@ -1,6 +1,6 @@
 """Conversion of arguments: arrays and lists to tensors, NumPy scalars and 0-d tensors to Python numbers.
 
-A value that has the right type already is returned as it is, without a copy.
+A value that already has the right type is returned unchanged, without a copy.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
 """A whole number of Python, NumPy or torch."""
 
 ArrayLike: TypeAlias = Tensor | npt.ArrayLike
-"""A tensor, or what NumPy makes an array of: arrays, numbers, nested lists of numbers."""
+"""A tensor, or a value that NumPy can make an array of: arrays, numbers, nested lists of numbers."""
 
 NUMBERS: Final = "biuf"
 """NumPy's kinds of booleans, integers and floats."""
 
 
 def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
-    """Return the numbers as a tensor, which shares their memory where it can.
-
-    Args:
-        value: Python's floats become float64, its integers int64; arrays keep their type where torch has it.
-        like: a tensor on whose device an array or a list is put; a tensor stays where it is.
+    """Return the numbers as a tensor, which shares their memory if possible.
 
     Booleans and unsigned integers become int64, so that differences have a sign.
 
+    Args:
+        value: Python's floats become float64, its integers int64; arrays keep their type if torch has it.
+        like: a tensor that determines the device for an array or a list; a tensor is not moved.
+
     Raises:
-        TypeError: for anything without numbers, and for tensors that are sparse, or quantized, or complex.
+        TypeError: for anything without numbers, and for tensors that are sparse, quantized or complex.
         ValueError: for nested lists whose rows differ in length.
     """
     if isinstance(value, Tensor):
@@ -57,7 +57,7 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor; raise TypeError, with what makes it dense and real, for one that no arithmetic can read."""
+    """Return the tensor; raise TypeError, with the way to make it dense and real, if arithmetic cannot read it."""
     if tensor.is_nested:
         kind, remedy = "a nested tensor", "pad it with torch.nested.to_padded_tensor"
     elif tensor.layout is not torch.strided:
@@ -80,7 +80,7 @@ def _signed(tensor: Tensor) -> Tensor:
 
 
 def as_mask(value: ArrayLike | None, like: Tensor | None = None) -> Tensor | None:
-    """Return a mask as a tensor of booleans, True where the value is not 0; None for None."""
+    """Return a mask as a tensor of booleans, True for values other than 0; None for None."""
     if value is None:
         return None
     mask = readable(value) if isinstance(value, Tensor) else as_tensor(value, like)
@@ -105,7 +105,7 @@ def by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
 
 
 def masks_by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
-    """Return a mapping from heads to masks, without the heads that have none."""
+    """Return a mapping from heads to masks, without heads that are not masked."""
     masks = {head: as_mask(value) for head, value in _heads(values).items()}
     return {head: mask for head, mask in masks.items() if mask is not None}
 
@@ -124,7 +124,7 @@ def as_integer(value: object, name: str, *, smallest: int = 0) -> int:
     """Return the whole number of a Python or NumPy number, or of an array or tensor with one entry.
 
     Raises:
-        TypeError: for what is no number.
+        TypeError: for anything that is not a number.
         ValueError: for fractions, NaN, infinities, and numbers below `smallest` or above `MAX_COUNT`.
     """
     number = _integer(value, name)
@@ -139,7 +139,7 @@ def _integer(value: object, name: str) -> int:
     if type(value) is int:
         return value
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what it raises says that there is no index
+        return operator.index(value)  # type: ignore[arg-type]  # its error says that there is no index
     except TypeError:
         number = as_number(value, name)
     if not number.is_integer():
@@ -148,7 +148,7 @@ def _integer(value: object, name: str) -> int:
 
 
 def as_number(value: object, name: str) -> float:
-    """Return the number as a float, infinite where it is too large; an array or tensor must have one entry.
+    """Return the number as a float, infinite if it is too large; an array or tensor must have one entry.
 
     Raises:
         TypeError: for everything else.
@@ -169,7 +169,7 @@ def as_setting(value: object, name: str, *, low: float = -math.inf) -> float:
     """Return a number of at least `low`; infinity means unlimited.
 
     Raises:
-        TypeError: for what is not one number.
+        TypeError: if it is not a single number.
         ValueError: for NaN and numbers below `low`.
     """
     number = as_number(value, name)

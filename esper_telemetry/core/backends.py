@@ -1,4 +1,4 @@
-"""Facts about W&B and MLflow that sinks and importers share: addresses, requests, files, and the errors of a server that is away."""
+"""Facts about W&B and MLflow that sinks and importers share: addresses, requests, files, and errors of an unreachable server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.redaction import error_line, masked
 
 UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Error numbers of the system that mean that a server was not reached."""
+"""Error numbers of the system for a server that was not reached."""
 
 MAX_CAUSES: Final = 20
-"""Causes of an exception that are looked at: a chain of causes may be a circle."""
+"""Causes of an exception that are examined: a chain of causes may be circular."""
 
 SQLITE: Final = "sqlite:///"
 SERVERS: Final = ("http", "https")
@@ -35,7 +35,7 @@ REQUEST_RETRIES: Final = 1
 WANDB_BLOCK_BYTES: Final = 32768
 WANDB_HEADER_BYTES: Final = 7
 WANDB_CHUNK: Final = struct.Struct("<IHB")
-"""Checksum, length and kind of a chunk; W&B's files are logs of LevelDB's format with a header of their own."""
+"""Checksum, length and kind of a chunk; W&B's files are logs in LevelDB's format with a separate header."""
 WHOLE, FIRST, LAST = 1, 2, 4
 
 
@@ -59,23 +59,23 @@ def client_error(error: BaseException) -> str:
 
 
 def limit_mlflow_requests() -> None:
-    """Set, for this process, that MLflow's requests fail after seconds instead of minutes and that MLflow does not report its use."""
+    """Make MLflow's requests in this process fail after seconds instead of minutes, and switch off MLflow's usage reports."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_SECONDS))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(REQUEST_RETRIES))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
 def check_tracking_uri(uri: str) -> None:
-    """Raise ValueError for an address that no MLflow client can open: an unknown scheme, no host, a wrong port, no database."""
+    """Raise ValueError for an address that MLflow clients cannot open: an unknown scheme, no host, a wrong port, no database."""
     shown = masked(uri)
     if PORT_ONLY.fullmatch(uri):
         raise ValueError(
-            f"a tracking URI of MLflow begins with its scheme, got {shown!r}; did you mean http://{shown}?"
+            f"a tracking URI of MLflow must begin with its scheme, got {shown!r}; did you mean http://{shown}?"
         )
     try:
         parts = urlsplit(uri)
         port = parts.port if parts.scheme in SERVERS else None
-    except ValueError as error:  # an unclosed bracket, or a port that is no number or too large
+    except ValueError as error:  # an unclosed bracket, or a port that is not a number or too large
         raise ValueError(f"the tracking URI {shown!r} of MLflow cannot be read: {error}") from None
     scheme = parts.scheme.partition("+")[0]
     is_windows_drive = len(scheme) == 1
@@ -84,17 +84,17 @@ def check_tracking_uri(uri: str) -> None:
     )
     if scheme and not is_windows_drive and scheme not in schemes:
         near = did_you_mean(scheme, schemes) or f": it knows {', '.join(SCHEMES)}"
-        raise ValueError(f"MLflow knows no tracking URI with the scheme {scheme!r}, got {shown!r}{near}")
+        raise ValueError(f"MLflow does not support the scheme {scheme!r} of a tracking URI, got {shown!r}{near}")
     if scheme in SERVERS and (not parts.hostname or port == 0):
-        raise ValueError(f"the tracking URI of an MLflow server is like http://HOST:PORT, got {shown!r}")
+        raise ValueError(f"the tracking URI of an MLflow server must be like http://HOST:PORT, got {shown!r}")
     if scheme == "sqlite" and (parts.netloc or not parts.path.strip("/")):
-        raise ValueError(f"the tracking URI of an SQLite database is like {SQLITE}FILE, got {shown!r}")
+        raise ValueError(f"the tracking URI of an SQLite database must be like {SQLITE}FILE, got {shown!r}")
     if scheme in DATABASES[1:] and not parts.netloc:
-        raise ValueError(f"the tracking URI of a database is like {scheme}://USER@HOST/NAME, got {shown!r}")
+        raise ValueError(f"the tracking URI of a database must be like {scheme}://USER@HOST/NAME, got {shown!r}")
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
-    """Yield the complete records of a `.wandb` file; it ends at the first chunk that is cut off or unreadable."""
+    """Yield the complete records of a `.wandb` file, up to the first chunk that is cut off or unreadable."""
     position, parts = WANDB_HEADER_BYTES, bytearray()
     while position + WANDB_CHUNK.size <= len(data):
         space = WANDB_BLOCK_BYTES - position % WANDB_BLOCK_BYTES

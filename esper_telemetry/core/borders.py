@@ -1,4 +1,4 @@
-"""The border of functions that users call with data: settings are numbers, and what torch raises about shapes becomes one sentence."""
+"""Checks of arguments of the metric functions: settings are numbers, and torch's errors about shapes become one sentence."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check(annotation: str, smallest: float | None) -> Callable[[object, str], A
 
 
 def _is_own(error: Exception) -> bool:
-    """Return whether a `raise` statement of the package made the exception, so that its message is a sentence for users."""
+    """Return whether a `raise` statement of this package made the exception, so that its message is a sentence for users."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -37,14 +37,14 @@ RELEASES: Final = {
     ),
     "0.2.0": "808-810 840-841 850 860-868 981-985 1587-1590",
 }
-"""Numbers of the metrics that each release added; a number never moves to another metric."""
+"""Numbers of the metrics that each release added; a number is never given to another metric."""
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Metric, ...]:
-    """Return all declared metrics by number, those of plugins without a number last; of several with one key the first."""
+    """Return all declared metrics by number; metrics of plugins without a number come last. If several share a key, the first counts."""
     metrics: dict[str, Metric] = {}
     for group in groups():
         for _, metric in declared(group):
@@ -102,7 +102,10 @@ def declaring_modules() -> tuple[ModuleType, ...]:
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
         try:
             modules += _with_submodules(entry.load())
-        except (Exception, SystemExit) as error:  # a broken plugin costs its metrics their descriptions, never the run
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a broken plugin loses the descriptions of its metrics, but the run continues
             _logger.warning(
                 "the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error_line(error)
             )

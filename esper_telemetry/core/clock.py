@@ -27,7 +27,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context that counts no time, also inside a running block."""
+        """Context whose time does not count, even inside a running block."""
         if self._depth:
             self._add()
         try:
@@ -38,9 +38,9 @@ class Clock:
 
     @contextmanager
     def weighing(self, times: int) -> Iterator[None]:
-        """Context whose time counts `times` times: it stands for that many calls, which are too short to be timed each.
+        """Context whose time counts `times` times, to represent that many calls, each too short to be timed.
 
-        Of the others only the processor time is added: where another program interrupts this call, it does not interrupt all of them.
+        Only processor time is added for the other calls, because another program that interrupts this call does not interrupt all of them.
         """
         cpu_seconds = self.cpu_seconds
         with self:
@@ -66,7 +66,7 @@ class Clock:
 
 
 class PhaseTimes:
-    """Wall and processor seconds of an update by phase, as `UpdateEnd` has them; a phase begins where the one before it ends."""
+    """Wall and processor seconds of an update by phase, as in `UpdateEnd`; each phase begins at the end of the previous one."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -82,7 +82,7 @@ class PhaseTimes:
 
         Args:
             phase: `rollout` or `update`.
-            environment: seconds of a rollout in the environment, the others are `inference`; None if all of them are of the environment.
+            environment: seconds of a rollout in the environment, the rest is `inference`; None if all of them are in the environment.
         """
         since, busy_since = self._since, self._busy_since
         self.begin()

@@ -1,9 +1,9 @@
-"""Calls code that may raise anything, so that it costs its own result and a warning, never the record and never training.
+"""Calls to code that may raise anything: an exception loses only its own result, with a warning, and never the record or the training.
 
-This is for metric functions that telemetry calls on a trainer's behalf, and for alarms, detectors and plugins of users. Functions that
-users call themselves raise at once.
+They are used for metric functions called for a trainer, and for alarms, detectors and plugins of users. Functions that
+users call themselves raise immediately.
 
-`SystemExit` and everything else that is not an `Exception` is contained too: user code that calls `sys.exit` in an alarm must not end
+`SystemExit` and all other exceptions are contained too: user code that calls `sys.exit` in an alarm must not end
 training. Only an interrupt gets through, see `is_interrupt`.
 """
 
@@ -21,16 +21,16 @@ from esper_telemetry.core.interrupts import is_interrupt
 from esper_telemetry.core.redaction import error_line
 
 Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
-"""A metric function with its arguments, as `functools.partial` makes it: not called yet."""
+"""A metric function with its arguments that has not been called yet, such as a `functools.partial`."""
 
 Result = TypeVar("Result")
 
 METRIC_MODULES: Final = tuple(
     f"{MetricGroup.__module__.partition('.')[0]}.{part}." for part in ("metrics", "equations")
 )
-"""Beginning of the names of modules that hold metric functions."""
+"""Prefixes of the modules with metric functions."""
 NOTE_BYTES: Final = 128
-"""Bytes of the name of a function in a `CallNote`."""
+"""Maximum bytes of a function's name in a `CallNote`."""
 
 _END: Final = object()
 
@@ -38,7 +38,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 class CallNote:
-    """The name of the contained function under way, in memory that outlives this process; a `memory` of None notes nothing."""
+    """The name of the contained function under way, in memory that outlives this process; a `memory` of None disables it."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.memory = memory
@@ -88,7 +88,7 @@ class Containment:
         return errors
 
     def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup | Postponed], object]) -> None:
-        """Pass to `use` the groups of all measurements that do not raise; an exception of `use` is one of the measurement."""
+        """Pass the groups of all measurements that do not raise to `use`; an exception of `use` counts as the measurement's."""
 
         def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup]) -> None:
             for group in (
@@ -100,7 +100,7 @@ class Containment:
             self.attempt(measurement, use_all)
 
     def steps(self, items: Iterable[Result]) -> Iterator[Result]:
-        """Yield the items, up to where making the next one raises."""
+        """Yield the items until making the next one raises."""
         iterator = iter(items)
         while True:
             made: list[Any] = [_END]
@@ -110,12 +110,12 @@ class Containment:
             yield made[-1]
 
     def attempt(self, function: Callable[[], Result], use: Callable[[Result], object], *, name: str = "") -> None:
-        """Hand to `use` what the function returns; nothing if one of them raises.
+        """Pass the result of the function to `use`, unless one of them raises.
 
         Args:
-            function: is called.
-            use: takes its result.
-            name: of the function, in the warning; its own by default.
+            function: the function to call.
+            use: receives its result.
+            name: name of the function in the warning; its own by default.
         """
         if self._banned and (name or _name_of(function)) in self._banned:
             return

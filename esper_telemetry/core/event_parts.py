@@ -1,4 +1,4 @@
-"""Parts of events: what replays of the policy return, and columns that belong together.
+"""Parts of events: results of replays of the policy, and columns that belong together.
 
 Shapes: T steps, B environments, N rows, A actions, D action dimensions, H width of a recurrent state.
 """
@@ -35,8 +35,10 @@ class Outputs(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout: by name [n, D] after the nonlinearity, in
-    order; `last` [n, F] is the last layer's response before its nonlinearity, None if there is no such layer.
+    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout.
+
+    By name [n, D] after the nonlinearity, in order. `last` [n, F] is the last layer's response before its nonlinearity, None without such a
+    layer.
     """
 
     layers: Mapping[str, Tensor]
@@ -44,8 +46,9 @@ class Activations(NamedTuple):
 
 
 class StateGradients(NamedTuple):
-    """Gradients of the loss at the actor's h in the environments that begin a rollout with memory: before the first step [layers, envs, H],
-    and of the last layer after the last step [envs, H].
+    """Gradients of the loss at the actor's h, in the environments that begin a rollout with memory.
+
+    Before the first step [layers, envs, H], and for the last layer after the last step [envs, H].
     """
 
     first: Tensor
@@ -53,8 +56,9 @@ class StateGradients(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of the actor's trunk without memory, from observations [n, ...] to features [n, F], its own parameters, which may be trained,
-    and observations [n, ...] that are evenly spread over a rollout.
+    """A copy of the actor's trunk without memory, from observations [n, ...] to features [n, F], and its parameters.
+
+    The parameters are its own, so it may be trained. The observations [n, ...] are evenly spread over a rollout.
     """
 
     network: Callable[[Tensor], Tensor]
@@ -63,23 +67,23 @@ class Copy(NamedTuple):
 
 
 class PolicyReplay(Protocol):
-    """Forward passes of the policy, as it is now, over the rollout that it learns from.
+    """Forward passes of the present policy over the rollout that it learns from.
 
-    Every method takes forward passes, some a backward pass too. None touches weights, their `.grad`, the optimizer or a random
-    generator, and all are valid during the event only.
+    Every method takes forward passes, and some take a backward pass. They do not change weights, their `.grad`, the optimizer or a random
+    generator, and are valid only during the event.
     """
 
     def stored(self) -> Outputs:
-        """Return the outputs that were acted on."""
+        """Return the outputs used for acting."""
 
     def outputs(self) -> Outputs:
         """Return the outputs now; memory runs through the whole rollout from the state in which training begins it."""
 
     def without_memory(self) -> Outputs | None:
-        """Return the outputs now for some hundred transitions without memory, those of `stored_part`; None for a feed-forward policy."""
+        """Return the outputs now without memory, for the transitions of `stored_part`; None for a feed-forward policy."""
 
     def stored_part(self) -> Outputs:
-        """Return the outputs that were acted on in the transitions of `without_memory`."""
+        """Return the outputs used for acting in the transitions of `without_memory`, a few hundred."""
 
     def activations(self) -> Activations:
         """Return the responses of its layers, with memory as it was stored."""
@@ -92,8 +96,10 @@ class PolicyReplay(Protocol):
 
 
 class Scale(NamedTuple):
-    """Statistics of a running normaliser after a rollout: mean and standard deviation of each entry, [...], the magnitude at which
-    normalised entries are cut, and these entries after the cut, [T, B, ...]. All stay as they are until the next rollout.
+    """Statistics of a running normaliser after a rollout, which do not change until the next rollout.
+
+    Mean and standard deviation of each entry, [...], the magnitude at which normalised entries are clipped, and these entries after
+    clipping, [T, B, ...].
     """
 
     mean: Tensor
@@ -106,15 +112,15 @@ class Transitions(NamedTuple):
     """Outcomes of the steps of a rollout, [T, B] each; observations as checksums, float64.
 
     Attributes:
-        inputs: of the observations that were stored for each step.
-        outcomes: of those that each step returned, after an end of the first one of the next episode.
-        finals: of the last observations of episodes, NaN if none ended.
-        rewards: that each step returned.
-        informative: the observations are vectors of real numbers, which change in every step of a usual environment.
-        sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None if the
+        inputs: checksums of the stored observation of each step.
+        outcomes: checksums of the observation that each step returned; after the end of an episode, the first one of the next episode.
+        finals: checksums of the last observations of episodes, NaN for other steps.
+        rewards: reward that each step returned.
+        informative: whether the observations are vectors of real numbers, which change in every step of a usual environment.
+        sent, received: checksums of the actions sent to the environments and of the actions that arrived there; None if the
             source does not see both.
-        resets: how often something else has reset an environment since the rollout before whose transitions were recorded, and the trainer
-            acted on the observation of before.
+        resets: how often other code has reset an environment since the previous recorded rollout, while the trainer
+            acted on the observation from before the reset.
     """
 
     inputs: Tensor
@@ -146,8 +152,10 @@ class RolloutActions:
 
 
 class Shard(NamedTuple):
-    """A part of a minibatch: its independent samples (rows, or whole sequences where the policy has memory), and the gradient [d] of its
-    mean loss, all parameters one after the other, zero if one has none.
+    """A part of a minibatch: its number of independent samples, and the gradient of its mean loss.
+
+    The samples are rows, or whole sequences if the policy has memory. The gradient [d] has all parameters one after the other, zero for
+    parameters without one.
     """
 
     samples: int
@@ -155,14 +163,14 @@ class Shard(NamedTuple):
 
 
 class CollectionReplay(NamedTuple):
-    """Passes of the policy, as it collected a rollout, over that rollout's inputs, and over those that a known mistake would use.
+    """Passes of the policy, as it collected a rollout, over that rollout's inputs, and over the inputs of known mistakes.
 
     Attributes:
         values, actions: [T, B], and by head [T, B] or [T, B, D], of the rollout.
         rows: [N], numbers of its transitions, counted time by time, in the order of the outputs.
         outputs: (name of a hypothesis of `equations.replayed_outputs`, or nothing for the stored inputs) -> outputs now, with `values`;
             None if the hypothesis does not apply.
-        has_modes: the policy has layers that work differently in training.
+        has_modes: whether the policy has layers that work differently in training.
     """
 
     values: Tensor
@@ -173,12 +181,12 @@ class CollectionReplay(NamedTuple):
 
 
 class FirstMinibatch(NamedTuple):
-    """The first minibatch of an update, evaluated by the trainer at the weights that collected its rollout, whose ratios are to be 1.
+    """The first minibatch of an update, evaluated by the trainer with the weights that collected its rollout, whose ratios should be 1.
 
     Attributes:
-        stored, trained: [N], log-probabilities at collection, and those of the trainer now.
+        stored, trained: [N], log-probabilities at collection, and as the trainer computes them now.
         passes: (name of a hypothesis of `equations.replayed_outputs`) -> [N], log-probabilities that this mistake in training
-            would give; None if it does not apply. Valid during the event only.
+            would give; None if it does not apply. Valid only during the event.
     """
 
     stored: Tensor
@@ -187,13 +195,13 @@ class FirstMinibatch(NamedTuple):
 
 
 class UsedAdvantages(NamedTuple):
-    """Advantages of the first minibatch as they multiply its ratios of 1, from a trainer that keeps them to itself.
+    """Advantages of the first minibatch as they multiply its ratios of 1, from a trainer that does not expose them.
 
     Attributes:
-        raw, used: [N], those of the rollout, and -N times the gradient of the mean loss at each log-probability.
-        normalized: they are to be normalised over the minibatch.
-        valid: [N], bool: rows that are no padding; None if every row counts.
-        rollout: of all rows of the rollout, any shape.
+        raw, used: [N], the rollout's advantages, and -N times the gradient of the mean loss at each log-probability.
+        normalized: whether they should be normalised over the minibatch.
+        valid: [N], bool: rows that are not padding; None if every row counts.
+        rollout: advantages of all rows of the rollout, any shape.
         environments: [N], int: environment of each row; None if it is not known.
     """
 

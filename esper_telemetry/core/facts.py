@@ -1,7 +1,7 @@
-"""Facts of a run: what its trainer says of the algorithm, the networks and the task. Rules, equations and views read them.
+"""Facts of a run: the trainer's description of the algorithm, the networks and the task. Rules, equations and views read them.
 
 Trainers, adapters and users give facts as a mapping, and the journal keeps it. Each fact that this package reads is declared once, as a
-field of `Facts`; its type says what users may give and what readers of a journal accept. All other facts are free.
+field of `Facts`; its type says which values users may give and readers of a journal accept. All other facts are free.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from esper_telemetry.core.messages import shown
 from esper_telemetry.core.requirements import require_text, require_truth
 
 UNCHECKED_FACT: Final = "unchecked_equations"
-"""Fact of a run: reasons why its trainer does not show what equations need, by their names.
+"""Fact of a run: reasons why its trainer does not provide the inputs of equations, by their names.
 
-Trainers and adapters add it to the facts of `RunStart`. A reason continues "could not be checked: ", and counts where no record has the
+Trainers and adapters add it to the facts of `RunStart`. A reason continues "could not be checked: ", and is used if no record has the
 equation.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts(Mapping[str, Any]):
-    """Facts of one run as attributes: None, or empty, if the run does not say a fact or says it in another form.
+    """Facts of one run as attributes: None, or empty, if a fact is missing or has another form.
 
     As a mapping it holds the facts as they were given, including undeclared ones.
     """
@@ -43,7 +43,7 @@ class Facts(Mapping[str, Any]):
     num_envs: int | None = None  # environments of all ranks
     horizon: int | None = None  # time limit of an episode, in steps
     reward_threshold: float | None = None  # return of an episode that solves the task
-    heads: Mapping[str, str] | None = None  # kind of the distribution by head of the policy: categorical or continuous
+    heads: Mapping[str, str] | None = None  # kind of distribution by head of the policy: categorical or continuous
     squashed: bool | None = None  # actions are kept within their bounds by a tanh
     inverts_squash: bool | None = None  # log-probabilities are computed from actions after the tanh
     correlated_noise: bool | None = None  # the noise of actions lasts for several steps
@@ -55,7 +55,7 @@ class Facts(Mapping[str, Any]):
     activation: str | None = None  # of hidden layers: tanh or relu
     lstm_size: int | None = None  # width of the recurrent state
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameters' names by group: actor, critic, ...
-    value_head: Sequence[str] = ()  # beginnings of the names of the parameters of the critic's last layer
+    value_head: Sequence[str] = ()  # prefixes of the names of the parameters of the critic's last layer
 
     total_steps: int | None = None  # environment steps of the run
     num_steps: int | None = None  # steps of each environment in a rollout
@@ -79,25 +79,25 @@ class Facts(Mapping[str, Any]):
     advantage_std_floor: float | None = None  # added to the standard deviation, or its lower bound
     advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
     recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked
-    columns_by_name: bool | None = None  # columns are those of variables in a script, whose names may mislead
+    columns_by_name: bool | None = None  # columns come from variables in a script, whose names may mislead
     truncated_sampling: bool | None = None  # tokens are sampled from a part of the distribution (top_p, top_k, min_p)
 
     @classmethod
     def of(cls, facts: Mapping[str, Any] | None = None) -> Facts:
-        """Return the facts of a mapping of plain values, as a journal has it."""
+        """Return the facts of a mapping of plain values, as in a journal."""
         if isinstance(facts, Facts):
             return facts
         facts, values = dict(facts or {}), {}
         for name, kind in DECLARED.items():
             types, read = READ[kind]
-            with suppress(ValueError, OverflowError):  # a text that is no number, a count that is not finite
+            with suppress(ValueError, OverflowError):  # a text that is not a number, or a count that is not finite
                 if isinstance(facts.get(name), types):
                     values[name] = read(facts[name])
         return cls(facts, **values)
 
     @property
     def of_sb3(self) -> bool:
-        """True if Stable-Baselines3 trains, or sb3-contrib: settings have other names there."""
+        """True if Stable-Baselines3 or sb3-contrib trains: settings have other names there."""
         return (self.trainer or "").startswith("stable-baselines3")
 
     def __getitem__(self, name: str) -> Any:
@@ -121,11 +121,11 @@ READ: Final[Mapping[str, tuple[tuple[type, ...], Callable[[Any], Any]]]] = {
     "Sequence[str]": ((list, tuple), tuple),
     **dict.fromkeys(("Mapping[str, str]", "Mapping[str, Sequence[str]]", "Mapping[str, Any]"), ((Mapping,), dict)),
 }
-"""By the type of a fact the types of its value in a journal, and the function that reads it."""
+"""By the type of a fact, the types of its value in a journal and the function that reads it."""
 
 
 def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that a user gives, numbers of NumPy and torch as Python's; facts that are not declared are free.
+    """Return the facts that a user gives, with numbers of NumPy and torch as Python numbers; undeclared facts are free.
 
     Raises TypeError for a fact of another type.
     """
@@ -133,13 +133,15 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if facts[name] is None else _checked_fact(name, kind, facts[name])
         for name, kind in kinds.items()
-        if facts[name] is not None or not kind.startswith("Mapping")  # None says that there is none, as of a limit
+        if facts[name] is not None or not kind.startswith("Mapping")  # None means that there is none, as for a limit
     }
 
 
 def _checked_fact(name: str, kind: str, value: Any) -> Any:
     if kind in ("int", "float"):
-        from esper_telemetry.core.arrays import as_number  # here: it imports NumPy, which readers do without
+        from esper_telemetry.core.arrays import (
+            as_number,
+        )  # imported here, because it needs NumPy, which readers do without
 
         number = as_number(value, f"fact {name}")
         return int(number) if number.is_integer() else number

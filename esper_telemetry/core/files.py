@@ -1,4 +1,4 @@
-"""Files that others may have made: opened without following links or waiting for a FIFO, read up to a bound, replaced as a whole."""
+"""Untrusted files: opened without following links or waiting for a FIFO, read up to a bound, replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, Final
 from esper_telemetry.core.terminal import printable_values
 
 MAX_JSON_FILE_BYTES: Final = 16 << 20
-"""Size of a file whose JSON is read as a whole, such as `config.json`; its objects may take fifty times as much memory."""
+"""Maximum size of a file whose JSON is read at once, such as `config.json`; its objects may take fifty times as much memory."""
 NOT_REGULAR_ERRORS: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO)
-"""Errors of `open_regular` for a link, another kind of file, and a FIFO that nothing reads."""
+"""Errors of `open_regular` for a link, another kind of file, and a FIFO without a reader."""
 MAX_NESTING: Final = 64
 """Levels of lists and objects in JSON; this package writes about 20."""
 
@@ -26,7 +26,7 @@ _NO_LINKS, _NO_WAIT, _BINARY = (getattr(os, name, 0) for name in ("O_NOFOLLOW", 
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, *, follow_links: bool = False) -> int:
-    """Return a descriptor of a regular file; one that is created follows the umask.
+    """Return a descriptor of a regular file; a new file follows the umask.
 
     Raises OSError for a link, unless `follow_links`, and for a directory, a FIFO, a socket or a device.
     """
@@ -45,9 +45,9 @@ def open_regular(path: str | os.PathLike[str], flags: int, *, follow_links: bool
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor of a file that this package keeps in a run directory, created if need be.
+    """Return a descriptor of a file that this package keeps in a run directory, created if needed.
 
-    A link, a FIFO or a device of that name is removed first. Raises OSError.
+    A link, a FIFO or a device with that name is removed first. Raises OSError.
     """
     flags |= os.O_CREAT
     try:
@@ -87,7 +87,7 @@ TOO_DEEP: Final = f"JSON nested more than {MAX_NESTING} levels deep"
 
 
 def check_nesting(value: Any) -> None:
-    """Raise ValueError for decoded JSON with more than `MAX_NESTING` levels, which functions that call themselves cannot take."""
+    """Raise ValueError for decoded JSON with more than `MAX_NESTING` levels, which recursive functions cannot process."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -99,9 +99,9 @@ def check_nesting(value: Any) -> None:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yield the path of a new, empty file that becomes `path` as a whole, or is removed if something raises.
+    """Yield the path of a new, empty file that atomically becomes `path`, or is removed if an exception is raised.
 
-    A link at `path` is replaced, and not the file that it leads to. Raises OSError where nothing can be written.
+    A link at `path` is replaced, and not the file that it points to. Raises OSError if the file cannot be written.
     """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     os.close(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -120,14 +120,14 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def write_output(path: Path, content: str) -> None:
-    """Write to the place that a user has named: replace a file, also one that a link leads to; write into a FIFO or a device.
+    """Write to the place that a user has named: replace a file, also through a link, or write into a FIFO or a device.
 
     Raises OSError.
     """
     if path.exists() and not path.is_file():
         try:
             path.write_text(content, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:  # of a device, which it does not name
+        except OSError as error:  # from a device, whose name it lacks
             raise OSError(error.errno, error.strerror, str(path)) from None
     else:
         replace_file(path.resolve(), content)

@@ -70,10 +70,10 @@ class Values(NamedTuple):
 
     Attributes:
         values: finite floats by key.
-        histograms: by key.
+        histograms: histograms by key.
         undefined: number of declared keys without a value.
-        unreported: values of keys of NORMAL above the level of the run; derived values of that level may need them: `grad/health`
-            belongs to MINIMAL, the norms of layers from which it is derived to NORMAL.
+        unreported: values of NORMAL keys above the level of the run, which derived values of that level may need: `grad/health`
+            belongs to MINIMAL, and the norms of layers that it is derived from to NORMAL.
         copies: number of vectors copied from the device.
     """
 
@@ -84,7 +84,7 @@ class Values(NamedTuple):
     copies: int = 0
 
     def united(self, other: Values) -> Values:
-        """Return both; of a key in both the other's value."""
+        """Return both; the other's value overrides a value with the same key."""
         return Values(
             self.values | other.values,
             self.histograms | other.histograms,
@@ -169,7 +169,7 @@ class SlotLayout:
 
     @property
     def replicated(self) -> bool:
-        """True where all ranks measure the same."""
+        """True if all ranks measure the same."""
         return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
 
     @property
@@ -212,7 +212,7 @@ class SlotLayout:
                     columns = slice(offset + start, offset + start + field.width)
                     key = metric.key.replace(f"{{{name}}}", text)
                     statistics = field.reduction.statistics
-                    # a histogram has no statistic: it is read as a whole
+                    # a histogram lacks statistics: it is read as a whole
                     first = next(iter(statistics.values()), lambda _: math.nan)
                     statistic = statistics[metric.of] if metric.of else first
                     yield RowReader(key, metric, field, columns, statistic)
@@ -230,7 +230,7 @@ class SlotLayout:
 
     @cached_property
     def _places(self) -> tuple[Index, Index]:
-        """Places of the slots that are tensors, and of those that are plain numbers."""
+        """Positions of the slots that are tensors, and of the plain numbers."""
         constant = np.array(self.constant, dtype=bool)
         return np.flatnonzero(~constant), np.flatnonzero(constant)
 
@@ -246,7 +246,7 @@ class PackedWindow:
         self._selected: dict[Rows, Array] = {Rows.ALL: rows}
 
     def read(self, reader: RowReader) -> float:
-        """Return the value of one key; NaN where it is undefined."""
+        """Return the value of one key; NaN if it is undefined."""
         metric, columns = reader.metric, reader.columns
         if metric.over == "merge" and metric.rows is Rows.ALL:
             return reader.statistic(self._all[columns])
@@ -304,7 +304,7 @@ class MetricGroup:
     """Base of all groups; subclasses are frozen, slotted dataclasses whose fields declare the metrics they report.
 
     Attributes:
-        replicated: True where all ranks measure the same, such as norms of summed gradients: rank 0 reports. Otherwise ranks are merged.
+        replicated: True if all ranks measure the same, such as norms of summed gradients: rank 0 reports. Otherwise ranks are merged.
     """
 
     __slots__ = ()
@@ -318,16 +318,16 @@ class MetricGroup:
 
 
 class Postponed:
-    """A measurement of one minibatch that is summarised with those of the other minibatches when the update ends.
+    """A measurement of one minibatch that is summarised together with the other minibatches when the update ends.
 
-    It holds copies and was validated when it was made: nothing later changes it or raises. The forty small operations of
-    `gradient_health`, for one, run once per update instead of once per minibatch.
+    It holds copies and is validated when it is made, so later changes do not affect it. The forty small operations of
+    `gradient_health`, for example, then run once per update instead of once per minibatch.
     """
 
     __slots__ = ()
 
     def __iter__(self) -> Iterator[MetricGroup]:
-        """Iterate over the groups of this measurement alone."""
+        """Iterate over the groups of only this measurement."""
         return iter(self.together([self]))
 
     @property
@@ -356,7 +356,7 @@ class Packed(NamedTuple):
     """One group in a form that is copied to the host in one piece.
 
     Attributes:
-        layout: places of the slots.
+        layout: positions of the slots.
         tensors: [tensor slots, rows * labels] float64, on the device; a copy.
         numbers: the slots that are plain numbers.
         rows: number of optimizer steps at which the group was measured.
@@ -379,7 +379,7 @@ def pack(group: MetricGroup) -> Packed:
     Groups are packed when they are observed: their owner may change a tensor before the update ends.
 
     Raises:
-        TypeError: for a group that is no dataclass or a field that is no number, tensor or reduction.
+        TypeError: for a group that is not a dataclass, or a field that is not a number, tensor or reduction.
         ValueError: for tensors whose shapes do not fit together.
     """
     kind: type = type(group)

@@ -22,8 +22,8 @@ _is_last = attrgetter("last")
 class Hooks:
     """Functions to call with events, keyed by the type of the event.
 
-    Hooks run in the trainer's thread, in the order of registration, those registered with `last` after all others. An event type
-    without hooks costs a dictionary look-up: ask `wants` before building an event that is expensive to build.
+    Hooks run in the trainer's thread, in the order of registration; hooks registered with `last` run after all others. An event type
+    without hooks costs a dictionary look-up: ask `wants` before building an expensive event.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Hooks:
     def on(
         self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False, late: bool = False
     ) -> Remover:
-        """Call `hook` with every event of exactly that type; returns the function that ends this.
+        """Call `hook` with every event of exactly that type; returns a function that ends this.
 
         Args:
-            last: call it after the hooks registered without `last`, whenever these were registered.
-            late: it may be called when the update is over. If no hook needs the events at once, a source may keep references
+            last: call it after the hooks registered without `last`, regardless of when these were registered.
+            late: allow calling it after the update. If all hooks allow this, a source may keep references
                 and build all events after the update, in a loop, which takes a third of the time.
         """
         entry = _Entry(last, late, hook)
@@ -67,10 +67,10 @@ class Hooks:
         return event_type in self._hooks
 
     def wants_now(self, event_type: type) -> bool:
-        """Return whether a hook wants events of that type at once."""
+        """Return whether a hook wants events of that type immediately."""
         return event_type in self._wanted_now
 
     def emit(self, event: object) -> None:
-        """Call the hooks of the event's type that were registered when it came, whatever they change."""
+        """Call the hooks of the event's type that were registered when it arrived, even if they change the hooks."""
         for hook in self._hooks.get(type(event), ()):
             hook(event)

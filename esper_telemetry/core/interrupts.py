@@ -1,4 +1,4 @@
-"""Calls and exceptions of signal handlers: the first wait for the call that they interrupt, the second are never contained."""
+"""Calls from signal handlers wait for the call that they interrupt, and exceptions of signal handlers are never contained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("esper_telemetry")
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception is a Ctrl-C or comes from a signal handler, so that it must end the program.
 
-    `sys.exit` in a handler of SIGTERM is one, and `sys.exit` in a user's alarm is not. A `KeyboardInterrupt` is one in the main thread,
+    `sys.exit` in a handler of SIGTERM qualifies, `sys.exit` in a user's alarm does not. A `KeyboardInterrupt` qualifies in the main thread,
     unless the process ignores Ctrl-C as a worker does.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -32,7 +32,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Return the code of a function, a method, a partial or an object that can be called; None for one that is not written in Python."""
+    """Return the code of a function, a method, a partial or a callable object; None if it is not written in Python."""
     handler = getattr(handler, "func", handler)
     code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None
@@ -41,8 +41,8 @@ def _code_of(handler: Any) -> CodeType | None:
 class SerialCalls:
     """Serves one call at a time: a call from another thread waits for its turn.
 
-    A call that interrupts another one on its own thread, from a signal handler or a finalizer, runs when that one is over, so that it finds
-    no state half changed. A reentrant lock alone would let it in.
+    A call that interrupts another one on its own thread, from a signal handler or a finalizer, runs after that one, so that it does not
+    find half-changed state. A reentrant lock alone would let it in.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class SerialCalls:
         self._deferred: deque[Callable[[], Any]] = deque()
 
     def run(self, call: Callable[[], Result], *, deferred: Result, is_question: bool = False) -> Result:
-        """Return the result of the call, or `deferred` if it interrupts another one: then it runs later, unless `is_question`."""
+        """Return the result of the call, or `deferred` if it interrupts another one; it then runs later, unless `is_question`."""
         with self._lock:
             if self._is_busy:
                 if not is_question:
@@ -68,7 +68,7 @@ class SerialCalls:
                     self._is_busy = False
 
     def _run_deferred(self) -> None:
-        """Run the calls that wait, but not calls that arrive meanwhile: signals may be faster than calls, and training waits."""
+        """Run the waiting calls, but not calls that arrive meanwhile: signals may be faster than calls, and training waits."""
         for _ in range(len(self._deferred)):
             _run_logged(self._deferred.popleft())
 
@@ -83,12 +83,12 @@ class SerialCalls:
 
 
 def _run_logged(call: Callable[[], object]) -> None:
-    """Run a call and log what it raises: the handler that made it has returned long ago."""
+    """Run a call and log its exception, because the handler that made the call has returned long ago."""
     try:
         call()
     except BaseException as error:
         if is_interrupt(error):
             raise
-        from esper_telemetry.core.redaction import error_line  # here, because that module imports this one
+        from esper_telemetry.core.redaction import error_line  # imported here, because that module imports this one
 
         _logger.warning("esper-telemetry: a call from a signal handler failed (%s)", error_line(error))

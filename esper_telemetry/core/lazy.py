@@ -1,7 +1,7 @@
 """Imports at first use, of a package's public names and of torch; and imports without garbage collection.
 
-Modules that declare metrics also hold the functions that measure them. torch takes a second to import, and readers of the declarations
-(the catalogue, a journal's run line, `esper-telemetry metrics`) need none. Such modules write
+Modules that declare metrics also contain the functions that measure them. torch takes a second to import, and readers of the declarations
+(the catalogue, a journal's run line, `esper-telemetry metrics`) do not need it. Such modules write
 `from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch`, and torch is imported when a function first uses it.
 """
 
@@ -29,14 +29,14 @@ else:
 
         def __getattr__(self, name: str) -> Any:
             value = getattr(import_module("torch"), name)
-            setattr(self, name, value)  # found without this function from now on
+            setattr(self, name, value)  # later look-ups do not call this function
             return value
 
     class TensorType(type):
         """Type of `Tensor`."""
 
         def __instancecheck__(cls, value: object) -> bool:
-            """Return True for a tensor; before torch is imported there are none."""
+            """Return True for a tensor; before torch is imported none exist."""
             return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
     class Tensor(metaclass=TensorType):
@@ -69,7 +69,7 @@ def no_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect no garbage inside: the objects that imports make stay, and looking through them takes a fifth of a command's start."""
+    """Pause garbage collection inside: the objects that imports make are kept, and scanning them takes a fifth of a command's start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -82,10 +82,10 @@ def collection_paused() -> Iterator[None]:
 def lazy_names(
     package: str, modules: Mapping[str, tuple[str, ...]]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of a package whose public names stand in other modules.
+    """Return `__all__`, `__getattr__` and `__dir__` of a package whose public names are defined in other modules.
 
-    A sink's process needs no torch and a trainer no backend, so a package imports nothing until a name is used. A name
-    is stored in the package once it was used: `__getattr__` is called once for each.
+    A sink's process does not need torch and a trainer does not need backends, so a package imports nothing until a name is used. A name
+    is stored in the package at its first use: `__getattr__` is called once for each.
 
     Args:
         package: the package's `__name__`.

@@ -1,7 +1,7 @@
-"""Memory of the training process, of its children and of the devices, beside what the machine or its control group allows.
+"""Memory of the training process, of its children and of the devices, and the limit of the machine or its control group.
 
-Read from `/proc` and `/sys/fs/cgroup` at most once per second, by the process that makes the records, which is a worker where there is one.
-Systems without `/proc` have no values.
+It is read from `/proc` and `/sys/fs/cgroup` at most once per second, by the process that makes the records: the worker, if there is one.
+Systems without `/proc` do not have values.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 SAMPLE_SECONDS: Final = 1.0
-"""Smallest time between two samples: to walk through some tens of processes takes a millisecond."""
+"""Minimum time between two samples: reading dozens of processes takes a millisecond."""
 MAX_FORKED_FRAC: Final = 0.01
-"""Share of the time that may go into counting the private pages of forked processes."""
+"""Share of the time that may be spent on counting the private pages of forked processes."""
 MAX_CHILDREN: Final = 512
 MIB: Final = 2**20
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class MemoryUsage(NamedTuple):
-    """One sample; None where the system does not say.
+    """One sample; None if the system does not say.
 
     Attributes:
         process: resident bytes of the training process.
-        children: bytes that its children and theirs have for themselves: what they share with others counts nowhere twice.
-        limit: bytes that all of them may have: the smallest limit of a control group, or the machine's memory.
+        children: private bytes of its descendants; shared memory is not counted twice.
+        limit: bytes that all of them may use: the smallest limit of a control group, or the machine's memory.
         device: bytes that the process has reserved on its devices.
-        device_frac: share of the fullest device that is taken, by whatever process.
+        device_frac: share of the fullest device that is taken, by any process.
     """
 
     process: int | None = None
@@ -42,7 +42,7 @@ class MemoryUsage(NamedTuple):
 
 
 class DeviceUsage(NamedTuple):
-    """Memory of devices, as in `MemoryUsage`: only the process that uses them can tell."""
+    """Memory of devices, as in `MemoryUsage`; only the process that uses them can measure it."""
 
     device: int | None = None
     device_frac: float | None = None
@@ -55,7 +55,7 @@ class DeviceSampler:
         self._due, self._last = -1.0, DeviceUsage()
 
     def sample(self) -> DeviceUsage:
-        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago."""
+        """Return the memory now, or a sample of at most `SAMPLE_SECONDS` ago."""
         now = time.monotonic()
         if now >= self._due:
             self._due, self._last = now + SAMPLE_SECONDS, DeviceUsage(*_devices())
@@ -66,7 +66,7 @@ class MemorySampler:
     """Samples the memory of one process.
 
     Args:
-        pid: its number; the calling process by default.
+        pid: process ID; the calling process by default.
         clock: time in seconds.
     """
 
@@ -75,13 +75,11 @@ class MemorySampler:
         self._clock = clock
         self._limit = memory_limit(self._pid)
         self._due, self._last = -1.0, MemoryUsage()
-        self._forked: dict[
-            int, int
-        ] = {}  # bytes that forked processes have for themselves, by number, the one read last at the end
+        self._forked: dict[int, int] = {}  # private bytes of forked processes, by process ID, the latest reading last
         self._forked_due = -1.0
 
     def sample(self, devices: DeviceUsage = DeviceUsage()) -> MemoryUsage:  # noqa: B008  # a tuple, which nothing changes
-        """Return the memory now, or as it was up to `SAMPLE_SECONDS` ago; `devices` as another process sees them."""
+        """Return the memory now, or a sample of at most `SAMPLE_SECONDS` ago; `devices` as another process sees them."""
         now = self._clock()
         if now >= self._due or self._due < 0:
             self._due = now + SAMPLE_SECONDS
@@ -90,10 +88,10 @@ class MemorySampler:
         return self._last
 
     def _children(self, now: float) -> int | None:
-        """Return the private memory of all processes that descend from the trainer; None where the system does not list them.
+        """Return the private memory of all descendants of the trainer; None if the system does not list them.
 
-        Pages that a forked process has in common with its parent are private by `statm`. To count them takes the kernel 10 ms and more,
-        so that one forked process is read at a time; those that have not been read yet count as much as the others on average.
+        In `statm`, pages that a forked process shares with its parent count as private. Counting them takes the kernel 10 ms or more,
+        so one forked process is read at a time; processes that have not been read yet are estimated by the average of the others.
         """
         if not (PROC / str(self._pid) / "task" / str(self._pid) / "children").exists():
             return None
@@ -114,7 +112,7 @@ class MemorySampler:
 
 
 def resident_bytes(pid: int, *, private: bool = False) -> int | None:
-    """Return the resident memory of a process, or the part that it shares with nobody; None where it is gone or unknown."""
+    """Return the resident memory of a process, or only its private part; None if the process is gone or unknown."""
     with suppress(OSError, ValueError, IndexError):
         pages = (PROC / str(pid) / "statm").read_text().split()
         return (int(pages[1]) - (int(pages[2]) if private else 0)) * os.sysconf("SC_PAGE_SIZE")
@@ -122,7 +120,7 @@ def resident_bytes(pid: int, *, private: bool = False) -> int | None:
 
 
 def private_bytes(pid: int) -> int:
-    """Return the memory that a process shares with no other, pages that it has in common with its parent since a fork left out."""
+    """Return the private memory of a process, without pages that it shares with its parent since a fork."""
     with suppress(OSError, ValueError, IndexError):
         rows = (line.split() for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines())
         return sum(int(row[1]) << 10 for row in rows if row[0] in ("Private_Clean:", "Private_Dirty:"))
@@ -150,7 +148,7 @@ def _descendants(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def memory_limit(pid: int) -> int | None:
-    """Return the smallest limit of the control groups of a process and of the machine's memory; None where neither is known."""
+    """Return the smallest limit of the control groups of a process and of the machine's memory; None if neither is known."""
     limits = []
     with suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -165,17 +163,17 @@ def memory_limit(pid: int) -> int | None:
 
 
 def _group_limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """Yield the limits of a control group and of those around it; a container may show its own group as the root."""
+    """Yield the limits of a control group and of its parents; a container may show its own group as the root."""
     group = root / path.lstrip("/")
     for place in {*(parent for parent in (group, *group.parents) if parent.is_relative_to(root)), root}:
-        with suppress(OSError, ValueError):  # no file, or `max`
+        with suppress(OSError, ValueError):  # a missing file, or `max`
             yield int((place / name).read_text())
 
 
 def _devices() -> tuple[int | None, float | None]:
-    """Return the bytes that this process has reserved on CUDA devices, and the share of the fullest one that is taken.
+    """Return the bytes that this process has reserved on CUDA devices, and the used share of the fullest one.
 
-    Nothing where torch is not imported or has not begun to use CUDA: to ask would begin it.
+    Both are None if torch is not imported or has not begun to use CUDA, because asking would begin it.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

@@ -9,12 +9,12 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean A or B?" from `names`, with the nearest names first, or nothing where no name is near."""
+    """Return "; did you mean A or B?" from `names`, nearest names first, or an empty text if none is near."""
     return question(get_close_matches(name, list(names)))
 
 
 def question(names: Sequence[str]) -> str:
-    """Return "; did you mean A, B or C?", or nothing where there are no names."""
+    """Return "; did you mean A, B or C?", or an empty text without names."""
     if not names:
         return ""
     *others, last = names
@@ -26,7 +26,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value for a message, also if its `repr` raises."""
+    """Return a short text of a value for a message, even if its `repr` raises."""
     if getattr(value, "is_nested", False):
         return "a nested tensor"
     if getattr(value, "ndim", 0):
@@ -35,12 +35,12 @@ def shown(value: object) -> str:
             return f"a {'tensor' if 'torch' in libraries else 'NumPy array'} of shape {list(value.shape)}"  # type: ignore[attr-defined]
     try:
         return _short.repr(value)
-    except Exception:  # an integer of more digits than Python writes, or an object of the user's
+    except Exception:  # an integer with more digits than Python prints, or a user's object
         return f"an instance of {type(value).__name__}"
 
 
 MAX_WORD_CHARACTERS = 200
-"""Characters of one word in a message; of a longer one the beginning and the end are shown."""
+"""Characters of one word in a message; longer words are shortened in the middle."""
 
 MAX_LINE_CHARACTERS = 1000
 
@@ -54,7 +54,7 @@ def one_line(message: str) -> str:
 
 
 MIN_SHARE = 1e-5
-"""Smallest share that is shown in percent; less is 0."""
+"""Smallest share that is shown in percent; smaller ones are shown as 0."""
 
 
 def capitalized(text: str) -> str:
@@ -63,7 +63,7 @@ def capitalized(text: str) -> str:
 
 
 def number(x: float) -> str:
-    """Three digits of a number, without an exponent between 0.0001 and 100,000."""
+    """Return three digits of a number, without an exponent between 0.0001 and 100,000."""
     size = abs(x)
     if size == 0:
         return "0"
@@ -75,18 +75,18 @@ def number(x: float) -> str:
 
 
 def percent(x: float) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     x = x if abs(x) >= MIN_SHARE else 0.0
     size = abs(100 * x)
     return f"{100 * x:.0f} %" if size >= 10 or size == 0 else f"{number(100 * x)} %"
 
 
 def span(low: float, high: float) -> str:
-    """A range in words; one number where both ends read alike."""
+    """Return a range in words; one number if both ends read alike."""
     first, last = number(low), number(high)
     return first if first == last else f"{first} to {last}" if low < 0 else f"{first}-{last}"
 
 
 def times(x: float) -> str:
-    """A ratio in words: 3.2x."""
+    """Return a ratio in words: 3.2x."""
     return f"{number(x)}x"

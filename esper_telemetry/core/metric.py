@@ -1,4 +1,4 @@
-"""Declarations of metrics: key, name, meaning, bounds, and how the value is read off the field that holds it.
+"""Declarations of metrics: key, name, meaning, bounds, and how the value is read from its field.
 
 A field of a group declares what it reports, so that a key is spelled in one place:
 
@@ -76,14 +76,14 @@ class Metric:
         over: `merge` reduces the merged rows; `max` and `min` take the extreme of the rows' own statistics; `slope` is the least-squares
             slope of the epochs' statistics against the epoch index.
         rows: the optimizer steps that count.
-        low, high: range of the value; None where it has no bound.
+        low, high: range of the value; None if it is unbounded.
         level: lowest level at which it is reported.
         cost: class of its cost.
         healthy, warn, critical: bounds in words and numbers, as a dashboard shows them.
         source: paper, code or measurement behind the bounds.
         undefined: condition under which the key is absent.
-        when_positive: report the value only if it is above zero (counters of rare things).
-        advice: what to try when the value leaves its bounds and no alarm reads it.
+        when_positive: report the value only if it is above zero (for counts of rare events).
+        advice: what to try when the value leaves its bounds and is not covered by an alarm.
         changes: changes of its meaning or bounds, each with the release.
     """
 
@@ -168,7 +168,7 @@ class Metric:
 
     @classmethod
     def nonfinite(cls, key: str, number: int, name: str) -> Self:
-        """Return the count of inputs of `<key>` that were NaN or infinite and left out, for a key `<key>_nonfinite`."""
+        """Return the number of inputs of `<key>` that were NaN or infinite and left out, for a key `<key>_nonfinite`."""
         metric = cls.count(key, number, name, level=Level.MINIMAL, when_positive=True)
         return metric.bounds(healthy="absent", critical="> 0").absent("none was")
 
@@ -177,15 +177,15 @@ class Metric:
         return replace(self, question=question)
 
     def bounds(self, *, healthy: str = "", warn: str = "", critical: str = "", source: str = "") -> Self:
-        """Return the metric with its bounds and where they come from."""
+        """Return the metric with its bounds and their source."""
         return replace(self, healthy=healthy, warn=warn, critical=critical, source=source)
 
     def absent(self, undefined: str) -> Self:
-        """Return the metric with the condition under which it has no value."""
+        """Return the metric with the condition under which it is absent."""
         return replace(self, undefined=undefined)
 
     def advises(self, advice: str) -> Self:
-        """Return the metric with what to try when it leaves its bounds."""
+        """Return the metric with the advice for values outside its bounds."""
         return replace(self, advice=advice)
 
     def changed(self, *changes: str) -> Self:
@@ -198,7 +198,7 @@ class Metric:
         return f"TELE-{self.number:03d}" if self.number else ""
 
     def info(self, reduction: str = "") -> MetricInfo:
-        """Return the description that travels in the journal."""
+        """Return the description for the journal."""
         rows = "" if self.rows is Rows.ALL else f", {self.rows.value}"
         over = "" if self.over == "merge" else f", {self.over} over minibatches"
         return MetricInfo(
@@ -222,17 +222,17 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """The metrics whose keys begin with one segment, declared as a module constant beside them.
+    """The metrics whose keys begin with the same segment, declared as a module constant next to them.
 
     Attributes:
         name: that segment.
         title: heading in documentation and dashboards.
-        about: explanation for readers who meet the family for the first time.
+        about: explanation for readers who are new to the family.
         place: order among the families, smallest first.
         question: the question that its section of a dashboard answers.
         axis: x-axis of its charts.
         first: keys to look at first.
-        reproducible: False where its values tell of the machine and of telemetry: two runs that are equal differ in them.
+        reproducible: False if its values depend on the machine and on telemetry, so that they differ between two equal runs.
     """
 
     name: str

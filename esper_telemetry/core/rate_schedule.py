@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SCHEDULE_FACT: Final = "learning_rate_schedule"
-"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent where it is not known."""
+"""Fact of a run: the schedule of the learning rate as the fields of `RateSchedule`, absent if it is not known."""
 
 MIN_TOLERANCE: Final = 1e-4
-"""Share of the largest rate that is rounding."""
+"""Tolerance for rounding, as a share of the largest rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSchedule:
-    """A learning rate that goes from one number to another, in a straight line unless `curve` says otherwise.
+    """A learning rate that changes from one number to another, in a straight line unless `curve` says otherwise.
 
     Attributes:
-        initial, final: at the beginning and at the end; equal where the rate is constant.
+        initial, final: rates at the beginning and at the end; equal for a constant rate.
         total_steps: environment steps of the run.
-        begin: environment steps before its first update, where a run was resumed.
-        final_is_set: False where the settings say that the rate is annealed, and not to which number.
-        counts: numbers that a program may count in place of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
+        begin: environment steps before its first update, if a run was resumed.
+        final_is_set: False if the settings say that the rate is annealed, but not to which number.
+        counts: numbers that a program may count instead of updates, by name: `num_epochs`, `num_minibatches`, `num_envs`.
         curve: rates at equal distances from the beginning to the end of the run, the first `initial` and the last `final`; empty for a
             straight line.
-        defect: name of the hypothesis that the curve itself is: `negative`, `ending_early` or `restarting`; empty for a sound one. The
-            reference is then its sound part, from the beginning to `sound_share`, over the whole run.
+        defect: name of the hypothesis that describes the curve: `negative`, `ending_early` or `restarting`; empty for a correct one. The
+            reference is then its correct part, from the beginning to `sound_share`, stretched over the whole run.
         sound_share: share of the run after which the curve falls below 0, ends, or restarts.
     """
 
@@ -47,7 +47,7 @@ class RateSchedule:
 
     @classmethod
     def tabulated(cls, rate: Callable[[float], float], *, points: int = 257, **settings: Any) -> RateSchedule:
-        """Return the schedule of a function of the share of the run that is over, 0 to 1; `settings` are other attributes."""
+        """Return the schedule of a function of the finished share of the run, 0 to 1; `settings` are other attributes."""
         curve = [float(rate(place / (points - 1))) for place in range(points)]
         defect, sound = _defect_of(np.array(curve))
         if defect:
@@ -57,7 +57,7 @@ class RateSchedule:
             curve, np.linspace(curve[0], curve[-1], points), rtol=0, atol=1e-6 * max(map(abs, curve))
         )
         if straight and curve[0] < MAX_RISING_START * curve[-1]:
-            curve.reverse()  # the share that is over was taken for the one that is left: the run rises where it should fall
+            curve.reverse()  # finished and remaining share were confused: the rate rises instead of falling
         return cls(initial=curve[0], final=curve[-1], curve=() if straight else tuple(curve), **settings)
 
     def fact(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class RateSchedule:
 
 
 def _defect_of(curve: Array) -> tuple[str, float]:
-    """Return the name of what is wrong with a configured curve, and the share of the run before; "" and 1 if nothing is.
+    """Return the name of the defect of a configured curve, and the share of the run before it; "" and 1 without a defect.
 
     Steps down, rises from 0, curved restarts (1608.03983) and ends above 0 are published schedules.
     """
@@ -92,16 +92,16 @@ def _defect_of(curve: Array) -> tuple[str, float]:
 
 
 MAX_RISING_START: Final = 0.05
-"""First rate, as a share of the last one, up to which a straight rise over the whole run is a fall that was turned round."""
+"""Maximum first rate, as a share of the last one, of a straight rise that is a reversed decay."""
 
 MIN_IDLE_SHARE: Final = 0.1
-"""Share of a run with a rate of 0 at its end, from which on a curve ends too soon."""
+"""Minimum share of a run with a rate of 0 at its end for a curve that ends too soon."""
 
 MIN_RESTART: Final = 0.1
-"""Fall and jump of a straight curve, as a share of its largest rate, from which on it restarts."""
+"""Minimum fall and jump of a straight curve that restarts, as a share of its largest rate."""
 
 MIN_RESTART_POINTS: Final = 8
-"""Points of a table between two jumps from which on the form of a curve between them is known."""
+"""Minimum points of a table between two jumps to determine the form of a curve between them."""
 
 MAX_RESTART_ERROR: Final = 0.05
-"""Share of the largest rate by which lines that restart may differ, and share of the points that may differ by more."""
+"""Share of the largest rate by which restarting lines may differ, and share of the points that may differ by more."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OWNERS: Final = ("actor", "critic")
-"""Groups of a run by which parameter groups of optimizers are named."""
+"""Groups of a run that give parameter groups of optimizers their names."""
 
 
 class GroupRate(NamedTuple):
@@ -40,16 +40,15 @@ def rates_by_name(
 ) -> dict[str, float | Tensor]:
     """Return the rates by name; nothing if all are equal.
 
-    A name is the group's own, else `actor`, `critic` or `shared` if it trains only that part, else `group_` and its place among all groups.
+    A name is the group's own, else `actor`, `critic` or `shared` if it trains only that part, else `group_` and its position among all
+    groups.
 
     Args:
-        rates: of all optimizers, in order.
-        parameters: by name.
+        rates: rates of all optimizers, in order.
+        parameters: parameters by name.
         groups: returns the run's parameter or module names by part; called if rates differ.
     """
-    on_host = [
-        one.rate for one in rates if not isinstance(one.rate, Tensor)
-    ]  # to compare tensors would wait for the device
+    on_host = [one.rate for one in rates if not isinstance(one.rate, Tensor)]  # comparing tensors would synchronise
     if len(rates) < 2 or len(on_host) == len(rates) == on_host.count(on_host[0]):
         return {}
     parts = groups()
@@ -68,7 +67,7 @@ def rates_by_name(
 def rate_fields(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], groups: Callable[[], Mapping[str, Sequence[str]]]
 ) -> dict[str, Any]:
-    """Return `learning_rate` and `beta2` of the first optimizer, and `learning_rates`, as `UpdateEnd` has them; see `rates_by_name`."""
+    """Return `learning_rate` and `beta2` of the first optimizer, and `learning_rates`, as in `UpdateEnd`; see `rates_by_name`."""
     group = optimizers[0].param_groups[0]
     rates = [rate for optimizer in optimizers for rate in group_rates(optimizer)]
     return {
@@ -79,7 +78,7 @@ def rate_fields(
 
 
 def part_of(names: Iterable[str], groups: Mapping[str, Sequence[str]]) -> str:
-    """Return the part that these parameters make up, alone or with shared ones; empty if they serve actor and critic, or none is known."""
+    """Return the part that these parameters make up, alone or with shared ones; empty if they serve actor and critic, or are unknown."""
     owners: set[str] = set()
     shared = False
     for name in names:

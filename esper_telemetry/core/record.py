@@ -16,7 +16,7 @@ from esper_telemetry.core.messages import shown
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
 RUN_FAILED = "run/failed"
-"""Type of the alarm that an exception raises which ends the run; views show it before all others."""
+"""Type of the alarm for an exception that ends the run; views show it before all others."""
 
 
 MAX_SHOWN_VALUES = 8
@@ -55,7 +55,7 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Position of a record: sinks choose their x-axis from these, none is ever inferred.
+    """Position of a record; sinks choose their x-axis from these numbers, which are never inferred.
 
     Attributes:
         update: index of the policy update, from 1.
@@ -70,13 +70,13 @@ class Axes:
     wall_time: float
 
     def within(self, last: Axes) -> bool:
-        """Return True where these axes are not beyond `last`, by updates or by environment steps."""
+        """Return True if these axes are not beyond `last`, by updates or by environment steps."""
         return self.update <= last.update or self.env_step <= last.env_step
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of values between fixed edges; the first and last bin also hold what lies outside.
+    """Counts of values between fixed edges; the first and last bin also count values outside.
 
     Attributes:
         edges: n+1 increasing bin edges.
@@ -87,7 +87,7 @@ class Histogram:
     counts: tuple[float, ...]
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which that share of the counts lies, linear within a bin; None without counts."""
+        """Return the value below which that share of the counts is, linear within a bin; None without counts."""
         total = sum(self.counts)
         if total <= 0:
             return None
@@ -120,7 +120,7 @@ class Record:
 
 
 MAX_JUDGED = 1e100
-"""Size of a value as histories and detectors see it: its powers, and sums of these, are finite."""
+"""Maximum size of a value for histories and detectors, so that its powers, and sums of these, are finite."""
 
 
 def judgeable(values: Mapping[str, float]) -> Mapping[str, float]:
@@ -157,23 +157,23 @@ class AlarmEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A problem of the run: written when it begins, when it gets worse and when it is over.
+    """A problem of the run: written when it begins, gets worse or ends.
 
     Attributes:
-        seq, axes: of the record that shows it.
+        seq, axes: number and axes of the record that shows it.
         type: its name, `family/what`, as in `alarms`.
         event: it begins, gets worse or ends.
         severity: 0 to 1.
         level: level of that severity.
         key: the metric that decided.
-        value: of that metric; None where the end has none.
-        threshold: value of that metric from which on the alarm is raised; None where no single number says so.
-        adaptive: True where the threshold follows the run's own history.
-        z: robust standard scores that the value is away from its history, where the rule has one.
+        value: value of that metric; None at an end without one.
+        threshold: value of that metric at which the alarm is raised; None if it is not a single number.
+        adaptive: True if the threshold follows the run's own history.
+        z: distance of the value from its history in robust standard scores, if the rule has one.
         since: update in which it was raised.
-        streak: updates in a row that spoke for this event.
+        streak: consecutive updates with evidence for this event.
         incident: number of the incident that it belongs to, from 1.
-        cause: type of the alarm that this incident is put down to, as far as is known yet.
+        cause: type of the alarm that is the cause of this incident, according to the records so far.
         text: what happened, since when, and what to try, in plain words.
         evidence: plain values that show it, bounded in size.
     """
@@ -204,12 +204,12 @@ class MetricInfo:
     Attributes:
         unit, question: unit of the value, and the question that its chart answers.
         id: stable name of the catalogue entry, `TELE-<number>`.
-        low, high: range; None where it has no bound.
-        healthy, warn, critical, source: bounds and where they come from.
+        low, high: range; None if it is unbounded.
+        healthy, warn, critical, source: bounds and their source.
         undefined: condition under which the key is absent.
         reduction, level, cost: reduction of an update's rows, lowest level, class of cost.
         name, category, priority: display name, title of the family, importance.
-        headline: its place among the first metrics of its family, from 1; 0 where it is none of them.
+        headline: its position among the first metrics of its family, from 1; 0 if it is not one of them.
         alarms, action: alarms that read it, and what to try when it is not normal.
         series: endings of the keys that follow its history.
     """
@@ -241,17 +241,18 @@ class RunInfo:
     """Head of a journal: facts about the run before its first record.
 
     Attributes:
-        run_id: unique and constant over resumes; letters, digits, `.`, `_` and `-`, so that it can stand in names of files.
+        run_id: unique and constant over resumes; letters, digits, `.`, `_` and `-`, so that it can be part of file names.
         name: display name.
         run_dir: directory of the journal and of local backends; None for a run without journal.
         started: seconds since the epoch.
         config: settings of the run, as given.
         facts: inputs of detectors: precision, max_grad_norm, normalisation, declared groups, total steps.
         metrics: description by key; keys of labelled families also appear as templates such as `grad/{group}/rms`.
-        resumed_from: position at which a resumed run continues; None in its first part. `update`, `env_step` and `gradient_step` are
-            those of the checkpoint, `recorded` is the last update in the journal: updates up to it are not recorded again.
+        resumed_from: position at which a resumed run continues; None in its first part. `update`, `env_step` and `gradient_step`
+            come from the checkpoint, `recorded` is the last update in the journal: updates up to it are not recorded again.
 
-    Raises ValueError for a run id that is not made of these.
+    Raises:
+        ValueError: the run id contains other characters.
     """
 
     run_id: str
@@ -268,7 +269,9 @@ class RunInfo:
 
     def __post_init__(self) -> None:
         if not RUN_ID_PATTERN.fullmatch(self.run_id):
-            raise ValueError(f"a run id is made of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}")
+            raise ValueError(
+                f"a run id must consist of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}"
+            )
 
     def describe(self, key: str) -> MetricInfo | None:
         """Return the description of a key or of its template; None for an unknown key."""
@@ -295,7 +298,7 @@ MAX_COUNT = 2**63 - 1
 """Largest update, step or other count."""
 
 MAX_SEGMENTS = 32
-"""Segments up to which a key is looked for among the templates, which takes time that grows with the square of their number."""
+"""Maximum number of segments of a key that is compared with templates, which takes time quadratic in that number."""
 
 
 def template_of(key: str, templates: Mapping[str, object]) -> str:
@@ -335,24 +338,26 @@ LABELS = (
     "test",
     "function",
 )
-"""Labels that stand for one segment of a key."""
+"""Labels that represent one segment of a key."""
 
 WHOLE_KEYS = ("key",)
-"""Labels that stand for another key, whatever its segments: `{key}/ema` is `policy/kl/ema`, `alarm/{key}` is `alarm/policy/kl_spike`."""
+"""Labels that represent another key, with all its segments: `{key}/ema` is `policy/kl/ema`, `alarm/{key}` is `alarm/policy/kl_spike`."""
 
 
 MAX_KEY_CHARACTERS = 250
-"""Length of a key that MLflow accepts, which has the lowest limit."""
+"""Maximum length of a key in MLflow, which has the lowest limit."""
 
 
 def check_key(key: str) -> str:
     """Return the key; raise ValueError unless every backend accepts it."""
     if isinstance(key, str) and len(key) > MAX_KEY_CHARACTERS:
         raise ValueError(
-            f"a metric key has at most {MAX_KEY_CHARACTERS} characters, got {len(key):,}, which begin with {key[:40]!r}"
+            f"a metric key may have at most {MAX_KEY_CHARACTERS} characters, got {len(key):,}, which begin with {key[:40]!r}"
         )
     if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
         likely = "/".join(part.strip("_") for part in re.sub("[^a-z0-9_/]+", "_", str(key).lower()).split("/"))
         instead = f": write {likely!r}" if KEY_PATTERN.fullmatch(likely) else ""
-        raise ValueError(f"a metric key is made of a-z, 0-9 and _ in segments joined by '/', got {key!r}{instead}")
+        raise ValueError(
+            f"a metric key may contain only a-z, 0-9 and _ in segments joined by '/', got {key!r}{instead}"
+        )
     return key

@@ -1,7 +1,7 @@
-"""Masks secrets in everything that is written down, sent or printed: `masked` for a text, `redacted` for a structure.
+"""Masks secrets in all texts that are written, sent or printed: `masked` for a text, `redacted` for a structure.
 
-A secret that the rules of `core/secret_rules.py` have recognised once is masked in every text of this process: an exception may hold
-the key that a setting names. Helper processes get these secrets through their pipes, never on a disk or a command line.
+Once the rules of `core/secret_rules.py` have recognised a secret, it is masked in every text of this process: an exception may contain
+the key from a setting. Helper processes get these secrets through their pipes, never on a disk or a command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from esper_telemetry.core.terminal import printable
 HIDDEN: Final = "***"
 """Replacement of a secret."""
 MAX_SECRETS: Final = 1000
-"""Forms of secrets that a process remembers."""
+"""Maximum number of secrets, in all their forms, that a process remembers."""
 MIN_CONTAINED_LENGTH: Final = 12
 """Shortest secret that is also masked inside longer words."""
 ENVIRONMENT_SECONDS: Final = 1.0
@@ -42,7 +42,7 @@ MAX_CAUSES: Final = 5
 """Exceptions of a chain that are shown."""
 MAX_ERROR_CHARACTERS: Final = 300
 CACHED_TEXTS, MAX_CACHED_LENGTH = 4096, 400
-"""Number and length of texts in the cache: every update has the same names of layers."""
+"""Number and length of texts in the cache, because every update has the same names of layers."""
 
 ADDRESS: Final = re.compile(
     r"""(?<=://)(?P<user>[^\s/:@?\#"'`<>]{0,200}):(?:(?P<password>[^\s/?\#"'`<>]{0,300})|"""
@@ -127,7 +127,7 @@ def masked(text: str) -> str:
 def redacted(value: Any) -> Any:
     """Return mappings, lists and texts with stars for their secrets, and remember them.
 
-    Numbers stay, except passwords. An item after an option in a list, and the second item of a pair, belong to the name before them. A
+    Numbers are kept, except passwords. An item after an option in a list, and the second item of a pair, belong to the name before them. A
     secret that a later part names is masked in earlier parts too.
     """
     _look_at_environment()
@@ -137,20 +137,20 @@ def redacted(value: Any) -> Any:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an exception as one line of at most `MAX_ERROR_CHARACTERS` that any file can hold, without secrets."""
+    """Return an exception as one printable line of at most `MAX_ERROR_CHARACTERS`, without secrets."""
     text = " ".join(error_text(error, 2 * MAX_ERROR_CHARACTERS).split())
     return _cut(f"{type(error).__name__}: {text}" if text else type(error).__name__, MAX_ERROR_CHARACTERS)
 
 
 def error_text(error: BaseException, size: int) -> str:
-    """Return the message of an exception without secrets: at most `size` characters that any file can hold, empty if `str` raises."""
+    """Return the message of an exception without secrets: printable, at most `size` characters, empty if `str` raises."""
     try:
         text = str(error)
     except BaseException as raised:
         if is_interrupt(raised):
             raise
         text = ""
-    # what is masked is longer than what is kept, so that no secret is cut in two before it is masked
+    # mask a longer text than is kept, so that a secret is not cut in two before it is masked
     return _cut(masked(printable(text[: 4 * size].encode("utf-8", "backslashreplace").decode())), size)
 
 
@@ -182,14 +182,14 @@ def remember(values: Iterable[str]) -> None:
                 encoded = quote(line), quote(line, safe=""), quote_plus(line), unquote(line)
                 _secrets.update(dict.fromkeys((line, *encoded, repr(line)[1:-1], json.dumps(line)[1:-1])))
     if len(_secrets) > before:
-        forms = list(_secrets)  # in one step: other threads may add to it
+        forms = list(_secrets)  # in one step, because other threads may add to it
         _known = tuple(sorted(forms, key=len, reverse=True))
         _masked_cached.cache_clear()
         _masked_names.cache_clear()
 
 
 def known_secrets() -> tuple[str, ...]:
-    """Return the secrets that this process has recognised, for its helpers; the same object until there is a new one."""
+    """Return the secrets that this process has recognised, for its helpers; the same object until a new one is added."""
     _look_at_environment()
     return _known
 

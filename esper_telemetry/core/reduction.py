@@ -49,7 +49,7 @@ class Reduction:
 
 
 class AdditiveReduction(Reduction):
-    """Base of the reductions whose slots add over rows and ranks."""
+    """Base of the reductions whose slots add up over rows and ranks."""
 
     __slots__ = ()
 
@@ -81,7 +81,7 @@ class Mean(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class PooledMean(Mean):
-    """A mean over steps of what adds up over ranks."""
+    """A mean over steps of quantities that add up over ranks."""
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -100,7 +100,7 @@ class Sum(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Min(Reduction):
-    """A smallest value; +inf where there was none."""
+    """A smallest value; +inf without values."""
 
     value: Slot
 
@@ -115,7 +115,7 @@ class Min(Reduction):
 
 @dataclass(frozen=True, slots=True)
 class Max(Reduction):
-    """A largest value; -inf where there was none."""
+    """A largest value; -inf without values."""
 
     value: Slot
 
@@ -145,7 +145,7 @@ class Last(Reduction):
 
 @dataclass(frozen=True, slots=True)
 class OfLargest(Reduction):
-    """A property of whatever has the largest `size`, the first where several are; `size` is -inf where there was nothing."""
+    """A property of the item with the largest `size`, the first of several; `size` is -inf without items."""
 
     value: Slot
     size: Slot
@@ -201,7 +201,7 @@ class Moments(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Merge all rows around their common mean; empty rows change nothing."""
+        """Merge all rows around their common mean; empty rows are ignored."""
         n, m2, m3, m4 = rows[..., 0], rows[..., 2], rows[..., 3], rows[..., 4]
         mean = np.where(n > 0, rows[..., 1], 0.0)
         total = n.sum(axis=0)
@@ -237,7 +237,7 @@ class Ess(Reduction):
 
 @dataclass(frozen=True, slots=True)
 class Counts(AdditiveReduction):
-    """A histogram over fixed edges; what lies outside is counted in the first or last bin.
+    """A histogram over fixed edges; the first and last bin also count values outside.
 
     Attributes:
         counts: [..., bins].

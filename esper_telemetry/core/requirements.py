@@ -1,4 +1,4 @@
-"""Requirements on arguments: each function returns the value, or raises TypeError or ValueError, one sentence with the value in it."""
+"""Requirements on arguments: each function returns the value, or raises TypeError or ValueError, with the value in one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper_telemetry.core.messages import shown
 
 MAX_NAME_BYTES: Final = 255
 MAX_PATH_BYTES: Final = 4095
-"""Of a file's name, and of a whole path, in the usual file systems."""
+"""Maximum length of a file name, and of a whole path, in the usual file systems."""
 
 Value = TypeVar("Value")
 
@@ -32,7 +32,7 @@ def require_text(name: str, value: Any, *, may_be_empty: bool = False) -> str:
 
 
 def require_path(name: str, value: Any) -> Path:
-    """Return a path, `~` expanded, that file systems can have."""
+    """Return a path, `~` expanded, that file systems can represent."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a path, got {shown(value)}")
@@ -63,7 +63,7 @@ def require_flag(name: str, value: Any) -> bool:
 
 
 def require_truth(name: str, value: Any) -> bool:
-    """Return the truth of True, False, their kind in NumPy, or 0 and 1."""
+    """Return the truth value of True, False, NumPy's booleans, or 0 and 1."""
     if getattr(value, "ndim", 0) or isinstance(value, float | str) or value not in (True, False):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
@@ -112,7 +112,7 @@ def require_choice(name: str, value: Any, choices: Collection[Value]) -> Value:
 
 
 def require_types(settings: Any) -> None:
-    """Raise TypeError for a field of a dataclass whose value is not of the type that it declares: a plain type, or a tuple of one."""
+    """Raise TypeError for a field of a dataclass whose value does not have the declared type: a plain type, or a tuple of one."""
     for field in fields(settings):
         value, kind = getattr(settings, field.name), str(field.type)
         if value is None and kind.endswith(" | None"):

@@ -18,11 +18,11 @@ from typing import Final
 MIN_DISTINCTIVE_LENGTH: Final = 6
 MIN_DIFFERENT_CHARACTERS: Final = 5
 MIN_LETTERS: Final = 16
-"""A distinctive text has this many characters, this many different ones, and letters with digits or signs, or this many letters."""
+"""Minimum length of a distinctive text, its number of different characters, and its letters if it has neither digits nor signs."""
 MIN_MIXED_LENGTH: Final = 5
-"""Length of a secret under a name of suspicion `MIXED`."""
+"""Minimum length of a secret under a name of suspicion `MIXED`."""
 MIN_CASE_CHANGES: Final = 3
-"""Changes from lower to upper case: more than a name such as `CosineAnnealing` has."""
+"""Changes from lower to upper case: more than in a name such as `CosineAnnealing`."""
 MIN_CHANGES: Final = 2
 """Changes between letters and digits in a piece of random text."""
 MIN_CODE: Final = 1000
@@ -31,7 +31,7 @@ CACHED_NAMES: Final = 4096
 
 
 class Suspicion(IntEnum):
-    """Degree to which a name suggests a secret, and what its value must look like to be one."""
+    """Degree to which a name suggests a secret, and the form that its value must have to be one."""
 
     NONE = 0
     RANDOM = 1
@@ -144,7 +144,7 @@ def _in_words(name: str) -> str:
 
 
 def is_mixed(value: str) -> bool:
-    """Return whether a text has letters with digits or signs, or more capitals inside than words have."""
+    """Return whether a text has letters with digits or signs, or more inner capitals than words have."""
     if len(value) < MIN_MIXED_LENGTH or VERSION.fullmatch(value):
         return False
     core = SEPARATORS.sub("", value)
@@ -153,13 +153,13 @@ def is_mixed(value: str) -> bool:
 
 
 def is_random(value: str) -> bool:
-    """Return whether only a program writes such a value: letters and digits alternate in a long piece of it."""
+    """Return whether such a value can only come from a program: letters and digits alternate in a long piece of it."""
     pieces = LONG_PIECE.findall(value)
     return UUID.fullmatch(value) is not None or any(len(CHANGE.findall(piece)) >= MIN_CHANGES for piece in pieces)
 
 
 def is_distinctive(value: str) -> bool:
-    """Return whether a text is so unlike words, numbers and paths that it may be masked wherever it appears."""
+    """Return whether a text differs so much from words, numbers and paths that it may be masked everywhere."""
     if len(value) < MIN_DISTINCTIVE_LENGTH or len(set(value)) < MIN_DIFFERENT_CHARACTERS:
         return False
     if any(rule.fullmatch(value) for rule in (PATH, NUMBER, PLACEHOLDER)) and not is_random(value):

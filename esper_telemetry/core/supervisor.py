@@ -1,12 +1,12 @@
-"""Helper processes beside a trainer: the sink process, and the worker that computes records.
+"""Helper processes of a trainer: the sink process, and the worker that computes records.
 
-The trainer's side is `ProcessSupervisor`: it starts one helper, listens to it, kills one that falls silent, decides when it is
-started again, and reaps it. It has no thread: the trainer drives it between two updates, because in a process with a second
-thread the locks of the C library take an atomic instruction each, in every tensor operation. No call waits longer than its
+The trainer's side is `ProcessSupervisor`: it starts one helper, listens to it, kills it if it falls silent, decides when to
+start it again, and reaps it. It uses no thread: the trainer drives it between two updates, because in a process with a second
+thread the locks of the C library take an atomic instruction each, in every tensor operation. Calls never wait longer than their
 argument says.
 
-The helper's side is `become_helper_process`. A helper is no child of `multiprocessing`, which would run a script
-without a main guard again. It leads a session of its own, so that the processes it starts can be killed with it.
+The helper's side is `become_helper_process`. A helper is not a child of `multiprocessing`, which would run a script
+without a main guard again. It leads its own session, so that the processes it starts can be killed with it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from esper_telemetry.core.files import open_own
 from esper_telemetry.core.redaction import MaskedStream
 
 MIN_PAUSE_SECONDS: Final = 5.0
-"""Time between two looks of a loop that looks several times a second, from which on the process must have been stopped."""
+"""Time between two iterations of a frequent loop above which the process must have been stopped."""
 RESTART_STEP_SECONDS: Final = 0.5
 MAX_RESTART_SECONDS: Final = 30.0
-"""A helper that died n times in a row is started again after n times the first, and after the second at most."""
+"""After n deaths in a row, a helper is restarted after n times the first, but at most after the second."""
 READ_BYTES: Final = 1 << 16
 MAX_REAP_SECONDS: Final = 5.0
-"""Time that a helper may take to be gone once it is killed: one that waits for a disk cannot be."""
+"""Time that a killed helper may take to end; a helper that waits for a disk may not end."""
 GARBAGE_THRESHOLD_OBJECTS: Final = 20_000
-"""New objects after which a helper looks for garbage, instead of 700: clients make dozens of objects for each number and let go of
-them at once. For MLflow's SQLite store that is 10 ms of processor time for a hundred numbers instead of 14."""
+"""New objects after which a helper collects garbage, instead of 700: clients make dozens of objects for each number and release
+them at once. For MLflow's SQLite store this takes 10 ms of processor time for a hundred numbers instead of 14."""
 
 
 class ProcessSupervisor:
-    """One helper process: started, heard, restarted, killed and reaped.
+    """One helper process: started, listened to, restarted, killed and reaped.
 
-    The owner drives it: `start`, then `read` again and again. Where it `has_ended` and `read` gives nothing more: `reap`,
-    `schedule_restart`, and `start` again once that is `restart_due`. What the bytes mean is the owner's.
+    The owner calls `start`, then `read` repeatedly. Once it `has_ended` and `read` returns nothing more, it calls `reap` and
+    `schedule_restart`, and `start` again once that is `restart_due`. Only the owner interprets the bytes.
 
     Args:
-        entry: Python code that its interpreter runs with the import path of this process; `sys.argv[1]` is the descriptor that it replies
-            through.
+        entry: Python code that its interpreter runs with the import path of this process; `sys.argv[1]` is the descriptor for its
+            replies.
         log: file that its output is appended to.
         arguments: further elements of its `sys.argv`.
-        environment: variables besides those of this process.
+        environment: variables in addition to those of this process.
         max_restarts: deaths in a row, without progress in between, after which it is given up.
-        max_silent_seconds: a helper that writes nothing for so long is killed; None for one that need not write.
+        max_silent_seconds: time without output after which a helper is killed; None if it need not write.
 
     Attributes:
         log: as given.
@@ -75,7 +75,7 @@ class ProcessSupervisor:
         self._arguments, self._environment = arguments, environment or {}
         self._max_restarts = max_restarts
         self._max_silent_seconds = max_silent_seconds
-        # In its code, because an environment variable would reach the processes that the helper starts.
+        # in its code, because an environment variable would reach the processes that the helper starts
         paths = [str(Path(path).absolute()) for path in sys.path if isinstance(path, str)]
         self._code = f"import sys; sys.path[:] = {paths!a}\n{entry}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,7 +88,7 @@ class ProcessSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process number of the helper; None where none runs."""
+        """Process ID of the helper; None if none runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -99,13 +99,13 @@ class ProcessSupervisor:
 
     @property
     def replies(self) -> int:
-        """Descriptor that the helper's replies come from, for an owner that polls several."""
+        """Descriptor of the helper's replies, for an owner that polls several."""
         return self._replies
 
     def start(self, descriptors: Sequence[int] = ()) -> None:
         """Start the helper, which inherits these descriptors.
 
-        Raises OSError or MemoryError where the system refuses what it needs; nothing is left open then.
+        Raises OSError or MemoryError if the system lacks resources for it; everything is then closed.
         """
         replies, reply_end = os.pipe()
         try:
@@ -128,16 +128,16 @@ class ProcessSupervisor:
         self._replies, self._closed, self._heard_at = replies, False, time.monotonic()
 
     def send(self, data: bytes) -> None:
-        """Write all of `data` to the helper's input; a helper that is dead is noticed by `read`."""
+        """Write all of `data` to the helper's input; `read` notices a dead helper."""
         with suppress(OSError):
             while data and self._process is not None and self._process.stdin is not None:
                 data = data[self._process.stdin.write(data) :]
 
     def read(self, seconds: float = 0.0) -> bytes:
-        """Return what the helper writes within that time; empty where it wrote nothing, or has ended.
+        """Return the helper's output within that time; empty if it wrote nothing, or has ended.
 
-        A helper that is silent for too long is killed here. Of the time between two calls little counts as silence: it may be a long
-        update, or one in which this process was stopped, and the helper with it.
+        A helper that is silent for too long is killed here. Only a little of the time between two calls counts as silence, because it may
+        be a long update, or a time in which both processes were stopped.
         """
         if self._process is None:
             return b""
@@ -146,7 +146,7 @@ class ProcessSupervisor:
                 self._process.wait(seconds)
             return b""
         self._heard_at += max(0.0, self._pauses.seconds() - MIN_PAUSE_SECONDS)
-        poll = select.poll()  # select takes no descriptor above 1023
+        poll = select.poll()  # select cannot use descriptors above 1023
         poll.register(self._replies, select.POLLIN)
         if poll.poll(seconds * 1000):
             data, self._heard_at = os.read(self._replies, READ_BYTES), time.monotonic()
@@ -160,27 +160,27 @@ class ProcessSupervisor:
 
     @property
     def has_ended(self) -> bool:
-        """True once the helper has exited; what it wrote may still wait to be read."""
+        """True once the helper has exited; its last output may still be unread."""
         return self._process is not None and self._process.poll() is not None
 
     def await_end(self) -> bool:
-        """Wait for the end of a helper that was killed; False if it does not come, as while a network file system does not answer."""
+        """Wait for the end of a killed helper; False if it does not end, for example while a network file system does not answer."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(MAX_REAP_SECONDS)
         return self.has_ended
 
     def reap(self) -> int:
-        """Return the exit code of a helper that has ended or is about to, and release what it had; a helper that does not end is detached.
+        """Return the exit code of a helper that has ended or is about to, and release its resources; one that does not end is detached.
 
-        Do not wait for the end of its replies: a forked process may hold open what a dead helper wrote into.
+        This does not wait for the end of its replies, because a forked process may hold a dead helper's pipe open.
         """
         assert self._process is not None
         if not self.await_end():
             self.detach()
             return -signal.SIGKILL
         code = self._process.wait()
-        if code:  # processes that it started would outlive one that did not end by itself
+        if code:  # processes that it started may outlive a helper that did not end normally
             _kill_session(self._process.pid)
         self._release()
         return code
@@ -189,14 +189,14 @@ class ProcessSupervisor:
         """Count a death, or a start that the system refused, and set when the next start is due.
 
         Args:
-            progressed: whether the helper got on since its last start, or the cause of its death is gone: the count starts at 0 again.
+            progressed: whether the helper made progress since its last start, or the cause of its death is gone; this resets the count.
         """
         self._deaths = 1 if progressed else self._deaths + 1
         self.given_up = self._deaths > self._max_restarts
         self._restart_at = time.monotonic() + min(MAX_RESTART_SECONDS, RESTART_STEP_SECONDS * self._deaths)
 
     def restart_due(self, seconds: float) -> bool:
-        """Wait that long at most for the next start to be due; return whether it is."""
+        """Wait at most that long for the next start to be due; return whether it is."""
         time.sleep(max(0.0, min(seconds, self._restart_at - time.monotonic())))
         return time.monotonic() >= self._restart_at
 
@@ -206,7 +206,7 @@ class ProcessSupervisor:
             _kill_session(self._process.pid)
 
     def stop(self, seconds: float = 0.0) -> int:
-        """Close the helper's input, give it that long to end by itself, then kill it; reap it and return its exit code."""
+        """Close the helper's input, give it that long to end, then kill it; reap it and return its exit code."""
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -215,7 +215,7 @@ class ProcessSupervisor:
         return self.reap()
 
     def detach(self) -> None:
-        """Let the helper go on by itself; it sees the end of its input."""
+        """Let the helper continue alone; it sees the end of its input."""
         if self._process is not None:
             detached = (*_detached, self._process)
             self._release()
@@ -230,7 +230,7 @@ class ProcessSupervisor:
 
 
 _detached: list[subprocess.Popen[bytes]] = []
-"""Helpers that go on by themselves: `Popen` warns of one that is forgotten."""
+"""Detached helpers, kept because `Popen` warns about helpers that are forgotten."""
 
 
 def _kill_session(leader: int) -> None:
@@ -239,16 +239,16 @@ def _kill_session(leader: int) -> None:
 
 
 class PauseDetector:
-    """Notices that the process was stopped: by Ctrl-Z, by a scheduler that suspends jobs, in a container that is frozen.
+    """Notices that the process was stopped: by Ctrl-Z, by a scheduler that suspends jobs, or in a frozen container.
 
-    A process that was stopped with everything else does not hang.
+    A process that was stopped together with everything else does not hang.
     """
 
     def __init__(self) -> None:
         self._looked_at = time.monotonic()
 
     def seconds(self) -> float:
-        """Length of the pause since the last call; 0 where there was none."""
+        """Length of the pause since the last call, or 0."""
         now = time.monotonic()
         since, self._looked_at = now - self._looked_at, now
         return since if since > MIN_PAUSE_SECONDS else 0.0
@@ -293,12 +293,12 @@ def become_helper_process(niceness: int) -> None:
 def lower_process_priority(niceness: int) -> None:
     """Lower the priority of this process and its children, and leave the first core to the trainer.
 
-    Priority alone is not enough: the system wakes a reader on the core of whoever wrote to its pipe, and lets it take that core for
-    milliseconds; a process for batch work never does. All helpers leave the trainer the same core, and the scheduler moves it there.
+    Priority alone is not enough. The system wakes a reader on the core of the process that wrote to its pipe, and lets it take that core
+    for milliseconds, except a process for batch work. All helpers leave the trainer the same core, and the scheduler moves it there.
     """
     with suppress(OSError):
         os.nice(niceness)
-    with suppress(OSError, AttributeError):  # names that Linux alone has
+    with suppress(OSError, AttributeError):  # functions that only Linux has
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(OSError, AttributeError):
         cores = os.sched_getaffinity(0)
@@ -306,5 +306,5 @@ def lower_process_priority(niceness: int) -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """Look for garbage after `GARBAGE_THRESHOLD_OBJECTS` new objects."""
+    """Collect garbage after `GARBAGE_THRESHOLD_OBJECTS` new objects."""
     gc.set_threshold(GARBAGE_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])

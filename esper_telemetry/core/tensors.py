@@ -9,14 +9,14 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-TINY_NORM, HUGE_NORM = 1e-18, 1e18  # beyond these, squares leave float32: the norm is computed again in float64
+TINY_NORM, HUGE_NORM = 1e-18, 1e18  # beyond these, squares leave float32, and the norm is computed again in float64
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
 AFFINE_CORRELATION = 0.95
-"""Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
+"""Minimum correlation, over the entries of an observation, at which one is the other with another mean and scale."""
 
 MIN_SPREAD = 1e-12
-"""Product of the deviations of an entry's numbers in both, summed over rows, up to which it does not vary."""
+"""Maximum product of an entry's deviations in both, summed over rows, at which it is constant."""
 
 Norms = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
@@ -58,7 +58,7 @@ def choose_norms(device: torch.device) -> Norms:
 def allow_recurrent_gradients(copy: nn.Module) -> None:
     """Put recurrent layers of a copy in training mode, without dropout: cuDNN refuses to compute gradients otherwise.
 
-    To switch cuDNN off instead would change the kernels of every thread.
+    Switching cuDNN off instead would change the kernels of every thread.
     """
     for module in copy.modules():
         if isinstance(module, nn.RNNBase):
@@ -66,10 +66,10 @@ def allow_recurrent_gradients(copy: nn.Module) -> None:
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each gradient, [K], without overflow or underflow; non-finite where an entry is.
+    """Return the L2 norm of each gradient, [K], without overflow or underflow; non-finite if an entry is.
 
-    On CUDA float64, accumulated in float64 and without synchronisation. On the CPU float32 with the rounding of
-    `clip_grad_norm_`; float64 where a norm leaves the range that float32 can square.
+    On CUDA the norms are float64, accumulated in float64 and without synchronisation. On the CPU they are float32 with the rounding of
+    `clip_grad_norm_`, or float64 if a norm leaves the range that float32 can square.
     """
     if gradients[0].is_cuda:
         return choose_norms(gradients[0].device)(gradients, torch.float64)
@@ -89,12 +89,12 @@ def checked_norms(gradients: Sequence[Tensor], raw: Tensor) -> Tensor:
 
 
 def doubtful_norms(raw: Tensor) -> list[int]:
-    """Return the places of the `raw_norms` whose squares float32 cannot hold."""
+    """Return the positions of the `raw_norms` whose squares float32 cannot hold."""
     return [place for place, norm in enumerate(raw.tolist()) if not TINY_NORM < norm < HUGE_NORM]
 
 
 def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:
-    """Return the norms with the doubtful ones computed again in float64; all float64 where one is too large for float32."""
+    """Return the norms with the doubtful ones computed again in float64; all float64 if one is too large for float32."""
     exact = norms.double()
     exact[list(doubtful)] = public_norms([gradients[index] for index in doubtful], torch.float64)
     return exact.to(norms.dtype) if float(exact.max()) < HUGE_NORM else exact
@@ -118,7 +118,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def _float32(number: float) -> float:
-    """Return the nearest float32 number: for a sum, product or quotient of two float32 numbers the result of float32 arithmetic."""
+    """Return the nearest float32 number; for a sum, product or quotient of two float32 numbers it equals float32 arithmetic."""
     return c_float(number).value
 
 
@@ -132,12 +132,12 @@ def clip_by_norms(gradients: Sequence[Tensor], raw: Tensor, max_norm: float) -> 
 def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:
     """Scale the gradients in place to a global norm of at most `max_norm`, bit for bit as `clip_grad_norm_` does.
 
+    Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
+
     Args:
         gradients: K tensors of one dtype on one device.
         norms: [K], from `gradient_norms`.
         max_norm: limit of the global L2 norm.
-
-    Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
     """
     if norms.is_cpu and gradients[0].dtype.itemsize < norms.dtype.itemsize < torch.float64.itemsize:
         rounded = norms.to(gradients[0].dtype)  # as torch computes them, unless their sum leaves its range
@@ -164,7 +164,7 @@ def _scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def are_rescaled(stored: Tensor, received: Tensor) -> bool:
-    """Return True where observations [N, ...] are the others with another mean and another scale, entry by entry, nearly."""
+    """Return True if the observations [N, ...] are approximately the others with another mean and scale, entry by entry."""
     own = stored.double().flatten(1)
     others = received.to(own).reshape(own.shape)
     one, other = own - own.mean(0), others - others.mean(0)
@@ -175,10 +175,10 @@ def are_rescaled(stored: Tensor, received: Tensor) -> bool:
 
 
 def stop_at_nonfinite(parameters: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Make backward passes raise FloatingPointError at the first gradient that is not finite; return the function that ends this.
+    """Make backward passes raise FloatingPointError at the first gradient that is not finite; return a function that ends this.
 
     A gradient is checked when it is added to `.grad`, in the order of the pass, so `torch.autograd.grad` is not affected. On a GPU each
-    check waits for the device.
+    check synchronises.
     """
     handles = [
         parameter.register_post_accumulate_grad_hook(partial(_check_gradient, name))

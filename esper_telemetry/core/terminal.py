@@ -1,6 +1,6 @@
-"""Texts that others wrote, without what a terminal would obey: escape sequences, control characters, marks that reverse the writing.
+"""Removes control sequences from untrusted texts: escape sequences, control characters, marks that reverse the writing direction.
 
-Readers of files clean each text where they read it. Commands, warnings and consoles clean their output too, because it contains names of
+Readers of files clean each text when they read it. Commands, warnings and consoles clean their output too, because it contains names of
 files and messages of clients.
 """
 
@@ -12,7 +12,7 @@ import re
 from typing import Any, Final
 
 UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but for newline and tab, marks that reverse the writing, and halves of characters, which no file can hold."""
+"""Control characters except newline and tab, marks that reverse the writing direction, and surrogates, which files cannot hold."""
 SEQUENCE: Final = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor, screen
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x00-\x08\x0b-\x1f\x7f-\x9f]*(?:\x07|\x1b\\|\x9c)"  # titles, links, clipboard
@@ -23,14 +23,14 @@ REPLACEMENT: Final = "\ufffd"
 
 
 def printable(text: str) -> str:
-    """Return the text without escape sequences and control characters; newlines and tabs stay."""
+    """Return the text without escape sequences and control characters, but with newlines and tabs."""
     if not UNPRINTABLE.search(text):
         return text
     return UNPRINTABLE.sub("", HALF.sub(REPLACEMENT, SEQUENCE.sub("", text)))
 
 
 def printable_values(value: Any) -> Any:
-    """Return decoded JSON with every text `printable`, names too."""
+    """Return decoded JSON with every text `printable`, including names."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -53,4 +53,4 @@ def clean_log_record(record: logging.LogRecord) -> bool:
 
 
 for _name in ("esper_telemetry", "esper_telemetry.sinks"):
-    logging.getLogger(_name).addFilter(clean_log_record)  # a logger's filter does not see what loggers below it write
+    logging.getLogger(_name).addFilter(clean_log_record)  # a logger's filter does not see records of its child loggers

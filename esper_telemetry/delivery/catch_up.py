@@ -1,4 +1,4 @@
-"""Bring a backend up to the journal: compare what it holds, and send what is missing, after the fact or alongside."""
+"""Bring a backend up to date with the journal: compare the two, and send what is missing, after the run or during it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsA
 
 WAIT_POLL_SECONDS: Final = 0.2
 MAX_REPLAY_FAILURES: Final = 8
-"""Failures in a row that end a replay: some fifteen seconds."""
+"""Failures in a row that end a replay, after about fifteen seconds."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -35,14 +35,14 @@ class BackendAudit:
     Attributes:
         updates: number of updates in the journal.
         numbers: how many numbers the backend should hold.
-        absent: updates of which the backend holds nothing.
-        incomplete: updates of which it holds some numbers and lacks others.
-        missing: by key, how many numbers the backend lacks, those of absent updates too.
-        different: by key, how many numbers differ from the journal's.
-        repeated: by key, how many numbers the backend has more than once.
+        absent: updates that are missing from the backend entirely.
+        incomplete: updates of which some numbers are missing.
+        missing: how many numbers the backend lacks, by key, absent updates included.
+        different: how many numbers differ from the journal's, by key.
+        repeated: how many numbers the backend has more than once, by key.
         unknown: updates that the backend holds and the journal does not.
-        ended: whether the backend shows the run as ended; None where it does not say.
-        untouched: whether the backend holds nothing of the run at all.
+        ended: whether the backend shows the run as ended; None if it does not say.
+        untouched: whether the backend is empty.
     """
 
     updates: int = 0
@@ -58,20 +58,23 @@ class BackendAudit:
 
     @property
     def equal(self) -> bool:
-        """True where the backend holds exactly what the journal holds."""
+        """True if the backend holds exactly what the journal holds."""
         return not (self.missing or self.different or self.repeated or self.unknown)
 
     @property
     def lacking(self) -> list[int]:
-        """Updates of which the backend lacks something."""
+        """Updates that are absent or incomplete in the backend."""
         return sorted([*self.absent, *self.incomplete])
 
 
 def audit(run_dir: str | os.PathLike[str], sink: Sink) -> BackendAudit | None:
-    """Read the backend of a sink back and compare it; None where the sink cannot say what its backend holds.
+    """Read the backend of a sink back and compare it; None if the sink cannot read its backend.
 
-    The backend itself is read, as its own viewers read it, not what a client reported. Raises what reading raises where it does not answer,
-    FileNotFoundError where there is no journal.
+    The comparison uses the backend's own data, as its viewers read them, and not the client's reports.
+
+    Raises:
+        FileNotFoundError: the journal is missing.
+        Exception: reading the backend failed.
     """
     if not isinstance(sink, SupportsAudit):
         return None
@@ -87,7 +90,7 @@ def audit(run_dir: str | os.PathLike[str], sink: Sink) -> BackendAudit | None:
 
 
 def compare_records(records: Mapping[int, list[Record]], numbers_of: Shown, stored: StoredMetrics) -> BackendAudit:
-    """Compare the records of each update with the stored numbers; where a journal holds an update twice, either record will do."""
+    """Compare the records of each update with the stored numbers; if a journal holds an update twice, either record may match."""
     result = BackendAudit(ended=stored.ended, untouched=not stored.rows, repeated=stored.repeated)
     for update, versions in records.items():
         expected_versions = [numbers_of(record) for record in versions]
@@ -118,7 +121,7 @@ def format_ranges(updates: list[int]) -> Iterator[str]:
 
 
 def repair_filter(sink: Sink, result: BackendAudit) -> Callable[[int], bool]:
-    """Return which updates complete a backend; all from the first on where it draws nothing behind a later point."""
+    """Return which updates complete a backend; all from the first missing one if it draws no points before a later point."""
     lacking = frozenset(result.lacking)
     if isinstance(sink, SupportsForwardOnly) and sink.only_forward and lacking:
         first = min(lacking)
@@ -134,24 +137,25 @@ def replay(
     missing: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> CloseReport:
-    """Send a journal into a sink: what is missing if the sink has taken some of it before, else all.
+    """Send a journal to a sink: the remaining records if the sink has taken some of them before, else all.
 
-    `cursors.json` has what a sink has taken, under its name. With `follow` the call waits for lines that are still to come, until the end
-    line, however often the sink fails; otherwise it stops at the last line, or after 8 failures in a row. A run without an end line is then
-    closed as killed; replayed again when it has one, it gets the rest and its true end. `sent` counts what this call has sent.
+    `cursors.json` records what a sink has taken, under its name. With `follow` the call waits for further lines until the end line,
+    however often the sink fails; otherwise it stops at the last line, or after 8 failures in a row. A run without an end line is then
+    closed as killed. If it is replayed again after its end, the sink gets the rest and the true end. `sent` counts the records of this
+    call.
 
-    With `missing` the backend is read first, and gets what it lacks, whatever it has taken: someone has deleted it, a disk was full, a
-    record was refused. A backend that draws nothing behind a later point gets everything from the first missing update on, and takes
-    what it had from there as void. Sinks without `stored` get everything again.
+    With `missing` the backend is read first, and receives what it lacks, even if it has taken it before: it may have been deleted, a disk
+    may have been full, or a record refused. A backend that draws no points before a later point receives everything from the first
+    missing update on, and discards what it had from there. Sinks without `stored` receive everything again.
 
-    The call waits for a process that goes on delivering to this sink after the end of the run. `progress` is called with the number of
-    records sent so far, after every batch.
+    The call waits for a background process that still delivers to this sink after the end of the run. `progress` is called with the
+    number of records sent so far, after every batch.
 
     Raises:
-        FileNotFoundError: there is no journal.
+        FileNotFoundError: the journal is missing.
         BlockingIOError: the trainer delivers to this sink itself.
         ValueError: without `follow`, the journal does not say which run it is.
-        Exception: with `missing`, what reading the backend raises.
+        Exception: with `missing`, reading the backend failed.
     """
     path = journal_path(run_dir)
     directory = path.parent.absolute()
@@ -177,9 +181,9 @@ def replay(
 
 
 def _await_other_delivery(run_dir: Path, name: str) -> None:
-    """Wait for a process that goes on after the end of the run: two writers on one cursor would send records twice.
+    """Wait for a process that continues after the end of the run: two writers on one cursor would send records twice.
 
-    Raises BlockingIOError where the trainer itself has not ended: that may take for ever, and may be this process.
+    Raises BlockingIOError if the trainer has not ended: this may take forever, and it may be this process.
     """
     warned = False
     while name in deliveries_under_way(run_dir):

@@ -1,7 +1,7 @@
-"""The sink process itself: one thread per delivery, and the main thread that listens to the trainer.
+"""The sink process: one thread per delivery, and the main thread, which listens to the trainer.
 
-Started by `SinkProcess`. It outlives its trainer: it writes the end line that a killed trainer could not, delivers what is left for
-`MAX_DETACHED_SECONDS`, and exits. A normal end is as safe as a killed trainer, because both leave this process to itself.
+`SinkProcess` starts it. It outlives its trainer: it writes the end line if the trainer was killed, delivers for up to
+`MAX_DETACHED_SECONDS`, and exits. It does the same after a normal end, so a normal end is as safe as a killed trainer.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from esper_telemetry.sinks.protocol import Sink
 
 TICK_SECONDS: Final = 0.2
 MAX_DETACHED_SECONDS: Final = 300.0
-"""Time for which a process without a trainer delivers what is left, before it leaves the rest to `replay`."""
+"""How long a process without a trainer delivers before it leaves the rest to `replay`."""
 MAX_WRITER_SECONDS: Final = 30.0
-"""Time for which it waits for the worker of a killed trainer, which still appends to the journal."""
+"""How long it waits for the worker of a killed trainer, which may still append to the journal."""
 MAX_EXIT_SECONDS: Final = 5.0
 NICENESS: Final = 19
-"""The trainer goes first where cores are scarce: backends can catch up later."""
+"""Gives the trainer priority if cores are scarce: backends can catch up later."""
 FRESH_PROCESS_EXIT_CODE: Final = 75
-"""Asks the trainer for a fresh process; EX_TEMPFAIL of sysexits.h."""
+"""Asks the trainer for a fresh process; EX_TEMPFAIL in sysexits.h."""
 HEARTBEAT_SECONDS: Final = 5.0
 MAX_WARNING_CHARACTERS: Final = 1000
 SECRETS_HEAD: Final = b'{"secrets":'
-"""Beginning of a line of the trainer that is read out of turn: a sink may raise these secrets at once."""
+"""Start of a line from the trainer that is read before its turn: an exception of a sink may contain these secrets at any time."""
 STATUS_FILE_SECONDS: Final = 5.0
-"""Shortest time between two writes of `status.json`."""
+"""Minimum time between two writes of `status.json`."""
 
 
 def main() -> None:
@@ -67,11 +67,11 @@ def main() -> None:
     logger.addHandler(warnings)
     messages = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a client that prompts must read nothing
+    os.dup2(nothing, 0)  # a client that prompts gets an empty input
     os.close(nothing)
     trainer = TrainerLink(messages, int(sys.argv[1]), warnings)
     settings = trainer.settings()
-    sys.argv = settings["command"]  # backends note which program made the run
+    sys.argv = settings["command"]  # backends record the program that made the run
     run_dir = Path(settings["run_dir"])
     deliveries = [
         Delivery(
@@ -91,8 +91,8 @@ def main() -> None:
 def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
     """Run deliveries to their end while listening to the trainer; return the exit code.
 
-    A call that has not come back after `call_seconds` ends the process, because a thread cannot be killed: the other sinks save their
-    cursors, and go on with a fresh client in a fresh process.
+    A call that has not returned after `call_seconds` ends the process, because a thread cannot be killed. The other sinks save their
+    cursors and continue with a fresh client in a fresh process.
     """
     threads = _start_threads(trainer, deliveries)
     detached_at: float | None = None
@@ -102,12 +102,10 @@ def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, c
         status = trainer.listen(TICK_SECONDS)
         if trainer.gone and detached_at is None:
             detached_at, status = time.monotonic(), status or end or RunStatus.KILLED
-            await_release(
-                run_dir, Role.WRITER, MAX_WRITER_SECONDS
-            )  # the worker of the trainer may still write a record
-            with suppress(OSError):  # a full disk: the sinks are closed without the line
+            await_release(run_dir, Role.WRITER, MAX_WRITER_SECONDS)  # the trainer's worker may still write a record
+            with suppress(OSError):  # with a full disk, the sinks are closed without the line
                 end_if_open(run_dir, status)
-            # a client that holds the interpreter lock stops all threads, this one too
+            # A client that holds the interpreter lock stops all threads, including this one.
             faulthandler.dump_traceback_later(MAX_DETACHED_SECONDS + 2 * MAX_EXIT_SECONDS, exit=True)
         if status is not None:
             end = status
@@ -126,9 +124,9 @@ def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, c
 
 
 def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list[threading.Thread]:
-    """Import all clients, one after the other, then start a thread per delivery; none where a fresh process must try again.
+    """Import all clients, one after the other, then start a thread per delivery; start none if a fresh process must try again.
 
-    Imports side by side have left NumPy and MLflow half initialised, for every further attempt in that process too.
+    Concurrent imports have left NumPy and MLflow half initialised, which also breaks every later attempt in that process.
     """
     for delivery in deliveries:
         trainer.report([each.status for each in deliveries])
@@ -145,16 +143,16 @@ def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list
 def _end(
     trainer: TrainerLink, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path
 ) -> int:
-    """Stop the deliveries, which saves their cursors, and report for the last time; return the exit code."""
+    """Stop the deliveries, which saves their cursors, and report a last time; return the exit code."""
     for delivery in deliveries:
         delivery.stop()
     for thread in threads:
         thread.join(MAX_EXIT_SECONDS / len(threads))
     trainer.report([delivery.status for delivery in deliveries])
     code = FRESH_PROCESS_EXIT_CODE if _needs_fresh_process(deliveries) else 0
-    if not code or trainer.gone:  # else the next process goes on
+    if not code or trainer.gone:  # else the next process continues
         write_reports(run_dir, _reports(deliveries, run_dir), under_way=False)
-    timer = threading.Timer(MAX_EXIT_SECONDS, os._exit, [code])  # a client that hangs while the interpreter exits
+    timer = threading.Timer(MAX_EXIT_SECONDS, os._exit, [code])  # a client may hang while the interpreter exits
     timer.daemon = True
     timer.start()
     return code
@@ -176,7 +174,7 @@ def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
 
 
 class _StatusFile:
-    """Writes `status.json` when a delivery fails or recovers, and without a trainer also when it gets on."""
+    """Writes `status.json` when a delivery fails or recovers, and, without a trainer, also when it makes progress."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -185,7 +183,7 @@ class _StatusFile:
         self._detached = False
 
     def update(self, deliveries: Sequence[Delivery], *, detached: bool) -> None:
-        """Write what has changed, at most every `STATUS_FILE_SECONDS`."""
+        """Write the changes, at most every `STATUS_FILE_SECONDS`."""
         statuses = [delivery.status for delivery in deliveries]
         records = sum(status.records for status in statuses) if detached else None
         content = (records, [(status.state, status.errors, status.quarantined) for status in statuses])
@@ -200,15 +198,15 @@ class _StatusFile:
 
 
 class TrainerLink:
-    """The trainer as this process hears it and reports to it, in JSON lines.
+    """The connection to the trainer: JSON lines in both directions.
 
     Args:
-        messages: descriptor that the trainer's lines come from.
-        reports: descriptor that takes ours.
-        warnings: for the trainer to log.
+        messages: descriptor to read the trainer's lines from.
+        reports: descriptor to write reports to.
+        warnings: messages for the trainer to log.
 
     Attributes:
-        gone: whether the trainer has died, or leaves this process to itself.
+        gone: whether the trainer has died or left this process to continue alone.
     """
 
     def __init__(self, messages: int, reports: int, warnings: WarningCollector) -> None:
@@ -224,7 +222,7 @@ class TrainerLink:
         os.set_blocking(reports, False)
 
     def settings(self) -> Mapping[str, Any]:
-        """Wait for the first line; exit where the trainer is gone before it came."""
+        """Wait for the first line; exit if the trainer is gone before it arrives."""
         while (line := self._next_line()) is None:
             self._receive(TICK_SECONDS)
             if self.gone:
@@ -248,7 +246,7 @@ class TrainerLink:
         return RunStatus(message["end"]) if "end" in message else None
 
     def report(self, statuses: Sequence[SinkStatus]) -> None:
-        """Send what has changed, or a sign of life; drop it where the trainer does not read, as the next report repeats it."""
+        """Send what has changed, or a sign of life. If the trainer does not read, drop the report: the next one repeats it."""
         for status in statuses:
             if self._reported.get(status.name) != status and self._send(asdict(status)):
                 self._reported[status.name] = status
@@ -265,13 +263,13 @@ class TrainerLink:
         return False
 
     def take_secrets(self) -> None:
-        """Remember the secrets that the trainer has sent by now; `listen` does so too."""
+        """Remember the secrets that the trainer has sent so far; `listen` does so too."""
         self._receive(0.0)
 
     def _receive(self, seconds: float) -> None:
-        """Read what comes within that time, and find out whether the trainer is gone.
+        """Read incoming data for that time, and find out whether the trainer is gone.
 
-        The end of the input may never come, as forked processes hold it open too: so look whether this process has another parent.
+        The input may never end, because forked processes also hold it open. So check also whether this process has another parent.
         """
         poll = select.poll()
         poll.register(self._messages, select.POLLIN)
@@ -296,26 +294,26 @@ class TrainerLink:
 def _unpickle_sink(text: str) -> Sink:
     try:
         sink: Sink = pickle.loads(base64.b64decode(text))
-    except (Exception, SystemExit) as error:  # whatever importing the sink's module raises: the other sinks go on
+    except (Exception, SystemExit) as error:  # importing the sink's module failed: the other sinks continue
         return UnloadableSink(error)
     return sink
 
 
 class UnloadableSink:
-    """Stands for a sink whose module cannot be imported here: `import_client` raises what that raised, so it is never opened."""
+    """Replaces a sink whose module cannot be imported here. `import_client` raises the error, so the sink is never opened."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def import_client(self) -> None:
-        """Raise what importing the module raised."""
+        """Raise the error of the import."""
         raise self.error
 
     def open(self, run: RunInfo) -> None:
-        """Do nothing: not reached."""
+        """Do nothing: never called."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Do nothing: not reached."""
+        """Do nothing: never called."""
 
     def close(self, status: RunStatus) -> None:
-        """Do nothing: not reached."""
+        """Do nothing: never called."""

@@ -1,4 +1,4 @@
-"""`cursors.json` in the run directory: how far each sink is. And the lock on files that several processes of a run change."""
+"""The cursor of each sink in `cursors.json`, and the lock on files of a run directory that several processes change."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _logger = logging.getLogger("esper_telemetry")
 
 @contextlib.contextmanager
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
-    """Admit one process and thread at a time, as far as the file system has locks; raises OSError where there is no journal."""
-    journal = open_regular(journal_path(run_dir), os.O_RDONLY, follow_links=True)  # it is there as long as the run is
+    """Admit one process and thread at a time, if the file system has locks; raises OSError without a journal."""
+    journal = open_regular(journal_path(run_dir), os.O_RDONLY, follow_links=True)  # it exists as long as the run does
     try:
         with contextlib.suppress(OSError):
             lock_file(journal, wait=True)
@@ -40,15 +40,15 @@ def run_dir_lock(run_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Progress of a sink; the names of the fields are those of `cursors.json`.
+    """Progress of a sink; the names of the fields are the names in `cursors.json`.
 
     Attributes:
-        offset: position in the journal, in bytes, behind the last line that the sink took.
+        offset: position in the journal, in bytes, after the last line that the sink took.
         seq: number of the last record that it took.
-        records: records that it took since the run began.
+        records: number of records that it took since the run began.
         end: how the run ended, once the end line was read.
-        closed: whether the sink was closed with that.
-        quarantined: records that it refused, which `dead_letter.jsonl` holds.
+        closed: whether the sink was closed with that status.
+        quarantined: number of records that it refused, which `dead_letter.jsonl` holds.
     """
 
     offset: int = 0
@@ -72,7 +72,7 @@ def count_records_after(run_dir: Path, cursor: Cursor) -> int:
 class Cursors:
     """The cursors of a run. Threads and processes share them: each changes its own entry under a lock on the journal.
 
-    Where a network file system refuses locks or writing, delivery goes on, and sends some records again after a restart.
+    If a network file system refuses locks or writing, delivery continues, and some records are sent again after a restart.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -81,13 +81,13 @@ class Cursors:
         self._warned = False
 
     def load(self, name: str) -> Cursor:
-        """Return the cursor of a sink; one at the beginning for a sink that has none."""
+        """Return the cursor of a sink; a new sink gets one at the beginning."""
         try:
             saved = self._read()[name]
             end = saved.get("end")
-            try:  # a crash of the machine may have cost the last lines
+            try:  # if the machine crashed, the last lines may be lost
                 size: float = self._journal.stat().st_size
-            except FileNotFoundError:  # a compressed journal is whole
+            except FileNotFoundError:  # a compressed journal is complete
                 size = math.inf
             check(saved, CURSOR, "a cursor", required=("offset", "seq", "records", "closed"))
             offset = min(saved["offset"], size)
@@ -97,13 +97,13 @@ class Cursors:
             return Cursor()
 
     def names(self) -> list[str]:
-        """Return the names of the sinks that have one."""
+        """Return the names of the sinks that have a cursor."""
         with contextlib.suppress(OSError):
             return list(self._read())
         return []
 
     def save(self, name: str, cursor: Cursor) -> None:
-        """Replace the cursor of a sink and leave all others."""
+        """Replace the cursor of a sink and leave all others unchanged."""
         try:
             with run_dir_lock(self.path.parent):
                 replace_file(self.path, json.dumps({**self._read(), name: asdict(cursor)}, indent=1) + "\n")

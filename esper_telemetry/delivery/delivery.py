@@ -1,10 +1,10 @@
 """The delivery of one sink: it follows the journal with a cursor, live, catching up or replaying, in one code path.
 
 A `Delivery` opens the sink at the `run` line, writes records in batches, saves its cursor in `cursors.json`, and closes the sink with the
-status of the `end` line. What a sink raises is caught here and nowhere else.
+status of the `end` line. Only this module catches exceptions of a sink.
 
-A sink gets records in the order of the journal, and each at least once: what it took in the last second before a process was killed,
-and the cursor does not have, is sent again.
+A sink gets records in the order of the journal, each at least once. Records of the last second before a process was killed may be sent
+again, because the cursor was not saved yet.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from esper_telemetry.sinks.protocol import (
 
 MAX_BATCH_LINES: Final = 200
 MAX_SAVE_DELAY_SECONDS: Final = 1.0
-"""How old a saved cursor becomes at most: a killed process sends so much again."""
+"""Maximum age of a saved cursor; a killed process sends this much again."""
 POLL_SECONDS: Final = 0.1
 REST_SECONDS: Final = 1.0
-"""Between two batches in the sink process, where the sink keeps up: ten records one by one cost a backend more than ten at once."""
+"""Pause between two batches in the sink process if the sink keeps up: ten single records cost a backend more than one batch of ten."""
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 class SinkReader(Protocol):
-    """Gives the lines of a journal in order."""
+    """Returns the lines of a journal in order."""
 
     offset: int
 
     @property
     def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without."""
+        """Directory of the run; None for a run without one."""
 
     def read(self, limit: int | None = None) -> list[Entry]:
         """Return the next lines, at most `limit`."""
 
     def head(self) -> RunInfo | None:
-        """Return the run as lines before the offset describe it; None where they do not."""
+        """Return the run as described by lines before the offset; None if they do not describe it."""
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
         """Return the alarms in the lines before an offset, in all lines by default."""
@@ -72,23 +72,23 @@ class SinkReader(Protocol):
 
 
 class Delivery:
-    """Feeds one sink from one reader: by `run` in a thread of its own, or by `step` in the caller's.
+    """Feeds one sink from one reader: `run` does so in its own thread, `step` in the caller's.
 
-    A sink that raises is called again after a while (`CircuitBreaker`), a record that it refuses is set aside (`Sender`), and
+    A sink that raises is called again after a pause (`CircuitBreaker`). A record that it refuses is set aside (`Sender`).
     `PermanentSinkError` ends the delivery. The first error is logged.
 
     Args:
-        sink: takes the records.
-        reader: gives them; it is the delivery's own.
-        name: of the sink in messages and `cursors.json`; its own name by default.
-        cursors: where to go on from, and to save progress; None begins at the reader's position.
-        batch: most lines that are read at a time.
+        sink: the sink to feed.
+        reader: source of the lines; it belongs to the delivery.
+        name: name of the sink in messages and `cursors.json`; its own name by default.
+        cursors: the starting point, and storage of progress; None begins at the reader's position.
+        batch: maximum number of lines to read at a time.
         patience: failures in a row that end the delivery; None for any number.
         in_child: whether this is the sink process, which the sink may prepare; the delivery rests between batches there.
-        failures: in a row so far, where another process has tried before.
-        needs_update: says of an update whether to send it, where a backend lacks some; None to go by the cursor.
-        until_finish: an end line closes the sink only after `finish`. The journal of a resumed run has an older end line, and what follows
-            it may not be written yet.
+        failures: failures in a row so far, if another process has tried before.
+        needs_update: returns whether to send an update, if a backend lacks some; None to follow the cursor.
+        until_finish: close the sink at an end line only after `finish`. The journal of a resumed run has an older end line, and later
+            lines may not be written yet.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Delivery:
 
     @property
     def status(self) -> SinkStatus:
-        """The state of the delivery at this moment; from any thread."""
+        """The state of the delivery at this moment; callable from any thread."""
         cursor = self.cursor
         return SinkStatus(
             *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors),
@@ -145,32 +145,32 @@ class Delivery:
 
     @property
     def sent(self) -> int:
-        """Number of records that this delivery has sent, without those of earlier deliveries."""
+        """Number of records that this delivery has sent, without earlier deliveries."""
         return self._sender.sent
 
     @property
     def over(self) -> bool:
-        """True when nothing more will be delivered."""
+        """True when the delivery has ended."""
         return self._stopped or self._state in FINAL
 
     @property
     def call_seconds(self) -> float:
-        """Duration of the call of the sink that is under way; 0 where there is none."""
+        """Duration of the sink's call under way, or 0."""
         return self._calls.seconds
 
     def import_client(self) -> None:
-        """Let the sink import its client, in the calling thread: before `run`, and for one delivery after the other."""
+        """Let the sink import its client, in the calling thread. Call it before `run`, for one delivery after the other."""
         if not isinstance(self.sink, SupportsClientImport):
             return
         try:
             self.sink.import_client()
-        except BaseException as error:  # from the modules of a package
+        except BaseException as error:  # from a package's modules
             if is_interrupt(error):
                 raise
             self._disable(self._import_error(error))
 
     def run(self, progress: Callable[[int], object] | None = None) -> None:
-        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called.
+        """Deliver until the end of the journal was delivered, the sink is disabled, or `stop` is called.
 
         `progress` is called with `sent` after every attempt.
         """
@@ -179,7 +179,7 @@ class Delivery:
                 moved = self.step()
                 if progress is not None:
                     progress(self.sent)
-                # rest where more lines will come, and these were all that there are
+                # Rest if more lines will come and all existing ones were delivered.
                 rests = self._in_child and self._caught_up and self._fallback_end is None
                 if not moved or rests:
                     self._wake.wait(REST_SECONDS if rests else max(POLL_SECONDS, self.breaker.pause()))
@@ -193,27 +193,27 @@ class Delivery:
         self._reader.close()
 
     def finish(self, status: RunStatus) -> None:
-        """Announce that no more lines will come; `status` ends the sink where the journal has no end line. From any thread."""
+        """Announce that the journal is complete. Without an end line, the sink is closed with `status`. Callable from any thread."""
         self._fallback_end = status
         self.breaker.retry_now()
         self._wake.set()
 
     def stop(self) -> None:
-        """End the delivery after the call of the sink that is under way; from any thread."""
+        """End the delivery after the sink's call under way; callable from any thread."""
         self._stopped = True
         self._wake.set()
 
     def exclude_pause(self, seconds: float) -> None:
-        """Leave a time in which the whole process was stopped out of the duration of the call under way."""
+        """Exclude a time in which the whole process was stopped from the duration of the call under way."""
         self._calls.exclude_pause(seconds)
 
     def give_up_call(self) -> None:
-        """Report the call under way as one that hangs; the process must end for it."""
-        self._calls.record_error(TimeoutError(f"a call has not come back for {self.call_seconds:.0f} s"))
+        """Report that the call under way hangs; the process must then end."""
+        self._calls.record_error(TimeoutError(f"a call has not returned for {self.call_seconds:.0f} s"))
         self._state = SinkState.HUNG
 
     def step(self) -> bool:
-        """Make one attempt and return whether to go on at once. Whatever the sink raises ends here."""
+        """Make one attempt and return whether to continue at once. Exceptions of the sink are caught here."""
         if self.breaker.pause() > 0:
             return False
         try:
@@ -249,11 +249,11 @@ class Delivery:
         return moved
 
     def _is_described(self, info: RunInfo) -> bool:
-        """Return whether the descriptions of keys were read that follow a new run line, or will not come."""
+        """Return whether the descriptions of keys after a new run line were read, or will not come."""
         return bool(info.metrics or self._sender.batch) or self.cursor.end is not None
 
     def _read(self) -> bool:
-        """Read the next lines into the batch; at the end of a journal that goes no further, set the end of the run."""
+        """Read the next lines into the batch; at the end of a complete journal, set the end of the run."""
         entries = self._reader.read(self._batch_lines)
         self._caught_up = 0 < len(entries) < self._batch_lines
         for entry in entries:
@@ -267,7 +267,7 @@ class Delivery:
     def _add(self, entry: Entry) -> None:
         match entry:
             case RunInfo() if self._info is not None and self._opened:
-                # the sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that
+                # The sink keeps the `RunInfo` it was opened with, so the descriptions of a resumed run are added to it.
                 self._info.metrics.update(entry.metrics)
                 self._move(end=None, closed=False)
             case RunInfo():
@@ -300,11 +300,11 @@ class Delivery:
             self._must_prepare = False
             self.sink.open(info)
             if self._in_child:
-                gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
+                gc.freeze()  # the backends' modules stay loaded: scanning them repeatedly took a third of MLflow's time
             self._opened = True
             if self._needs_update is None and isinstance(self.sink, SupportsHeldUpdate):
                 held_update = self.sink.held(info)
-                if held_update is not None:  # go through the journal again, and pass over these updates
+                if held_update is not None:  # read the journal again and skip these updates
                     self._held_update = held_update
                     self._sender.batch.clear()
                     self._reader.offset = 0
@@ -313,7 +313,7 @@ class Delivery:
         self._record_success()
 
     def _recall(self) -> None:
-        """Give the sink the alarms that it was sent before it was opened this time."""
+        """Repeat the alarms that the sink received before it was opened this time."""
         if not isinstance(self.sink, SupportsRecall):
             return
         from_start = self._held_update or self._needs_update is not None
@@ -323,7 +323,7 @@ class Delivery:
             self.sink.recall(earlier)
 
     def _write(self) -> None:
-        """Deliver all that was read; what the sink has taken of it is not sent again when something later fails."""
+        """Deliver everything that was read; records that the sink has taken are not sent again after a later failure."""
         batch, refused = self._sender.batch, self._sender.refused
         try:
             while batch:
@@ -349,7 +349,7 @@ class Delivery:
         self._state = SinkState.DELIVERING
 
     def _import_error(self, error: BaseException) -> PermanentSinkError:
-        """Return the error to disable the sink with; in the sink process, a fresh process may import what broke here."""
+        """Return the error that disables the sink. In the sink process, a fresh process may succeed in importing the client."""
         if isinstance(error, ModuleNotFoundError):
             return PermanentSinkError(f"it needs a module that is not installed: {error}")
         _logger.debug("sink %s cannot import its client", self.name, exc_info=error)

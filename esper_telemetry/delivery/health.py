@@ -1,4 +1,4 @@
-"""The `doctor` of a run: every backend compared with the journal, and a run that its trainer left open closed."""
+"""`doctor`: compare every backend of a run with its journal, and close a run that its trainer left open."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class SinkCheck:
     """One backend of a run.
 
     Attributes:
-        name: of the sink.
-        audit: the comparison; None where nothing could be compared.
-        reason: why nothing could be compared.
-        unreadable: whether the backend did not answer, or what it holds could not be understood.
-        command: repairs the backend; empty where nothing is to be done, or can be.
-        note: what `doctor` did, or what else is to be known.
-        under_way: whether a process of the run still delivers what is missing.
+        name: name of the sink.
+        audit: the comparison; None if it was not possible.
+        reason: why the comparison was not possible.
+        unreadable: whether the backend did not answer, or its contents could not be understood.
+        command: command that repairs the backend; empty if no repair is needed or possible.
+        note: what `doctor` did, or further remarks.
+        under_way: whether a process of the run still delivers the missing records.
     """
 
     name: str
@@ -52,7 +52,7 @@ class SinkCheck:
 
     @property
     def equal(self) -> bool | None:
-        """True where the backend holds exactly what the journal holds; None where that is not known."""
+        """True if the backend holds exactly what the journal holds; None if that is not known."""
         return None if self.audit is None else self.audit.equal
 
     @property
@@ -97,7 +97,7 @@ def _findings(audit: BackendAudit) -> Iterator[str]:
     if audit.missing:
         updates = ", ".join(format_ranges(audit.lacking))
         yield f"{audit.missing.total():,} of {audit.numbers:,} numbers are missing, in updates {updates}"
-    for what, counted in (("differ", audit.different), ("stand there more than once", audit.repeated)):
+    for what, counted in (("differ", audit.different), ("are stored more than once", audit.repeated)):
         if counted:
             keys = ", ".join(key for key, _ in counted.most_common(MAX_NAMED_KEYS))
             yield f"{counted.total():,} numbers {what}, of {keys}{' and others' if len(counted) > MAX_NAMED_KEYS else ''}"
@@ -111,14 +111,14 @@ class RunHealth:
 
     Attributes:
         records: number of records in the journal.
-        status: how the run ended; None where it goes on.
+        status: how the run ended; None if it has not ended.
         under_way: whether a process still trains or delivers it.
-        closed_stale: whether a trainer that is gone had left it open, and `doctor` has closed it.
-        lost: lines that the journal could not take, as the disk was full for too long.
+        closed_stale: whether `doctor` has closed the run because its trainer had ended without closing it.
+        lost: number of lines that the journal could not store because the disk was full for too long.
         sinks: its backends.
-        last_update: of its records.
+        last_update: number of its last update.
         failure: the event of the exception that ended it; None without one.
-        damaged: numbers of the lines of the journal that are left out everywhere.
+        damaged: numbers of the damaged journal lines, which all readers leave out.
     """
 
     records: int
@@ -136,9 +136,7 @@ def sink_uris(run_dir: Path) -> dict[str, str]:
     """Return the address of each backend that files in a run directory name, by the sink's name."""
     uris = {name: name for name in Cursors(run_dir).names()}
     uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(run_dir).items()}
-    return {
-        name: uri for name, uri in uris.items() if uri
-    }  # a sink that exists in a program only cannot be written as an address
+    return {name: uri for name, uri in uris.items() if uri}  # a sink that only a program defines has no address
 
 
 def doctor(
@@ -147,15 +145,17 @@ def doctor(
     agreed: Collection[str] = (),
     progress: Callable[[str], object] = lambda name: None,
 ) -> RunHealth:
-    """Compare every backend of a run with its journal; end a run whose trainer is gone as killed, in the backends too.
+    """Compare every backend of a run with its journal. If its trainer is gone, end the run as killed, also in the backends.
 
     Args:
-        run_dir: of the run.
-        agreed: sink URIs that lead out of the run directory and may be read. Others are skipped: a client would send its token to a
-            server that somebody else may have chosen.
-        progress: called with the name of each backend before it is read, and how many there are.
+        run_dir: directory of the run.
+        agreed: sink URIs outside the run directory that may be read. Others are skipped, because a client would send its token to a
+            server that someone else may have chosen.
+        progress: called with the name of each backend before it is read, and the number of backends.
 
-    Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
+    Raises:
+        FileNotFoundError: the journal is missing.
+        ValueError: the journal does not say which run it is.
     """
     directory = journal_path(run_dir).parent.absolute()
     read_contents(directory)
@@ -172,11 +172,11 @@ def doctor(
     for number, (name, uri) in enumerate(sorted(uris.items()), 1):
         progress(f"{name} ({number} of {len(uris)})")
         if leads_outside(uri, directory) and uri not in agreed:
-            reason = f"not read, as it is at an address that files in the run directory name: agree with --sink {shlex.quote(uri)}"
+            reason = f"not read, because files in the run directory name its address: allow it with --sink {shlex.quote(uri)}"
             sinks.append(SinkCheck(name, reason=reason, unreadable=True))
             continue
         check = _check_uri(directory, name, uri, ended=ended)
-        if name in delivering and not check.equal:  # what is missing needs no repair yet
+        if name in delivering and not check.equal:  # missing records may still arrive
             check = replace(check, under_way=True, note="still being delivered", command="")
         sinks.append(check)
     return RunHealth(
@@ -187,25 +187,27 @@ def doctor(
 
 def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:
     if HIDDEN in uri:
-        return SinkCheck(name, reason="its address holds a secret that is not kept: name it with --sink")
+        return SinkCheck(name, reason="its address holds a secret that is not stored: name it with --sink")
     try:
         sink = as_sink(uri)
     except (ValueError, TypeError, ImportError) as error:
-        return SinkCheck(name, reason=f"cannot be made from its name here ({client_error(error)})")
+        return SinkCheck(name, reason=f"cannot be opened by its name here ({client_error(error)})")
     return check_backend(directory, sink, name=name, ended=ended)
 
 
 def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkCheck:
-    """Compare one backend with the journal; end a run that is over there too, where nothing else is wrong."""
+    """Compare one backend with the journal. If the run is over and nothing else is wrong, end it in the backend too."""
     try:
         result = audit(directory, sink)
-    except Exception as error:  # whatever a client raises whose server does not answer
+    except Exception as error:  # a client whose server does not answer may raise anything
         return SinkCheck(name, reason=f"cannot be read: {client_error(error)}", unreadable=True)
     if result is None:
-        return SinkCheck(name, reason="cannot say what it holds")
+        return SinkCheck(name, reason="cannot be read back")
     if result.missing:
         return SinkCheck(name, result, command=f"{replay_command(directory, sink)} --missing")
     if ended and result.ended is False:
         closed = replay(directory, sink, missing=True).complete
-        return SinkCheck(name, result, note="it was left open, and is ended now" if closed else "it is still open")
+        return SinkCheck(
+            name, result, note="it was left open, and has been closed now" if closed else "it is still open"
+        )
     return SinkCheck(name, result)

@@ -1,10 +1,11 @@
 """The deliveries of a live run, and the wait for them at its end.
 
-Sinks with `in_process = False` share one sink process; user callables and sinks have a thread each, so that a slow one delays no other;
-sinks whose calls return at once (`inline`, the console) are called by the training thread between two updates, without a thread.
+Sinks with `in_process = False` share one sink process. User callables and other sinks have a thread each, so that a slow one does not
+delay the rest. Sinks whose calls return at once (`inline`, the console) run without a thread: the training thread calls them between
+two updates.
 
-`close` waits, because in a container nothing outlives the main process: while deliveries make progress, up to a cap. Then the sink
-process goes on by itself.
+`close` waits while deliveries make progress, up to a cap, because in a container all processes end with the main process. Then the sink
+process continues alone.
 """
 
 from __future__ import annotations
@@ -44,31 +45,31 @@ from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.sinks.protocol import FunctionSink, Sink, SupportsInline, runs_in_process, sink_uri
 
 MAX_CLOSE_SECONDS: Final = 60.0
-"""How long the end of a run waits."""
+"""How long the end of a run waits at most."""
 MAX_STALL_SECONDS: Final = 15.0
-"""How long it waits for deliveries that make no progress."""
+"""How long it waits at most while deliveries are stalled."""
 SILENT_WAIT_SECONDS: Final = 4.0
-"""A wait that takes no longer prints nothing."""
+"""A shorter wait prints nothing."""
 ERASE_LINE: Final = "\r\x1b[2K"
 LOCAL_BATCH_LINES: Final = 50
-"""Lines that a delivery in the training process reads at once: it holds the interpreter lock while it parses them."""
+"""Maximum lines that a delivery in the training process reads at once, because it holds the interpreter lock while it parses them."""
 MAX_INLINE_SECONDS: Final = 0.01
 """Time after which the training thread leaves further batches of inline sinks to its next call."""
 POLL_SECONDS: Final = 0.1
-"""Shortest time between two looks of the training thread at its deliveries."""
+"""Minimum time between two checks of the deliveries by the training thread."""
 
 GOING_ON: Final = (
-    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
-    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
+    "esper-telemetry: not everything is delivered yet: %s. A background process continues for at most %.0f minutes. Run "
+    "`esper-telemetry doctor %s` to see whether it is done, and how to send the rest if the machine or container stops before."
 )
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 class DeliveryWait:
-    """One wait, which goes on while deliveries make progress: a sink takes records, or opens and has not failed yet.
+    """One wait, which continues while deliveries make progress: a sink takes records, or opens and has not failed yet.
 
-    A terminal shows what is waited for and for how long, in a line that goes away; a log gets one line.
+    A terminal shows the sinks and the elapsed time in a temporary line; a log gets one line.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -78,7 +79,7 @@ class DeliveryWait:
         self._shown_seconds = -1
 
     def goes_on(self, statuses: Iterable[SinkStatus]) -> bool:
-        """Compare deliveries with the last call, and return whether to wait on."""
+        """Compare deliveries with the last call, and return whether to continue waiting."""
         now = time.monotonic()
         active = [status for status in statuses if status.state not in FINAL]
         progress = [(status.name, status.state, status.records, status.quarantined) for status in active]
@@ -105,7 +106,7 @@ class DeliveryWait:
 
 
 def _on_terminal() -> bool:
-    with suppress(AttributeError, ValueError):  # a process without stderr, or one that has closed it
+    with suppress(AttributeError, ValueError):  # stderr is missing or closed
         return sys.stderr.isatty()
     return False
 
@@ -119,13 +120,13 @@ def _write(text: str) -> None:
 class Deliveries:
     """Feeds sinks from a journal while it is written.
 
-    The training thread calls `stats` and `poll` between two updates. A sink of the sink process gets a thread here where there is no run
-    directory, or where its class stands in the script itself, which that process cannot import. Start it before or after the journal's
-    first line. In a forked process it does nothing.
+    The training thread calls `stats` and `poll` between two updates. A sink for the sink process gets a thread here instead if the run has
+    no directory, or if the script itself defines its class, which that process cannot import. Start it before or after the journal's
+    first line. It does nothing in a forked process.
 
     Args:
-        journal: gives the lines.
-        sinks: take them.
+        journal: source of the lines.
+        sinks: the sinks to feed.
     """
 
     def __init__(self, journal: Journal | MemoryJournal, sinks: Iterable[Sink]) -> None:
@@ -143,7 +144,7 @@ class Deliveries:
         self._refused: dict[str, SinkStatus] = {}
         run_dir = journal.run_dir
         remote = {name: sink for name, sink in self._sinks.items() if not runs_in_process(sink)}
-        # The sink process reads the journal's file, and cannot import a class of the script itself.
+        # The sink process reads the journal's file, and cannot import a class that the script defines.
         remote = {name: sink for name, sink in remote.items() if run_dir and type(sink).__module__ != "__main__"}
         self._remote = frozenset(remote)
         if remote and run_dir is not None:
@@ -162,23 +163,23 @@ class Deliveries:
 
     @property
     def child_pid(self) -> int | None:
-        """Process number of the sink process; None where none runs."""
+        """Process ID of the sink process; None if none runs."""
         return None if self._process is None else self._process.pid
 
     def send_secrets(self) -> None:
-        """Send the secrets that this process has recognised by now to the sink process; `stats` does so too."""
+        """Send the secrets that this process has recognised so far to the sink process; `stats` does so too."""
         if self._process is not None:
             self._process.send_secrets()
 
     def poll(self) -> None:
-        """Feed inline sinks, at most every `POLL_SECONDS`; never waits. Without a call, `stats` does so."""
+        """Feed inline sinks, at most every `POLL_SECONDS`, without waiting; `stats` does so too."""
         now = time.monotonic()
         if now >= self._feed_at:
             self._feed_at = now + POLL_SECONDS
             self._feed_inline()
 
     def stats(self) -> DeliveryStats:
-        """State of all deliveries; follows the sink process and feeds inline sinks, at most every `POLL_SECONDS`, and never waits."""
+        """State of all deliveries. Follows the sink process and feeds inline sinks, at most every `POLL_SECONDS`, without waiting."""
         now = time.monotonic()
         if now >= self._poll_at:
             self._poll_at, self._stats = now + POLL_SECONDS, None
@@ -206,13 +207,13 @@ class Deliveries:
                 pass
 
     def close(self, seconds: float = MAX_CLOSE_SECONDS, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
-        """Wait until every sink took everything and is closed, and report what is left.
+        """Wait until every sink has taken everything and is closed, and report what is left.
 
-        The wait goes on while deliveries make progress, for `seconds` at most. Then the sink process goes on by itself for some minutes,
-        as it does when its trainer is killed; threads are left behind. KeyboardInterrupt ends the wait in the same way, and is raised.
+        The wait lasts while deliveries make progress, for at most `seconds`. Then the sink process continues alone for some minutes, as it
+        does when its trainer is killed; threads are left running. KeyboardInterrupt ends the wait in the same way, and is raised.
 
-        Write the journal's end line first: the sinks are closed with its status. `status` stands in where there is none, because the disk
-        is full. Repeated, it returns the same report at once.
+        Write the journal's end line first: the sinks are closed with its status. If the line is missing because the disk is full, they are
+        closed with `status`. Further calls return the same report at once.
         """
         if os.getpid() != self._pid:
             return CloseReport()
@@ -240,7 +241,7 @@ class Deliveries:
         return inline or threads or (self._process is not None and not self._process.over)
 
     def _await_progress(self) -> None:
-        """Feed inline sinks; where they have nothing to do, wait for one of the others."""
+        """Feed inline sinks; if they are idle, wait for one of the others."""
         moved = [delivery.step() for delivery in self._inline if not delivery.over]
         if any(moved):
             return
@@ -258,7 +259,7 @@ class Deliveries:
         for delivery in self._inline:
             delivery.release()
         report = CloseReport(tuple(self._reports()))
-        if self._journal.run_dir is not None:  # the sink process itself reports on deliveries that go on
+        if self._journal.run_dir is not None:  # the sink process itself reports on deliveries that continue
             write_reports(self._journal.run_dir, (sink for sink in report.sinks if not sink.goes_on), under_way=False)
         if self._process is not None:
             self._process.leave()
@@ -279,7 +280,7 @@ class Deliveries:
         return {name: local.get(name) or remote[name] for name in self._sinks}
 
     def _prepare(self, name: str) -> tuple[Delivery, SinkReader] | None:
-        """Return the delivery to a sink of this process and its reader; None, and a warning, where the system refuses what they need."""
+        """Return the delivery to a sink of this process and its reader; None, with a warning, if the system lacks resources for them."""
         run_dir = self._journal.run_dir
         try:
             with ExitStack() as opened:
@@ -300,7 +301,7 @@ class Deliveries:
         return delivery, reader
 
     def _start_thread(self, delivery: Delivery, reader: SinkReader) -> None:
-        """Start the delivery in a thread; a warning where the system refuses one."""
+        """Start the delivery in a thread; log a warning if the system refuses one."""
         thread = threading.Thread(target=delivery.run, name=f"esper-{delivery.name}", daemon=True)
         try:
             thread.start()
@@ -321,7 +322,7 @@ class Deliveries:
 
 
 def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
-    """Log one line for each sink that needs help, and one for all that a background process feeds."""
+    """Log one line for each sink that needs help, and one for all sinks that a background process feeds."""
     unfinished = [sink for sink in report.sinks if sink.goes_on]
     for sink in report.sinks:
         if sink not in unfinished and (sink.state is not SinkState.CLOSED or sink.pending):

@@ -1,7 +1,7 @@
-"""The sink process as the trainer sees it: one child process for all sinks of a run that may not share the trainer's interpreter.
+"""The trainer's side of the sink process: one child process for all sinks of a run that may not share the trainer's interpreter.
 
-Protocol: JSON lines. The trainer sends the settings and the sinks, pickled; later how the run ended (`end`), or that the process goes
-on by itself (`leave`). The process sends the `SinkStatus` of each delivery where it has changed, or that it is alive.
+The protocol is JSON lines. The trainer sends the settings and the pickled sinks, later the status of the ended run (`end`), or that the
+process continues alone (`leave`). The process sends the `SinkStatus` of each delivery when it has changed, or a sign of life.
 """
 
 from __future__ import annotations
@@ -31,30 +31,33 @@ ENTRY: Final = "from esper_telemetry.delivery.child import main; main()"
 MAX_RESTARTS: Final = 3
 """Deaths in a row, without a record delivered in between, after which the process is not started again."""
 MAX_CALL_SECONDS: Final = 120.0
-"""Duration of one call of a sink, after which the process ends, because a thread cannot be killed: MLflow waits 20 s for a locked database,
+"""Duration of one call of a sink after which the process ends, because a thread cannot be killed. MLflow waits 20 s for a locked database,
 W&B a minute for a server."""
 MAX_FRESH_PROCESSES: Final = 3
-"""Fresh processes in a row that one sink may ask for, by a call that hangs or a client that is dead, before it is disabled."""
+"""Fresh processes in a row that one sink may request, after a call that hangs or a dead client, before it is disabled."""
 MAX_SILENT_SECONDS: Final = 120.0
-"""A process that writes nothing for so long, though it should every five seconds, is killed and started again."""
+"""Time without output after which the process is killed and started again, though it should write every five seconds."""
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 class SinkProcess:
-    """Starts the sink process, follows what it reports, and starts it again.
+    """Starts the sink process, follows its reports, and restarts it.
 
-    What backends print goes to `sinks.log`. A process that dies, falls silent, or ends itself because a call hangs is started again, and
-    its deliveries go on at their cursors: until it has died three times more without delivering anything. A sink that hangs three times
-    in a row is disabled, and the others go on.
+    The output of backends goes to `sinks.log`. If the process dies, falls silent, or ends itself because a call hangs, it is started
+    again, and its deliveries continue at their cursors. After `MAX_RESTARTS` further deaths without any delivery it is given up. A sink
+    that hangs three times in a row is disabled, and the others continue.
 
     Args:
-        run_dir: where the journal is.
-        sinks: by name; each must be picklable. Raises TypeError naming one that is not.
+        run_dir: directory of the journal.
+        sinks: sinks by name; each must be picklable.
 
     Attributes:
-        statuses: of each delivery by name, as last reported.
-        over: whether there is nothing to wait for: the process has done its work and ended, or is given up.
+        statuses: last reported status of each delivery, by name.
+        over: whether waiting is pointless: the process has finished and ended, or is given up.
+
+    Raises:
+        TypeError: a sink cannot be pickled; the message names it.
     """
 
     def __init__(self, run_dir: Path, sinks: Mapping[str, Sink]) -> None:
@@ -81,12 +84,12 @@ class SinkProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process number of the sink process that runs now; None for none."""
+        """ID of the running sink process; None if none runs."""
         self.poll()
         return self._supervisor.pid
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take what the process reports and do what is due; wait that long at most for something to happen."""
+        """Receive reports of the process and react to them; wait at most `seconds` for an event."""
         if self.over:
             return
         if self._supervisor.pid is None:
@@ -94,7 +97,7 @@ class SinkProcess:
                 self._start()
             return
         self.send_secrets()
-        ended = self._supervisor.has_ended  # before the read, which then gives the last of what it wrote
+        ended = self._supervisor.has_ended  # before the read, which then returns the end of its output
         data = self._supervisor.read(0.0 if ended else seconds)
         if data:
             *lines, self._received = (self._received + data).split(b"\n")
@@ -104,12 +107,12 @@ class SinkProcess:
             self._decide_restart(self._supervisor.reap())
 
     def finish(self, status: RunStatus) -> None:
-        """Report to the process that no more lines will come; see `Delivery.finish`."""
+        """Tell the process that the journal is complete; see `Delivery.finish`."""
         self._end = status
         self._send({"end": str(status)})
 
     def leave(self) -> None:
-        """Let the process go on by itself, as when its parent is killed: for `MAX_DETACHED_SECONDS`."""
+        """Let the process continue alone for `MAX_DETACHED_SECONDS`, as when its parent is killed."""
         self.over = True
         if self._supervisor.pid is None:
             remove_lock(self.run_dir, Role.SINKS)
@@ -151,7 +154,7 @@ class SinkProcess:
             self._send({"end": str(self._end)})
 
     def send_secrets(self) -> None:
-        """Send the secrets that this process has recognised by now: clients raise texts that hold them."""
+        """Send the secrets that this process has recognised so far: exceptions of clients may contain them."""
         if (secrets := known_secrets()) is not self._secrets:
             self._secrets = secrets
             self._send({"secrets": secrets})
@@ -194,7 +197,7 @@ class SinkProcess:
             self.over = True
 
     def _warn_of_sink(self, status: SinkStatus) -> None:
-        """Log one warning per sink, and one more if it is disabled."""
+        """Log one warning per sink, and another if it is disabled."""
         if status.state is SinkState.DISABLED and f"{status.name} disabled" not in self._warned:
             self._warned |= {status.name, f"{status.name} disabled"}
             _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", status.name, status.last_error)
@@ -210,7 +213,7 @@ class SinkProcess:
             _logger.warning(message, status.name, status.last_error)
 
     def _warn_of_refusal(self, error: OSError | MemoryError) -> None:
-        """Log one warning, which stands for the deaths that follow from it too."""
+        """Log one warning, which also covers later deaths with the same cause."""
         if "refused" not in self._warned:
             self._warned |= {"refused", "died", "given up"}
             cause = error if isinstance(error, OSError) else "no memory"

@@ -1,9 +1,9 @@
-"""Calls of one sink: what it is given next, when it is called again after a failure, and which record it refuses.
+"""Calls of one sink: the next records, the pause after a failure, and the record that it refuses.
 
-A sink that raises is called again after a while (`CircuitBreaker`), first with one record. An exception that may be a record's fault
-has the batch halved until the record is alone that the sink does not take while it takes a later one; that record goes to
-`dead_letter.jsonl`, and the others go on. An alarm holds up the records behind it until it is delivered: in a sink, order is worth
-more than speed.
+A sink that raises is called again after a pause (`CircuitBreaker`), first with one record. If a record may have caused the exception,
+the batch is halved until one record is left. If the sink refuses this record and takes a later one, the record goes to
+`dead_letter.jsonl`, and delivery continues. An undelivered alarm holds up the records after it, because in a sink order is more
+important than speed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError
 FIRST_RETRY_SECONDS: Final = 0.5
 MAX_RETRY_SECONDS: Final = 60.0
 MAX_RETRY_SECONDS_AT_END: Final = 2.0
-"""Between attempts once no more lines come: `close` waits for the end."""
+"""Maximum pause between attempts once the journal is complete, because `close` waits for the end."""
 RETRY_JITTER: Final = 0.25
-"""Share by which a pause is shortened at random: a hundred runs whose server comes back must not all call at once."""
+"""Fraction by which a pause is shortened at random, so that a hundred runs do not call a recovered server at once."""
 
 SLOW_CALL_SECONDS: Final = 10
-"""Duration of a call of a sink from which on its delivery is called slow."""
+"""Duration of a sink's call after which its delivery is reported as slow."""
 MAX_TRIAL_RECORDS: Final = 8
-"""How many of the next records are tried before a refusal is taken for the sink's own fault."""
+"""How many of the next records are tried before a refusal is considered the sink's own fault."""
 MIN_SUSPECT_FAILURES: Final = 4
-"""Failures in a row of one record after which an exception that names no cause may be the record's fault."""
+"""Failures in a row with one record after which an unspecific exception may be the record's fault."""
 INFRASTRUCTURE_ERRORS: Final = (OSError, MemoryError, EOFError, SystemExit)
-"""Network, disk, memory, a client that gives up; time-outs and refused connections are OSError. None is a record's fault."""
+"""Network, disk, memory, a client that gives up; time-outs and refused connections are OSError. A record never causes these."""
 DATA_ERRORS: Final = (PoisonRecordError, ValueError, TypeError, ArithmeticError, LookupError)
 
 DEAD_LETTER_NAME: Final = "dead_letter.jsonl"
@@ -49,7 +49,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 class RecordBatch:
-    """Records, alarms and outcomes in the order of the journal that wait for the sink.
+    """Records, alarms and outcomes that wait for the sink, in the order of the journal.
 
     Attributes:
         taken: records that the sink took since `clear_taken`.
@@ -64,7 +64,7 @@ class RecordBatch:
         return bool(self._entries)
 
     def append(self, entry: Record | Alarm | JournalEvent) -> None:
-        """Add what was read."""
+        """Add a journal entry."""
         self._entries.append(entry)
 
     def clear(self) -> None:
@@ -73,17 +73,17 @@ class RecordBatch:
         self.clear_taken()
 
     def clear_taken(self) -> None:
-        """Forget what the sink took, once the cursor has it; whole batches go again."""
+        """Forget the records that the sink took, once the cursor is past them; full batches are allowed again."""
         self.taken.clear()
         self._max_records = None
 
     def next_message(self) -> Alarm | JournalEvent | None:
-        """Return the alarm or the outcome that comes next; None where a record does."""
+        """Return the alarm or the outcome that comes next; None if a record comes next."""
         first = self._entries[0]
         return None if isinstance(first, Record) else first
 
     def next_records(self, limit: int | None = None) -> Sequence[Record]:
-        """Return the records that go next: up to the next alarm or outcome, and at most `limit`."""
+        """Return the next records: up to the next alarm or outcome, and at most `limit`."""
         ready: list[Record] = []
         for entry in self._entries[: min(self._max_records or len(self._entries), limit or len(self._entries))]:
             if not isinstance(entry, Record):
@@ -92,7 +92,7 @@ class RecordBatch:
         return tuple(ready)
 
     def records_after(self, record: Record, limit: int) -> Sequence[Record]:
-        """Return at most `limit` records behind that one, as far as they were read."""
+        """Return at most `limit` records after that record, of the records read so far."""
         later = (entry for entry in self._entries if isinstance(entry, Record) and entry.seq > record.seq)
         return tuple(islice(later, limit))
 
@@ -116,11 +116,11 @@ class RecordBatch:
 
 
 class SinkCalls:
-    """The calls of one sink: duration of the one under way, and the errors.
+    """The calls of one sink: duration of the call under way, and the errors.
 
     Attributes:
         errors: exceptions so far.
-        last_error: the latest of them in one line.
+        last_error: the latest exception in one line.
     """
 
     def __init__(self, name: str) -> None:
@@ -132,7 +132,7 @@ class SinkCalls:
 
     @property
     def seconds(self) -> float:
-        """Duration of the call under way, without pauses of the process; 0 where there is none. From any thread."""
+        """Duration of the call under way, without pauses of the process, or 0. Callable from any thread."""
         if (call := self._call) is None:
             return 0.0
         begun_at, pause_seconds = call
@@ -140,14 +140,14 @@ class SinkCalls:
 
     @property
     def slowness(self) -> str:
-        """The time that the call under way has taken, in words, once that is long; it changes each time it has doubled."""
+        """Duration of the call under way in words, once it is long; the text changes each time the duration has doubled."""
         seconds = self.seconds
         if seconds < SLOW_CALL_SECONDS:
             return ""
         return f"no answer for more than {SLOW_CALL_SECONDS << int(math.log2(seconds / SLOW_CALL_SECONDS))} s"
 
     def exclude_pause(self, seconds: float) -> None:
-        """Leave out of the duration a time in which the whole process was stopped, so that no call could come back."""
+        """Exclude a time in which the whole process was stopped, so that no call could return."""
         self._pause_seconds += seconds
 
     @contextmanager
@@ -160,14 +160,14 @@ class SinkCalls:
             self._call = None
 
     def record_failure(self, error: BaseException) -> None:
-        """Count an error, and log a warning of the first."""
+        """Count an error, and log a warning for the first one."""
         self.record_error(error)
         if self.errors == 1:
             message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps the records"
             _logger.warning(message, self._name, self.last_error, extra=REPORTED)
 
     def record_error(self, error: BaseException) -> None:
-        """Count an error that the caller warns of."""
+        """Count an error that the caller reports."""
         self.errors += 1
         self.last_error = client_error(error)
         _logger.debug("sink %s raised", self._name, exc_info=error)
@@ -177,8 +177,8 @@ class CircuitBreaker:
     """The circuit breaker of one sink: closed while it works, open after a failure, half-open for one attempt after a pause.
 
     Args:
-        failures: in a row, so far; the first pause follows from it.
-        draw: gives a random number in [0, 1).
+        failures: failures in a row so far; they determine the first pause.
+        draw: returns a random number in [0, 1).
     """
 
     def __init__(self, failures: int = 0, *, draw: Callable[[], float] = random.random) -> None:
@@ -188,19 +188,19 @@ class CircuitBreaker:
 
     @property
     def half_open(self) -> bool:
-        """True where the next call is a trial: as little as possible goes with it."""
+        """True if the next call is a trial, which should carry as little as possible."""
         return self.failures > 0
 
     def pause(self) -> float:
-        """Return the seconds until the next attempt; 0 or less where it may be made now."""
+        """Return the seconds until the next attempt; 0 or less if it may be made now."""
         return self._open_until - time.monotonic() if self.failures else 0.0
 
     def record_success(self) -> None:
-        """Close."""
+        """Close the breaker."""
         self.failures = 0
 
     def record_failure(self, *, at_end: bool = False) -> None:
-        """Open: for 0.5 s after the first failure, then for twice as long, up to a minute; `at_end` up to two seconds."""
+        """Open: for 0.5 s after the first failure, then twice as long each time, up to a minute, or two seconds if `at_end`."""
         self.failures += 1
         self._open_until = time.monotonic() + self._delay(MAX_RETRY_SECONDS_AT_END if at_end else MAX_RETRY_SECONDS)
 
@@ -214,24 +214,24 @@ class CircuitBreaker:
 
 
 def may_be_data_error(error: BaseException, failures: int) -> bool:
-    """Return whether the sink may have refused a record, after so many failures in a row before."""
+    """Return whether the sink may have refused a record, after so many earlier failures in a row."""
     if isinstance(error, INFRASTRUCTURE_ERRORS):
         return False
     return isinstance(error, DATA_ERRORS) or failures >= MIN_SUSPECT_FAILURES
 
 
 class Sender:
-    """Gives a sink the next records, or the next alarm or outcome.
+    """Sends the next records, or the next alarm or outcome, to a sink.
 
     Args:
-        sink: is called.
-        name: in messages and dead letters.
-        run_dir: where dead letters go; None for nowhere.
-        breaker: says whether the sink has failed before, and is closed when it takes something.
+        sink: the sink.
+        name: name in messages and dead letters.
+        run_dir: directory for dead letters; None drops them.
+        breaker: knows whether the sink has failed before, and is closed when the sink takes something.
         calls: times the calls.
 
     Attributes:
-        batch: what the sink is still to be given.
+        batch: entries that wait for the sink.
         wall_time: when the last record that the sink took was made; None before the first.
         sent: number of records that the sink took.
         refused: number of records that went to `dead_letter.jsonl`.
@@ -245,10 +245,10 @@ class Sender:
         self._breaker, self._calls = breaker, calls
 
     def send(self, *, at_end: bool, any_before: bool) -> None:
-        """Make one call of the sink; raises what it raises unless that is a record's fault.
+        """Make one call of the sink; raises its exception unless a record caused it.
 
         Args:
-            at_end: whether no more lines come.
+            at_end: whether the journal is complete.
             any_before: whether the sink has taken a record before this batch.
         """
         message = self.batch.next_message()
@@ -280,7 +280,7 @@ class Sender:
         self.wall_time = records[-1].axes.wall_time
 
     def _isolate(self, records: Sequence[Record], error: Exception, *, no_later_records: bool) -> None:
-        """Find the record that the sink refuses and set it aside; raises the error where that is not known yet."""
+        """Find the record that the sink refuses and set it aside; raises the error if that record is not known yet."""
         index = error.index if isinstance(error, PoisonRecordError) else None
         if index is not None and 0 <= index < len(records):
             self._set_aside(records[index], error)
@@ -293,9 +293,9 @@ class Sender:
             raise error
 
     def _takes_later_record(self, record: Record, error: Exception, *, no_later_records: bool) -> bool:
-        """Return whether the sink takes one of the next records; raises the error where it takes none of `MAX_TRIAL_RECORDS`.
+        """Return whether the sink takes one of the next records; raises the error if it refuses all of `MAX_TRIAL_RECORDS`.
 
-        The last records of a run (`no_later_records`) are judged by whether the sink took any before.
+        For the last records of a run (`no_later_records`), return whether the sink took any record before.
         """
         following = self.batch.records_after(record, MAX_TRIAL_RECORDS)
         for other in following:
@@ -321,7 +321,7 @@ class Sender:
 
 
 def append_dead_letter(run_dir: Path | None, sink: str, record: Record, error: str) -> None:
-    """Append a refused record to `dead_letter.jsonl`; a full disk costs the line, and the journal has the record."""
+    """Append a refused record to `dead_letter.jsonl`. If the disk is full, the line is lost, but the journal has the record."""
     if run_dir is None:
         return
     line = {"kind": "dead_letter", "sink": sink, "time": time.time(), "error": error, "record": encode_record(record)}

@@ -39,7 +39,7 @@ class SinkState(StrEnum):
 
 
 SETTLED: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED})
-"""States that nothing changes any more."""
+"""States that do not change any more."""
 FRESH_PROCESS_STATES: Final = frozenset({SinkState.DEAD_CLIENT, SinkState.HUNG})
 """States that a delivery does not leave in its process; a new process may start it again."""
 FINAL: Final = SETTLED | FRESH_PROCESS_STATES
@@ -51,13 +51,13 @@ class SinkStatus:
     """A delivery at one moment.
 
     Attributes:
-        name: of the sink, unique within its run.
-        state: of the delivery.
-        records: records that the sink has taken since the run began.
-        seq: of the last of them.
+        name: name of the sink, unique within its run.
+        state: state of the delivery.
+        records: number of records that the sink has taken since the run began.
+        seq: number of the last record that it took.
         errors: exceptions of the sink so far.
-        last_error: the latest of them in one line.
-        quarantined: records that it refused for good.
+        last_error: the latest exception in one line.
+        quarantined: number of records that it refused permanently.
         wall_time: when the last record that it took here was made, in seconds since the epoch; None before the first.
     """
 
@@ -71,7 +71,7 @@ class SinkStatus:
     wall_time: float | None = None
 
     def lag(self, records: int) -> int:
-        """Return how many of `records` records the sink has still to take."""
+        """Return how many of `records` records the sink has not taken yet."""
         return max(0, records - self.records - self.quarantined)
 
     def as_lag(self, records: int, *, now: float, begun: float) -> SinkLag:
@@ -98,10 +98,10 @@ class DeliveryStats:
     """All deliveries of a run at one moment.
 
     Attributes:
-        queue_depth: records that the slowest active sink has still to take.
+        queue_depth: number of records that the slowest active sink has not taken yet.
         errors: exceptions of all sinks so far.
         sinks: each delivery by name.
-        lags: of each backend, as numbers of a record.
+        lags: lag of each backend, as numbers of a record.
     """
 
     queue_depth: int
@@ -115,15 +115,15 @@ class SinkReport:
     """Result of one delivery.
 
     Attributes:
-        name: of the sink.
-        state: in which its delivery ended; only `CLOSED` is complete.
-        sent: records that it took.
-        pending: records that it did not take.
+        name: name of the sink.
+        state: final state of its delivery; only `CLOSED` is complete.
+        sent: number of records that it took.
+        pending: number of records that it did not take.
         errors: exceptions of the sink.
-        last_error: the latest of them in one line.
-        command: sends the rest; empty if there is none, or no journal to send it from.
-        quarantined: records that it refused, which stand in `dead_letter.jsonl`.
-        goes_on: whether a process goes on delivering by itself.
+        last_error: the latest exception in one line.
+        command: command that sends the rest; empty if nothing is left, or without a journal.
+        quarantined: number of records that it refused, which `dead_letter.jsonl` holds.
+        goes_on: whether a background process continues the delivery.
     """
 
     name: str
@@ -138,13 +138,13 @@ class SinkReport:
 
     @property
     def complete(self) -> bool:
-        """True where it took every record and was closed."""
+        """True if it took every record and was closed."""
         return self.state is SinkState.CLOSED and not self.pending and not self.quarantined
 
     def __str__(self) -> str:
         because = f" ({self.last_error})" if self.last_error and self.state is not SinkState.CLOSED else ""
         rest = f"; send the rest with: {self.command}" if self.command else ""
-        rest = "; a background process goes on" if self.goes_on else rest
+        rest = "; a background process continues" if self.goes_on else rest
         left = f", {self.pending} pending" if self.pending else ""
         refused = f", {self.quarantined} refused (dead_letter.jsonl)" if self.quarantined else ""
         return f"{self.name}: {self.state}, {self.sent} records sent{left}{refused}{because}{rest}"
@@ -158,7 +158,7 @@ class CloseReport:
 
     @property
     def complete(self) -> bool:
-        """True where every sink took every record and was closed."""
+        """True if every sink took every record and was closed."""
         return all(sink.complete for sink in self.sinks)
 
     def __str__(self) -> str:
@@ -177,18 +177,18 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on:
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:
-    """Return the command that sends the rest; a call in Python for a sink that no URI names, nothing without a run directory."""
+    """Return the command that sends the rest: a Python call for a sink without a URI, nothing without a run directory."""
     if run_dir is None:
         return ""
     uri = sink_uri(sink)
     name = uri.partition("?")[0].partition(":")[0]
-    if name not in BUNDLED and name not in known_sinks():  # the second looks through all that is installed
+    if name not in BUNDLED and name not in known_sinks():  # `known_sinks` searches all installed packages
         return f"esper_telemetry.replay({str(run_dir)!r}, SINK)"
     return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
 
 
 def sinks_by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
-    """Return sinks by name; the second and third of a name are numbered."""
+    """Return sinks by name; further sinks with the same name are numbered."""
     named: dict[str, Sink] = {}
     for sink in sinks:
         name, count = sink_name(sink), 1
@@ -200,18 +200,18 @@ def sinks_by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
 
 
 def write_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
-    """Write that deliveries begin, and how each sink is spelled, so that `doctor` finds it; leave what else `status.json` has."""
+    """Write that deliveries begin, and the URI of each sink, so that `doctor` finds it; keep other entries of `status.json`."""
     opening = {"state": str(SinkState.OPENING), "under_way": True}
     _update(run_dir, {name: {"uri": uri, **opening} for name, uri in uris.items()})
 
 
 def write_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
-    """Write the state of deliveries at this moment."""
+    """Write the present state of deliveries."""
     _update(run_dir, {status.name: _entry(status, status.records) for status in statuses})
 
 
 def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
-    """Write the results of deliveries, and whether the process that feeds these sinks goes on with those that are not done."""
+    """Write the results of deliveries, and whether the sink process continues the unfinished ones."""
     _update(
         run_dir,
         {
@@ -227,14 +227,14 @@ def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bo
 
 
 def clear_under_way(run_dir: Path) -> None:
-    """Write that no delivery is under way, where the processes that fed the sinks were killed."""
+    """Write that no delivery is under way, if the processes that fed the sinks were killed."""
     entries = {name: {"under_way": False} for name, entry in read_status(run_dir).items() if entry.get("under_way")}
     if entries:
         _update(run_dir, entries)
 
 
 def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the entry of each sink in `status.json`, by name; empty where there is none."""
+    """Return the entry of each sink in `status.json`, by name; empty without a file."""
     try:
         sinks = read_json(run_dir / STATUS_NAME)["sinks"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -263,7 +263,7 @@ def _entry(delivery: SinkStatus | SinkReport, sent: int) -> dict[str, Any]:
 
 
 def _update(run_dir: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Change entries of `status.json`. A disk that is full or read-only costs that: the journal and the cursors have everything."""
+    """Change entries of `status.json`. A full or read-only disk loses only these: the journal and the cursors have everything."""
     with suppress(OSError), run_dir_lock(run_dir):
         sinks = read_status(run_dir)
         for name, entry in entries.items():

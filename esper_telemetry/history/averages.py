@@ -15,9 +15,9 @@ SLOW = 0.99
 HISTORIES_FAMILY = MetricFamily(
     "{key}",
     "Histories",
-    "The headline metrics, gradient norms and what alarms read also exist with these endings, which compare a value "
-    "with those of earlier updates: `policy/kl/ema` is the running average of `policy/kl`. Positive quantities are "
-    "compared as logarithms, so that a fall to a tenth counts as much as a rise to the tenfold.",
+    "The headline metrics, gradient norms and the inputs of alarms also exist with these endings, which compare a value "
+    "with earlier updates: `policy/kl/ema` is the running average of `policy/kl`. Positive quantities are "
+    "compared as logarithms, so that a fall to a tenth counts as much as a tenfold rise.",
     place=900,
 )
 
@@ -29,7 +29,7 @@ class Smoothed(Derived):
     key: tuple[str, ...] = label()
     ema: Array | None = reports(
         Metric.quantity("{key}/ema", 900, "running average", unit="as key")
-        .asks("Where does this metric stand, noise averaged out?")
+        .asks("What is the level of this metric, with noise averaged out?")
         .absent("before the first value")
     )
     ew_std: Array | None = reports(
@@ -47,24 +47,24 @@ def n_eff(t: Array, beta: float) -> Array:
 
 
 class Ema:
-    """Mean and population std of K series under weights that decay by β per value and add up to 1 from the first on.
+    """Mean and population std of K series. The weights decay by β per value and sum to 1 from the first value on.
 
-    A missing value (NaN) changes nothing.
+    A missing value (NaN) is ignored.
 
     Attributes:
-        t: [K] values seen.
+        t: [K] number of values so far.
         mean: [K], NaN before the first value.
     """
 
     def __init__(self, keys: int, beta: float = FAST) -> None:
         if not 0.0 < beta < 1.0:
-            raise ValueError(f"beta must lie between 0 and 1, got {beta}")
+            raise ValueError(f"beta must be between 0 and 1, got {beta}")
         self.beta = beta
         self._state = np.zeros((4, keys))
 
     @property
     def t(self) -> Array:
-        """Values seen, [K]."""
+        """Number of values so far, [K]."""
         t: Array = self._state[0]
         return t
 
@@ -110,11 +110,11 @@ class Drifts(Derived):
             source="measured false alarms of the relative form: 4.6 per 100 updates",
         )
         .absent("the first value, or one that is not positive")
-        .advises("Look up the key without this ending: what to try stands there.")
+        .advises("See the key without this ending for what to try.")
     )
     macd: Array | None = reports(
         Metric.quantity("{key}/macd", 903, "short against long average", unit="ln")
-        .asks("Is this metric above (+) or below (-) its long-term average, noise averaged out?")
+        .asks("Is this metric above (+) or below (-) its long-term average, with noise averaged out?")
         .bounds(source="difference of a fast and a slow average")
         .absent("before the first positive value")
     )
@@ -133,7 +133,7 @@ class LogDrift:
         self.slow = Ema(keys, beta_slow)
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> Drifts:
-        """Add one value of each series, [K]; returns its distance from the level before. What is not positive is passed over."""
+        """Add one value of each series, [K]; returns its distance from the previous level. Values that are not positive are ignored."""
         log = logarithm(x)
         drift = log - self.fast.mean
         self.fast.step(log)
@@ -143,6 +143,6 @@ class LogDrift:
 
 
 def logarithm(x: Array) -> Array:
-    """Natural logarithm; NaN of what is not positive and finite."""
+    """Natural logarithm; NaN for values that are not positive and finite."""
     positive = np.isfinite(x) & (x > 0)
     return np.log(np.where(positive, x, np.nan))

@@ -1,4 +1,4 @@
-"""Rank correlation of two series, which needs no particular shape (A5, T7; Spearman 1904)."""
+"""Rank correlation of two series, for a monotone relation of any shape (A5, T7; Spearman 1904)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdvantageGradient(Derived):
             high=1.0,
         )
         .asks("Does the scale of the raw advantages leak into the actor's gradient, past normalisation?")
-        .bounds(healthy="-0.6 to 0.6 where advantages are normalised", source="heuristic")
+        .bounds(healthy="-0.6 to 0.6 if advantages are normalised", source="heuristic")
         .absent("fewer than 20 updates, or either series is constant")
     )
 
@@ -68,7 +68,7 @@ def ranks(x: Array) -> Array:
 
 
 def spearman(x: Array, y: Array) -> float | None:
-    """Rank correlation of x and y [n], in which pairs with a NaN do not count; None where either is constant."""
+    """Rank correlation of x and y [n], in which pairs with a NaN do not count; None if either is constant."""
     finite = np.isfinite(x) & np.isfinite(y)
     a, b = ranks(x[finite]), ranks(y[finite])
     if len(a) < 2 or a.max() == a.min() or b.max() == b.min():
@@ -80,13 +80,13 @@ def spearman(x: Array, y: Array) -> float | None:
 def advantage_gradient(
     adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = N_MIN
 ) -> AdvantageGradient:
-    """Rank correlation of the advantages' std with the actor's gradient norm over the last updates.
+    """Return the rank correlation of the advantages' std with the actor's gradient norm over the last updates.
 
     Args:
         adv_std: [n], `adv/raw/std` per update, oldest first.
         actor_norm: [n], `grad/actor/norm_preclip` of the same updates.
-        window: latest updates that count.
-        n_min: fewest updates with both.
+        window: number of latest updates that count.
+        n_min: minimum number of updates with both.
     """
     x, y = np.asarray(adv_std)[-window:], np.asarray(actor_norm)[-window:]
     enough = int((np.isfinite(x) & np.isfinite(y)).sum()) >= n_min

@@ -1,7 +1,7 @@
-"""Course of a noisy series: blocks of updates, the noise between neighbours, and rises that are more than it.
+"""Course of a noisy series: blocks of updates, the noise between neighbours, and rises that exceed it.
 
-`rise` says when a level is above the first one: by a Mann-Kendall test whose statistic is corrected for autocorrelation (Hamed and Rao
-1998), or by the height in units of the noise between neighbouring blocks, which also holds for steps and for rises that are lost again. A
+`rise` says whether a level is above the first one. It uses a Mann-Kendall test whose statistic is corrected for autocorrelation (Hamed and
+Rao 1998), or the height in units of the noise between neighbouring blocks, which also detects steps and rises that are lost again. A
 fall is a rise of the negated series.
 """
 
@@ -18,45 +18,45 @@ import numpy.typing as npt
 
 MAX_BLOCKS: Final = 128
 FIRST_BLOCKS: Final = 16
-"""Blocks at the beginning that are never merged: the first rollouts are what everything is compared with."""
+"""Blocks at the beginning that are never merged: everything is compared with the first rollouts."""
 
 FIRST_EPISODES: Final = 100
 FIRST_SHARE: Final = 0.1
 MIN_FIRST_EPISODES: Final = 8
-"""Episodes of the level that a series begins with: a share of all, at least and at most so many."""
+"""Episodes of the level that a series begins with: a share of all episodes, within these bounds."""
 LAST_SHARE: Final = 0.2
 LAST_EPISODES: Final = 10
-"""Share of the updates whose level a series ends with, and its episodes, at least."""
+"""Share of the updates whose level a series ends with, and their minimum number of episodes."""
 SHIFT_ERRORS: Final = 3.2
 SCAN_ERRORS: Final = 4.5
 SHIFT_STDS: Final = 0.5
-"""Standard errors of the difference (more for the best of many levels), standard deviations of the first episodes, by which two levels
-differ where it is no chance."""
+"""Minimum difference of two levels that is not chance: standard errors of the difference (more for the best of many levels), and standard
+deviations of the first episodes."""
 MIN_PROGRESS: Final = 0.05
-"""Share of the way from the first episodes to a return that solves the task, below which a rise within their spread does not count."""
+"""Share of the way from the first episodes to a solving return, below which a rise within their spread does not count."""
 MIN_SHRINKAGE: Final = 0.1
 MIN_JITTER_VALUES: Final = 8
 MIN_CLEAR_BLOCKS: Final = 8
 """Blocks that must all differ from the first level by `SHIFT_STDS` where its side is clear however much they vary among themselves."""
 
 MIN_TREND_SCORE: Final = 3.2
-"""Corrected Mann-Kendall score against a straight trend: its residuals hold whatever is no trend, so it is strict."""
+"""Corrected Mann-Kendall score against a straight trend; it is strict, because the residuals contain any curvature."""
 MIN_COURSE_SCORE: Final = 4.3
 MIN_COURSE_NOISE: Final = 5.0
-"""The score against a monotone course of any shape, and the height in units of noise that it needs besides."""
+"""The score against a monotone course of any shape, and the height in units of noise that is also needed."""
 MIN_PERSISTENT_NOISE: Final = 4.0
 MIN_HEIGHT_NOISE: Final = 9.0
 """Height in units of the noise, with and without the correction for its persistence."""
 
 MAX_RETURN: Final = 1e100
 MAX_EPISODES: Final = 1e15
-"""Limits of what is followed, so that squares and their sums stay finite."""
+"""Limits of the followed values, so that squares and their sums stay finite."""
 
 Array = npt.NDArray[np.float64]
 
 
 class EpisodeBlock(NamedTuple):
-    """Updates taken together: their mean, their episodes, the first and last of them, and the squared deviations of all episodes."""
+    """Consecutive updates as one: their mean, episodes, first and last update, and the squared deviations of all episodes."""
 
     mean: float
     episodes: float
@@ -73,21 +73,21 @@ class EpisodeBlock(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Variance of the episodes, as far as updates report their spread."""
+        """Variance of the episodes, from the spreads that updates report."""
         return self.squares / max(1.0, self.episodes - 1)
 
 
 @dataclass(slots=True)
 class Blocks:
-    """Means of one series in blocks of enough episodes, at most `MAX_BLOCKS`: then the later ones are joined in pairs.
+    """Means of one series in blocks of enough episodes. Beyond `MAX_BLOCKS`, the later ones are joined in pairs.
 
     Attributes:
-        least: episodes of a block.
-        blocks: those that are complete.
-        open: the one that is not; None before the next value.
-        size: updates of a block, at least.
+        least: minimum number of episodes of a block.
+        blocks: the complete blocks.
+        open: the incomplete block; None before the next value.
+        size: minimum number of updates of a block.
         settling: steps per environment that the first block needs.
-        has_spread: updates report the spread of their episodes.
+        has_spread: whether updates report the spread of their episodes.
         early: updates before the first block, with steps per environment so far.
     """
 
@@ -113,11 +113,11 @@ class Blocks:
         """Add the value of an update.
 
         Args:
-            value, episodes: mean and number of what the update has.
+            value, episodes: mean and number of the update's episodes.
             update: its number.
-            std: spread of its episodes; None where it is not reported.
-            settling: steps per environment before which only its short episodes can have ended.
-            steps: per environment so far.
+            std: spread of its episodes; None if it is not reported.
+            settling: steps per environment before which only short episodes can have ended.
+            steps: steps per environment so far.
         """
         if not episodes > 0:
             return
@@ -140,7 +140,7 @@ class Blocks:
             self.size *= 2
 
     def _settled(self) -> EpisodeBlock:
-        """Return the first block, without updates in the first half of the settling where there are enough others."""
+        """Return the first block, without updates in the first half of the settling if there are enough others."""
         blocks = [block for steps, block in self.early if steps >= self.settling / 2]
         if sum(block.episodes for block in blocks) < self.least:
             blocks = [block for _, block in self.early]
@@ -159,13 +159,13 @@ class Blocks:
 
     @property
     def constant(self) -> float | None:
-        """The value that all updates have, but for rounding; None where they differ."""
+        """The value that all updates share, up to rounding; None if they differ."""
         values = [block.mean for block in self.blocks + ([self.open] if self.open else [])]
         return values[0] if max(values) - min(values) <= 1e-9 * max(map(abs, values)) else None
 
     @property
     def first_level(self) -> EpisodeBlock | None:
-        """The first blocks with enough episodes; None where there is no block."""
+        """The first blocks with enough episodes; None without blocks."""
         level: EpisodeBlock | None = None
         enough = min(FIRST_EPISODES, max(MIN_FIRST_EPISODES, FIRST_SHARE * self.episodes))
         for block in self.blocks:
@@ -180,10 +180,10 @@ class Blocks:
         return self._fifth_before(len(self.blocks))
 
     def shift(self) -> int:
-        """Return 1 where the last fifth of the updates is above the first level, -1 where it is below, 0 where neither is known.
+        """Return 1 if the last fifth of the updates is above the first level, -1 if it is below, 0 if neither is certain.
 
-        Means of episodes are compared, whose standard error follows from their spread, or from the noise between blocks where that
-        is larger: episodes of an update may have much in common.
+        The means of episodes are compared. Their standard error follows from their spread, or from the noise between blocks if that
+        is larger, because the episodes of an update may be correlated.
         """
         first, last = self.first_level, self.last_level
         if first is None or last.begin <= first.end:
@@ -193,14 +193,14 @@ class Blocks:
         return 0 if not (far and _differ(first, last)) else 1 if last.mean > first.mean else -1
 
     def matters(self, threshold: float | None, *, fell: bool) -> bool:
-        """Return whether the last fifth of the updates is apart from the first level: a trend may be no chance and still be nothing.
+        """Return whether the last fifth of the updates differs relevantly from the first level; a significant trend may be irrelevant.
 
-        It is apart by `SHIFT_STDS` standard deviations of the first episodes; or by less, where many episodes make it `SHIFT_ERRORS`
-        standard errors and it is `MIN_PROGRESS` of the way to a return that solves the task.
+        It differs by `SHIFT_STDS` standard deviations of the first episodes. With many episodes less is enough: `SHIFT_ERRORS`
+        standard errors, if that is `MIN_PROGRESS` of the way to a return that solves the task.
 
         Args:
-            threshold: the return that solves the task; None where it is not known.
-            fell: another fifth may be apart in place of the last one, as a rise that is lost ends where it began.
+            threshold: the return that solves the task; None if it is not known.
+            fell: whether any fifth may differ instead of the last one, because a rise that is lost ends where it began.
         """
         first, count = self.first_level, len(self.blocks)
         if first is None:
@@ -215,7 +215,7 @@ class Blocks:
         return any(apart(self._fifth_before(end)) for end in (range(1, count + 1) if fell else [count]))
 
     def lost(self, noise: Noise) -> bool:
-        """True where a fifth of the updates was above the first level, and half of that is lost in the last fifth."""
+        """True if a fifth of the updates was above the first level, and half of that rise is lost in the last fifth."""
         first, last = self.first_level, self.last_level
         if first is None or float(np.max(self.values)) + first.mean <= 2 * last.mean:
             return False
@@ -233,7 +233,7 @@ class Blocks:
         return risen and self._errors(noise.lasting, top, last) >= SHIFT_ERRORS
 
     def _fifth_before(self, end: int) -> EpisodeBlock:
-        """Return the blocks before that place which make up a fifth of the updates and enough episodes, as one."""
+        """Return the blocks before that position that cover a fifth of the updates and enough episodes, as one."""
         level, updates = self.blocks[end - 1], self.blocks[-1].end
         for block in self.blocks[: end - 1][::-1]:
             if level.episodes >= LAST_EPISODES and self.blocks[end - 1].end - block.end >= LAST_SHARE * updates:
@@ -242,18 +242,18 @@ class Blocks:
         return level
 
     def _is_clear(self, first: EpisodeBlock, other: EpisodeBlock) -> bool:
-        """Return True where all blocks after the first level lie on the side of `other`.
+        """Return True if all blocks after the first level are on the side of `other`.
 
-        A return that rises fast, or rises and falls, varies by what is learned, which `noise_of` cannot tell from noise.
+        A return that rises fast, or rises and falls, varies through learning, which `noise_of` cannot distinguish from noise.
         """
         later, above = [block for block in self.blocks if block.begin > first.end], other.mean > first.mean
         apart = all(_differ(first, block) and (block.mean > first.mean) is above for block in later)
         return apart and len(later) >= MIN_CLEAR_BLOCKS
 
     def _errors(self, lasting: float, *levels: EpisodeBlock) -> float:
-        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks where no spread of episodes is known.
+        """Return the difference of two levels in standard errors; `lasting` is the noise of blocks if the spread of episodes is unknown.
 
-        Where it is known, what policies do beyond it is real, and neighbours tell how much they jump.
+        If the spread is known, variation of the policies beyond it is real, and the differences of neighbours measure it.
         """
         per_block = sum(block.episodes for block in self.blocks) / len(self.blocks)
         scale = min(jitter(self.values), lasting) if self.has_spread else lasting
@@ -263,7 +263,7 @@ class Blocks:
 
 
 def clamped(value: float) -> float:
-    """Return a return, or its spread, within the limits of what is followed."""
+    """Return a return, or its spread, clamped to the limits of the followed values."""
     return min(max(value, -MAX_RETURN), MAX_RETURN)
 
 
@@ -273,7 +273,7 @@ def _error(levels: Sequence[EpisodeBlock], least: float = 0.0) -> float:
 
 
 def _differ(first: EpisodeBlock, other: EpisodeBlock) -> bool:
-    """Return whether two levels are so far apart that it matters."""
+    """Return whether two levels differ enough to matter."""
     return abs(other.mean - first.mean) > max(SHIFT_STDS * math.sqrt(first.variance), 1e-9 * abs(first.mean))
 
 
@@ -285,7 +285,7 @@ class Noise(NamedTuple):
 
     @property
     def lasting(self) -> float:
-        """Standard deviation of deviations that last: of an autoregression with that persistence."""
+        """Standard deviation of lasting deviations, as of an autoregression with that persistence."""
         return self.scale / math.sqrt(1 - self.persistence)
 
 
@@ -298,10 +298,10 @@ class Rise(NamedTuple):
 
 
 def noise_of(values: Array) -> Noise:
-    """Return the noise of a series from the differences of neighbours, so that slow courses are none.
+    """Return the noise of a series from the differences of neighbours, so that slow courses do not count.
 
-    Differences of white noise have a lag-1 correlation of -0.5, those of persistent noise one near 0. Differences beyond three times
-    the median are cut there, as a step is no noise; values that stand out from both neighbours are, whatever their size.
+    Differences of white noise have a lag-1 correlation of -0.5, differences of persistent noise a correlation near 0. Differences beyond
+    three times the median are cut there, because a step is not noise. Values that stick out from both neighbours count fully.
     """
     steps = np.diff(values)
     steps = steps - np.mean(steps)
@@ -317,7 +317,7 @@ def noise_of(values: Array) -> Noise:
 
 
 def jitter(values: Array) -> float:
-    """Return the standard deviation of a series about its course, by the median of second differences: neither slopes nor steps count."""
+    """Return the standard deviation of a series about its course, by the median of second differences, to exclude slopes and steps."""
     if len(values) < MIN_JITTER_VALUES:
         return 0.0
     return _median(np.abs(np.diff(values, 2))) / (0.6745 * math.sqrt(6))
@@ -330,7 +330,7 @@ def _median(values: Array) -> float:
 
 
 def smoothed(values: Array, width: int) -> Array:
-    """Return means over `width` neighbours, whole windows also at both ends."""
+    """Return means over `width` neighbours, with whole windows at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     begins = np.clip(np.arange(len(values)) - width // 2, 0, len(values) - width)
     means: Array = (sums[begins + width] - sums[begins]) / width
@@ -338,7 +338,7 @@ def smoothed(values: Array, width: int) -> Array:
 
 
 def rise(values: Array, levels: Array, noise: Noise, width: int) -> Rise:
-    """Return the rise of a series from its first `width` values to the highest of its `levels`, and whether it is more than noise."""
+    """Return the rise of a series from its first `width` values to the highest of its `levels`, and whether it exceeds noise."""
     top = int(np.argmax(levels))
     height = float(levels[top] - np.mean(values[:width]))
     if height <= 0 or height <= 1e-9 * float(np.max(np.abs(values))):
@@ -373,7 +373,7 @@ def trend_scores(values: Array) -> tuple[float, float]:
 
 
 def noise_about_course(values: Array) -> float:
-    """Return the standard deviation of a series about its nearest course that never falls, larger where neighbours deviate together."""
+    """Return the standard deviation of a series about its nearest non-decreasing course, larger if neighbours deviate together."""
     residuals = values - monotone(values)
     shrinkage = max(_shrinkage(residuals), MIN_SHRINKAGE)
     return float(np.std(residuals)) / shrinkage
@@ -396,7 +396,7 @@ def _shrinkage(residuals: Array) -> float:
 
 
 def monotone(values: Array) -> Array:
-    """Return the nearest series that never falls (pool adjacent violators)."""
+    """Return the nearest non-decreasing series (pool adjacent violators)."""
     means, sizes = list[float](), list[int]()
     for value in values.tolist():
         means.append(value)

@@ -29,8 +29,8 @@ class CriticFit(Derived):
     explained_variance: float | None = reports(
         Metric.quantity("value/explained_variance", 441, "explained variance", unit="1", high=1.0, level=Level.MINIMAL)
         .asks(
-            "Which share of the returns' variance does the critic explain? 1 is perfect, 0 a constant, below 0 worse "
-            "than one. Blind to a constant error: see value/r2."
+            "What share of the returns' variance does the critic explain? 1 is perfect, 0 a constant, below 0 worse "
+            "than a constant. It ignores a constant error: see value/r2."
         )
         .bounds(
             healthy="> 0.5 late in training",
@@ -44,7 +44,7 @@ class CriticFit(Derived):
     r2: float | None = reports(
         Metric.quantity("value/r2", 442, "R² of the critic", unit="1", high=1.0, level=Level.MINIMAL)
         .asks(
-            "How well do the critic's estimates match the returns, a constant error included? At most value/explained_variance."
+            "How well do the critic's estimates match the returns, including a constant error? At most value/explained_variance."
         )
         .bounds(
             healthy="within 0.05 of value/explained_variance",
@@ -99,7 +99,7 @@ class CriticFit(Derived):
             level=Level.MINIMAL,
         )
         .asks(
-            "How large is the critic's loss, measured against what returns have varied so far? The first place to "
+            "How large is the critic's loss, relative to the variance of all returns so far? The first place to "
             "look when the critic goes wrong."
         )
         .bounds(healthy="< 0.5", warn="> 1", critical="> 5", source="critical bound of esper-lite, 400 updates")
@@ -127,13 +127,13 @@ class VarianceAverage:
         return self.total / (1 - self.beta**self.updates) if self.updates else 0.0
 
     def after(self, variance: float) -> VarianceAverage:
-        """The average with one more update."""
+        """Return the average with one more update."""
         return VarianceAverage(self.beta * self.total + (1 - self.beta) * variance, self.updates + 1, self.beta)
 
 
 @dataclass(frozen=True, slots=True)
 class CriticMoments:
-    """Moments of the critic's estimates over the rows of a rollout; None where they were not measured.
+    """Moments of the critic's estimates over the rows of a rollout; None if they were not measured.
 
     Attributes:
         bias: mean of V - R.
@@ -147,9 +147,9 @@ class CriticMoments:
 
 
 def critic_fit(measured: CriticMoments, earlier: VarianceAverage) -> tuple[CriticFit, VarianceAverage]:
-    """Explained variance and its relatives, and the average of Var(R) with this update.
+    """Return explained variance and related metrics, and the average of Var(R) including this update.
 
-    EV = 1 - Var(R-V) / Var(R); R² = 1 - MSE / Var(R) = EV - bias² / Var(R); absent where Var(R) <= 1e-6 of its earlier average.
+    EV = 1 - Var(R-V) / Var(R); R² = 1 - MSE / Var(R) = EV - bias² / Var(R); absent if Var(R) <= 1e-6 of its earlier average.
     """
     bias, error_std, return_std = measured.bias, measured.error_std, measured.return_std
     if bias is None or error_std is None or return_std is None:
@@ -180,7 +180,7 @@ MAGNITUDE_FLOOR = 1e-6  # of the largest magnitude: rounding noise of float32
 
 @dataclass(frozen=True, slots=True)
 class AdvantageScale(Derived):
-    """Extremes of the raw advantages against their spread."""
+    """Extremes of the raw advantages relative to their spread."""
 
     sources: ClassVar[tuple[str, ...]] = ("adv/raw/mean", "adv/raw/std", "adv/raw/min", "adv/raw/max")
     absmax_over_std: float | None = reports(
@@ -191,7 +191,7 @@ class AdvantageScale(Derived):
     )
     std_floored: float | None = reports(
         Metric.quantity("adv/std_floored", 217, "advantages without spread", unit="flag", low=0.0, high=1.0)
-        .asks("Are advantages all the same, so that normalising them amplifies rounding noise? 1 where it is so.")
+        .asks("Are all advantages equal, so that normalising them amplifies rounding noise? 1 if so.")
         .bounds(healthy="0", warn="1", source="std <= 1e-6 max|A|")
         .absent("no valid advantage")
     )
@@ -200,7 +200,7 @@ class AdvantageScale(Derived):
 def advantage_scale(
     mean: float | None, std: float | None, smallest: float | None, largest: float | None
 ) -> AdvantageScale:
-    """max|A - mean A| / std A, and whether the spread is lost in rounding, from a rollout's raw advantages."""
+    """Return max|A - mean A| / std A, and whether the spread is lost in rounding, from a rollout's raw advantages."""
     if mean is None or std is None or smallest is None or largest is None:
         return AdvantageScale()
     floored = std <= MAGNITUDE_FLOOR * max(abs(smallest), abs(largest))
@@ -246,12 +246,12 @@ class LargestShift(Derived):
         Metric.quantity(
             "policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2", low=0.0, high=1.0
         )
-        .asks("How much did the mix of actions change since the last rollout, in the head where it changed most?")
+        .asks("How much did the action mix change since the last rollout, in the head where it changed most?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
         .absent("the first rollout, or no categorical head")
     )
 
 
 def largest_shift(shifts: Iterable[float]) -> LargestShift:
-    """The largest of the heads' shifts."""
+    """Return the largest of the heads' shifts."""
     return LargestShift(max(shifts, default=None))

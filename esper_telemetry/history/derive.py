@@ -1,9 +1,9 @@
-"""Values of a record that are derived from its measured ones and from earlier records.
+"""Values of a record that are derived from its measured values and from earlier records.
 
-Values that need other values, such as explained variance, are computed here from the record and not from tensors, so that reading an old
+Values that need other values, such as explained variance, are computed from the record and not from tensors, so that reading an old
 journal computes them again in the same way.
 
-Chosen keys have a history: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
+Some keys have a history: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from esper_telemetry.history.recent_return import RecentMean, recent_return
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 
 TEST_EVERY_UPDATES = 10
-"""Updates between two tests for trends and periods, which take long."""
+"""Updates between two tests for trends and periods, which are expensive."""
 
 MIN_STEP_SIZES = 8
-"""Updates that the response to the learning rate needs: sizes of steps are sampled, so long runs have a dozen."""
+"""Updates that the response to the learning rate needs; sizes of steps are sampled, so long runs have a dozen."""
 
 TEST_VALUES = 100
-"""Latest values that these tests look at: their rates of false alarms are those of so many."""
+"""Number of latest values for these tests; their rates of false alarms were measured for this number."""
 
 MAX_VALUE = 1e100
-"""Values beyond it are passed over: one of them would overflow the squares of a history for good."""
+"""Larger values are ignored, because a single one would permanently overflow the squares of a history."""
 
 LEVEL_SUFFIXES = ("ema", "ew_std")
 STEP_SUFFIXES = (*LEVEL_SUFFIXES, "drift", "macd", "robust_z")
@@ -71,7 +71,7 @@ class HistorySpec:
     Attributes:
         key: its name.
         suffixes: endings of the derived keys.
-        positive: its values are positive, and compared in decades.
+        positive: whether its values are positive, and compared in decades.
         scale_min: smallest spread of its robust z.
     """
 
@@ -81,7 +81,7 @@ class HistorySpec:
     scale_min: float = SCALE_MIN
 
 
-# Histories are listed here and not in each metric: the keys of groups of parameters are known from a run's facts only.
+# Histories are listed here and not in each metric, because the keys of groups of parameters are known only from a run's facts.
 HEADLINES = (
     HistorySpec("policy/kl", ALL_SUFFIXES),
     HistorySpec("policy/entropy_norm", ALL_SUFFIXES),
@@ -103,7 +103,7 @@ DETECTOR_KEYS = (
     HistorySpec("grad/align/successive_cos", LEVEL_SUFFIXES, positive=False),
     HistorySpec("grad/clip/freq", ("ema",), positive=False),
 )
-"""Keys that detectors read besides, and those that mean something only when they are averaged."""
+"""Further keys that detectors read, and keys that are meaningful only as averages."""
 
 STEP_SIZE, RATE = "opt/update_to_weight", "opt/lr"
 """Keys of the size of the optimizer's steps and of the learning rate, which they should follow."""
@@ -114,7 +114,7 @@ GROUP_NORM = "grad/{group}/norm_preclip"
 
 
 def key_histories(groups: Iterable[str]) -> tuple[HistorySpec, ...]:
-    """The keys with a history in a run with these groups of parameters."""
+    """Return the keys with a history in a run with these groups of parameters."""
     norms = [GROUP_NORM.format(group=segment(group)) for group in groups]
     return (*HEADLINES, *DETECTOR_KEYS, *(HistorySpec(key, STEP_SUFFIXES) for key in norms))
 
@@ -129,7 +129,7 @@ class KeyHistories:
     """The histories of a run's keys; it needs every record in order.
 
     Args:
-        facts: of the run: `groups`, and where the environment has a time limit `horizon` and `num_steps`.
+        facts: facts of the run: `groups`, and, if the environment has a time limit, `horizon` and `num_steps`.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -147,12 +147,12 @@ class KeyHistories:
         self._begun = False
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """Derived values of a record with these values; none of keys that it does not have."""
+        """Return the derived values of a record with these values, only for keys that it has."""
         if level < Level.NORMAL:
             return {}
         self._updates += 1
         self._begun = self._begun or any(key in values for key in self._keys)
-        # a loop that logs only its own keys: empty histories would take a third of its record's time
+        # for a loop that logs only its own keys, empty histories would take a third of its record's time
         if not self._begun:
             return self._response(values, level)
         x = np.array([values.get(key, np.nan) for key in self._keys])
@@ -178,7 +178,7 @@ class KeyHistories:
         self._history.push(scaled)
 
     def _tests(self, new: Array) -> Iterable[Derived]:
-        """Trends and periods of the latest values of the keys that have them and have a value in this update."""
+        """Yield trends and periods of the latest values, for keys that have them and have a value in this update."""
         rows = [k for k, row in enumerate(self._rows) if new[k] and "trend/slope" in row.suffixes]
         series = {
             self._keys[k]: self._history.ordered(k)[-TEST_VALUES:] for k in rows if self._history.count[k] >= N_MIN
@@ -205,7 +205,7 @@ class KeyHistories:
 
 
 def _cycle(horizon: int | None, num_steps: int | None) -> tuple[int, int] | None:
-    """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
+    """Return cycles and values of a window with a whole number of time limits, at least two; None without a time limit."""
     if not horizon or not num_steps or not 2 <= horizon / num_steps <= TEST_VALUES / 2:
         return None
     updates = horizon / num_steps
@@ -220,12 +220,12 @@ HEADS, SHIFT = "policy/head/", "/action_shift_js"
 class RunHistory:
     """The history of one run; it needs every record in order.
 
-    It reads the run's facts and the values by key and nothing else, so that a journal yields the same derived values
+    It reads only the run's facts and the values by key, so that a journal yields the same derived values
     again.
 
     Attributes:
         gradients: histories of the gradients.
-        pairs: histories of modules and their hosts, where there are any.
+        pairs: histories of modules and their hosts, if there are any.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
@@ -238,7 +238,7 @@ class RunHistory:
         self._return = RecentMean()
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """Return the derived values of a record with these measured ones, as far as they belong to `level`."""
+        """Return the derived values of a record with these measured ones that belong to `level`."""
         values = judgeable(values)
         returns = recent_return(values, self._return)
         entropy: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Distance of values from their own history, and changes of its level.
 
-The distance is measured by medians, because one spike must not move the scale (T6, G11). Changes are sums that grow with every value off
-the old level (T5; Page 1954) and do not reset by themselves.
+The distance is measured by medians, because one spike must not move the scale (T6, G11). Changes are sums that grow with every value away
+from the old level (T5; Page 1954) and do not reset automatically.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RobustZ(Derived):
             healthy="-4 to 4", warn="> 4", critical="> 8", source="measured: beyond 6 in 0 to 0.1 % of healthy points"
         )
         .absent("fewer than 20 values before it, or one that is not positive")
-        .advises("Look up the key without this ending: what to try stands there.")
+        .advises("See the key without this ending for what to try.")
     )
 
 
 class Spread(NamedTuple):
-    """Median and scale of histories, [K]; NaN where there are too few values."""
+    """Median and scale of histories, [K]; NaN with too few values."""
 
     median: Array
     scale: Array
@@ -48,8 +48,8 @@ class RobustHistory:
     """The last W defined values of each of K series, as one array.
 
     Attributes:
-        values: [K, W], in no particular order, NaN where there is none yet.
-        count: [K] values taken so far, also those that have been replaced.
+        values: [K, W], in no particular order, NaN for missing values.
+        count: [K] number of values so far, including replaced ones.
     """
 
     def __init__(self, keys: int, window: int = OUTLIER_WINDOW) -> None:
@@ -62,7 +62,7 @@ class RobustHistory:
         self.count = np.append(self.count, np.zeros(keys, dtype=np.int64))
 
     def push(self, x: Array, where: npt.NDArray[np.bool_] | None = None) -> None:
-        """Add one value per series, [K]; NaN, and values outside `where`, are passed over."""
+        """Add one value per series, [K]; NaN, and values outside `where`, are ignored."""
         chosen = np.isfinite(x) if where is None else np.isfinite(x) & where
         rows = np.flatnonzero(chosen)
         self.values[rows, self.count[rows] % self.values.shape[1]] = x[rows]
@@ -81,7 +81,7 @@ class RobustHistory:
 
 
 def medians(values: Array) -> Array:
-    """Median [K] of the values in each row of [K, W] that are not NaN; NaN where there are none."""
+    """Median [K] of the values in each row of [K, W] that are not NaN; NaN for empty rows."""
     ordered = np.sort(values, axis=1)
     count = (~np.isnan(values)).sum(axis=1)
     rows = np.arange(len(values))
@@ -90,12 +90,12 @@ def medians(values: Array) -> Array:
 
 
 def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN) -> Spread:
-    """Median and scale 1.4826·MAD of each row of [K, W].
+    """Return median and scale 1.4826·MAD of each row of [K, W].
 
     Args:
-        history: NaN where a row has fewer values than W.
+        history: NaN if a row has fewer values than W.
         scale_min: smallest scale, one for all or [K].
-        n_min: fewest values of a row; 0 or 1 asks for one.
+        n_min: minimum number of values in a row; 0 or 1 requires one.
     """
     enough = (~np.isnan(history)).sum(axis=1) >= max(n_min, 1)
     median = np.where(enough, medians(history), np.nan)
@@ -106,13 +106,13 @@ def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int =
 def robust_z(
     x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()
 ) -> RobustZ:
-    """Distance of values from the medians of their histories, in robust standard deviations.
+    """Return the distance of values from the medians of their histories, in robust standard deviations.
 
     Args:
         x: [K], log10 of the values to judge.
         history: [K, W], log10 of the values *before* them.
         scale_min: smallest scale, in decades, one for all or [K].
-        n_min: fewest values of a history.
+        n_min: minimum number of values in a history.
         keys: names of the series.
     """
     median, scale = spread(history, scale_min=scale_min, n_min=n_min)
@@ -120,7 +120,7 @@ def robust_z(
 
 
 def decades(x: Array) -> Array:
-    """Logarithm to base 10; NaN of what is not positive and finite."""
+    """Logarithm to base 10; NaN for values that are not positive and finite."""
     positive = np.isfinite(x) & (x > 0)
     return np.log10(np.where(positive, x, np.nan))
 
@@ -130,7 +130,7 @@ CUSUM_LEVEL = 8.0
 BASELINE = 50
 """Values of a series with which later ones are compared."""
 TOLERATED_SHARE = 0.1
-"""Share of a series' spread that `PageHinkley` tolerates per value."""
+"""Deviation that `PageHinkley` tolerates per value, as a share of the series' spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class Changes(Derived):
     key: tuple[str, ...] = label()
     cusum: Array | None = reports(
         Metric.quantity("{key}/cusum", 912, "change of level", unit="σ (robust)", low=0.0)
-        .asks("Has this metric moved to another level? It adds up what is more than 1 σ off the old one.")
+        .asks("Has this metric moved to another level? It sums deviations of more than 1 σ from the old one.")
         .bounds(warn="> 8, as a hint only", source="Page 1954; measured null rate 2 to 17 % per 100 updates")
         .absent("the robust z is")
-        .advises("Look up the key without this ending: what to try stands there.")
+        .advises("See the key without this ending for what to try.")
     )
 
 
@@ -154,12 +154,10 @@ class SlowChanges(Derived):
     key: tuple[str, ...] = label()
     page_hinkley: Array | None = reports(
         Metric.quantity("{key}/page_hinkley", 913, "lasting rise", unit="as key", low=0.0)
-        .asks(
-            "Has this metric left its mean so far for good, upwards or downwards? It adds up what is more than 0.1 σ off."
-        )
+        .asks("Has this metric permanently left its mean, upwards or downwards? It sums deviations of more than 0.1 σ.")
         .bounds(warn="8 times its spread", source="Page 1954")
         .absent("no value")
-        .advises("Look up the key without this ending: what to try stands there.")
+        .advises("See the key without this ending for what to try.")
     )
 
 
@@ -187,7 +185,7 @@ class Cusum:
         return down
 
     def step(self, z: Array, keys: tuple[str, ...] = ()) -> Changes:
-        """Add one standardised value per series, [K]; NaN is passed over."""
+        """Add one standardised value per series, [K]; NaN is ignored."""
         finite = np.isfinite(z)
         grown = np.maximum(self._sums + np.where(finite, np.stack([z, -z]) - self.slack, 0.0), 0.0)
         self._sums = np.where(finite, grown, self._sums)
@@ -199,11 +197,11 @@ class Cusum:
 
 
 class LevelModel(NamedTuple):
-    """Expectation of the values of a series, or of K series, by their first ones.
+    """Expectation of the values of a series, or of K series, from their first values.
 
     Attributes:
         memory: lag-1 coefficient.
-        median, scale: of the part of a value that its memory does not explain; NaN where that does not vary.
+        median, scale: of the part of a value that the memory does not explain; NaN if that part does not vary.
     """
 
     memory: Array | float
@@ -211,13 +209,13 @@ class LevelModel(NamedTuple):
     scale: Array | float
 
     def score(self, x: Array, before: Array) -> Array:
-        """Robust z of values, freed from the memory of those `before` them."""
+        """Return the robust z of values, corrected for the memory of the values `before` them."""
         z: Array = (x - self.memory * before - self.median) / self.scale
         return z
 
 
 def level_model(baseline: Array) -> LevelModel:
-    """The expectation after these values [n], oldest first, at least 5."""
+    """Return the expectation after these values [n], oldest first, at least 5."""
     memory = prewhiten(baseline).a
     residual = spread((baseline[1:] - memory * baseline[:-1])[None], scale_min=0.0, n_min=0)
     median, scale = float(residual.median[0]), float(residual.scale[0])
@@ -225,7 +223,7 @@ def level_model(baseline: Array) -> LevelModel:
 
 
 class ChangeState:
-    """`Cusum` of K series as their values come: the first 50 of a series are its baseline for good."""
+    """`Cusum` of K series value by value; the first 50 values of a series are its permanent baseline."""
 
     def __init__(self, keys: int, baseline: int = BASELINE) -> None:
         self._first = np.full((keys, baseline), np.nan)
@@ -235,7 +233,7 @@ class ChangeState:
         self._cusum = Cusum(keys)
 
     def step(self, x: Array) -> Array:
-        """Add one value per series, [K], NaN is passed over; returns the sums, NaN where there are none yet."""
+        """Add one value per series, [K], ignoring NaN; returns the sums, NaN if they do not exist yet."""
         finite = np.isfinite(x)
         sums = np.asarray(self._cusum.step(LevelModel(*self._models).score(x, self._before)).cusum)
         for row in np.flatnonzero(finite & (self._count < self._first.shape[1])):
@@ -259,7 +257,7 @@ class PageHinkley:
         self._state = np.stack([np.zeros(keys), np.zeros(keys), np.zeros(keys), np.full(keys, np.inf)])
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> SlowChanges:
-        """Add one value per series, [K]; the running mean includes it. NaN is passed over."""
+        """Add one value per series, [K]; the running mean includes it. NaN is ignored."""
         finite = np.isfinite(x)
         count, mean, total, lowest = self._state
         count = count + finite

@@ -1,4 +1,4 @@
-"""Gradient norms of a record against those of the records before it.
+"""Gradient norms of a record compared with earlier records.
 
 Severities of explosion and vanishing by thresholds that follow the run (G10, G11), one number for the health of all gradients (G12), and
 the gradient noise scale: the batch size at which noise and signal would be equal (G9; McCandlish 2018).
@@ -52,14 +52,14 @@ class NoiseScale(Derived):
 class NoiseAverage:
     """Separate averages of signal and noise; their ratio is far less biased than an average of ratios.
 
-    Negative single estimates enter the averages: to drop them would bias the signal upwards.
+    Negative single estimates are included, because dropping them would bias the signal upwards.
     """
 
     def __init__(self, beta: float = FAST) -> None:
         self._ema = Ema(2, beta)
 
     def step(self, g2: float | None, tr_sigma: float | None) -> NoiseScale:
-        """Add the estimates of one update; None where they were not measured."""
+        """Add the estimates of one update; None if they were not measured."""
         if g2 is None or tr_sigma is None or not math.isfinite(g2 + tr_sigma):
             return NoiseScale()
         self._ema.step(np.array([g2, tr_sigma]))
@@ -94,7 +94,7 @@ class GroupSeverity(Derived):
         .bounds(
             healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of two decades above the adaptive threshold"
         )
-        .absent("the group has no gradient")
+        .absent("the gradient of the group is missing")
     )
     severity_vanish: Array | None = reports(
         Metric.severity("grad/{group}/severity_vanish", 515, "vanishing gradients of a group")
@@ -102,19 +102,19 @@ class GroupSeverity(Derived):
         .bounds(
             healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of four decades below the adaptive threshold"
         )
-        .absent("the group has no gradient")
+        .absent("the gradient of the group is missing")
     )
     threshold_explode: Array | None = reports(
         Metric.gradient_norm("grad/{group}/threshold_explode", 516, "norm from which a group explodes")
-        .asks("Above which norm do this group's gradients count as exploding?")
+        .asks("Above which norm are this group's gradients considered to explode?")
         .bounds(source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits")
-        .absent("the group has no gradient")
+        .absent("the gradient of the group is missing")
     )
     threshold_vanish: Array | None = reports(
         Metric.gradient_norm("grad/{group}/threshold_vanish", 517, "norm below which a group vanishes")
-        .asks("Below which norm do this group's gradients count as vanishing?")
+        .asks("Below which norm are this group's gradients considered to vanish?")
         .bounds(source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits")
-        .absent("the group has no gradient")
+        .absent("the gradient of the group is missing")
     )
 
 
@@ -137,9 +137,9 @@ class LayerSeverity(Derived):
             healthy="0",
             warn="> 0.25",
             critical=">= 0.75",
-            source="as grad/{group}/severity_explode, with a history of its own",
+            source="as grad/{group}/severity_explode, with a separate history",
         )
-        .absent("the tensor has no gradient")
+        .absent("the tensor's gradient is missing")
         .advises(
             "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
             "outliers in its inputs."
@@ -154,9 +154,9 @@ class LayerSeverity(Derived):
             healthy="0",
             warn="> 0.25",
             critical=">= 0.75",
-            source="as grad/{group}/severity_vanish, with a history of its own",
+            source="as grad/{group}/severity_vanish, with a separate history",
         )
-        .absent("the tensor has no gradient")
+        .absent("the tensor's gradient is missing")
         .advises(
             "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
             "outliers in its inputs."
@@ -165,7 +165,7 @@ class LayerSeverity(Derived):
 
 
 class SeverityThresholds(NamedTuple):
-    """Norms from which on gradients explode or vanish; median and scale of log10 norms, NaN of too few; [K] each."""
+    """Norms above or below which gradients explode or vanish; median and scale of log10 norms, NaN with too few; [K] each."""
 
     explode: Array
     vanish: Array
@@ -174,21 +174,21 @@ class SeverityThresholds(NamedTuple):
 
 
 def explode_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_EXPLODE) -> Array:
-    """0 up to the threshold, 1 from `decades_wide` above it and for what is not finite; linear in log10 between."""
+    """Return 0 up to the threshold, 1 from `decades_wide` above it and for non-finite norms; linear in log10 between."""
     norms = np.asarray(norms, dtype=np.float64)
     ramp = np.clip((_log10(norms) - np.log10(threshold)) / decades_wide, 0.0, 1.0)
     return np.where(np.isfinite(norms), ramp, 1.0)
 
 
 def vanish_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_VANISH) -> Array:
-    """0 down to the threshold and for what is not finite, 1 from `decades_wide` below it; linear in log10 between."""
+    """Return 0 down to the threshold and for non-finite norms, 1 from `decades_wide` below it; linear in log10 between."""
     norms = np.asarray(norms, dtype=np.float64)
     ramp = np.clip((np.log10(threshold) - _log10(norms)) / decades_wide, 0.0, 1.0)
     return np.where(np.isfinite(norms), ramp, 0.0)
 
 
 def _log10(norms: Array) -> Array:
-    """Logarithm of finite norms; -inf of zero, 0 in place of what is not finite."""
+    """Return the logarithm of finite norms; -inf for zero, 0 for non-finite norms."""
     finite = np.where(np.isfinite(norms), norms, 1.0)
     return np.log10(finite, out=np.full_like(finite, -np.inf), where=finite > 0)
 
@@ -203,16 +203,16 @@ def adaptive_thresholds(
     clamp_explode: tuple[float, float] = CLAMP_EXPLODE,
     clamp_vanish: tuple[float, float] = CLAMP_VANISH,
 ) -> SeverityThresholds:
-    """Thresholds from the history of each group: its median ± k robust standard deviations, within absolute bounds.
+    """Return thresholds from the history of each group: its median ± k robust standard deviations, within absolute bounds.
 
     Args:
-        history: [K, W], log10 of norms, NaN where there is none yet.
+        history: [K, W], log10 of norms, NaN for missing values.
         max_grad_norm: the clip limit, which sets the scale of the bounds.
-        n_min: fewest norms; below it the thresholds are 10 clip limits and 1e-7. 0 asks for none.
+        n_min: minimum number of norms; with fewer, the thresholds are 10 clip limits and 1e-7. 0 requires none.
         scale_min: smallest standard deviation, in decades.
-        k: how many of them.
-        clamp_explode: bounds in clip limits: a slow boil must not become normal.
-        clamp_vanish: likewise.
+        k: number of standard deviations.
+        clamp_explode: bounds in clip limits, so that a slow rise cannot become normal.
+        clamp_vanish: bounds in clip limits of the lower threshold.
     """
     median, scale = spread(history, scale_min=scale_min, n_min=n_min)
     explode = _clamp(10.0 ** (median + k * scale), clamp_explode, max_grad_norm)
@@ -231,10 +231,10 @@ def _clamp(thresholds: Array, bounds: tuple[float, float], unit: float) -> Array
 
 
 class NormBaseline:
-    """Usual gradient norms of K groups: thresholds from healthy updates only.
+    """Usual gradient norms of K groups, with thresholds from healthy updates only.
 
-    An update whose severity is 0.5 or more does not enter the history, because anomalies must not train their own
-    baseline; after 50 such updates in a row the group starts a new one.
+    An update with a severity of 0.5 or more does not enter the history, because anomalies must not train their own
+    baseline. After 50 such updates in a row the group starts a new baseline.
 
     Attributes:
         max_grad_norm: the clip limit.
@@ -257,8 +257,8 @@ class NormBaseline:
         """Compare one update with the updates before it.
 
         Args:
-            mean: [K] mean norm of each group over the update's steps; NaN where it has no gradient.
-            peak: [K] its largest norm; infinite where a gradient was not finite.
+            mean: [K] mean norm of each group over the update's steps; NaN without a gradient.
+            peak: [K] its largest norm; infinite if a gradient was not finite.
 
         Returns:
             Severities and thresholds; and the groups, [K] bool, whose baseline restarts with this update.
@@ -285,19 +285,19 @@ Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
 
 FACTOR_WEIGHTS = (1.0, 1.0, 0.5, 0.5)  # vanish, explode, imbalance, zero: the last two are hints, not faults
 IMBALANCE = (3.0, 6.0)  # decades between the largest and the smallest norm: from 0 to 1
-IMBALANCE_FLOOR = 1e-12  # of the largest norm: an exact zero is no worse than nearly zero
+IMBALANCE_FLOOR = 1e-12  # of the largest norm: exactly zero is not worse than nearly zero
 ZEROS_FROM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCondition(Derived):
-    """Health of the gradients; None where there are none.
+    """Health of the gradients; None without gradients.
 
     Attributes:
         health: product of one factor per fault.
         nonfinite: whether any norm is not finite.
         vanish, explode, imbalance, zero: severities of the faults, 0 to 1.
-        cause: the fault that takes most from the health; None if nothing does.
+        cause: the fault that reduces the health most; None without a fault.
     """
 
     sources: ClassVar[tuple[str, ...]] = (
@@ -333,13 +333,13 @@ def gradient_condition(
     layer_weights: Array | None = None,
     factor_weights: tuple[float, float, float, float] = FACTOR_WEIGHTS,
 ) -> GradientCondition:
-    """Health (1-F)(1-φ_V V)(1-φ_E E)(1-φ_I I)(1-φ_Z Z) of the gradients of L layers.
+    """Return the health (1-F)(1-φ_V V)(1-φ_E E)(1-φ_I I)(1-φ_Z Z) of the gradients of L layers.
 
     Args:
-        norms: [L], not finite where any entry is not.
+        norms: [L], not finite if any entry is not.
         tau_vanish: norms below which a layer vanishes, [L] or one for all.
         tau_explode: norms above which a layer explodes.
-        zero_frac: share of exactly zero entries; None where it was not measured.
+        zero_frac: share of exactly zero entries; None if it was not measured.
         layer_weights: [L] weights of the layers in V, which sum to 1; equal by default.
         factor_weights: φ of vanish, explode, imbalance and zero.
     """
@@ -364,7 +364,7 @@ def gradient_condition(
     ]
     names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
     smallest = min(factors)
-    cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equals
+    cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equal factors
     return GradientCondition(health=math.prod(factors), cause=cause, **severities)  # type: ignore[arg-type]  # four floats
 
 
@@ -373,10 +373,10 @@ def _ramp(x: float, start: float, end: float) -> float:
 
 
 LAYER = ("grad/layer/", "/norm")
-"""Begin and end of the keys of single layers' norms."""
+"""Beginning and end of the keys of single layers' norms."""
 
 DEFAULT_CLIP_LIMIT = 1.0
-"""Scale of the thresholds where nothing is clipped."""
+"""Scale of the thresholds if nothing is clipped."""
 
 
 class GradientHistory:
@@ -384,11 +384,11 @@ class GradientHistory:
 
     Args:
         groups: parameter groups, as the run declares them.
-        max_grad_norm: the clip limit; None where nothing is clipped.
+        max_grad_norm: the clip limit; None if nothing is clipped.
 
     Attributes:
-        condition: health of the gradients in the last record, and what spoils it most.
-        rebaselined: groups whose thresholds restart with the last record, because their norms had been out of range for long.
+        condition: health of the gradients in the last record, and what reduces it most.
+        rebaselined: groups whose thresholds restart with the last record, because their norms were out of range for long.
     """
 
     def __init__(self, groups: Sequence[str], max_grad_norm: float | None) -> None:

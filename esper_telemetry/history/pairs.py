@@ -1,4 +1,4 @@
-"""Modules beside their hosts: the ratio of their gradient intensities, and the reason where it is low (G13)."""
+"""Modules compared with their hosts: the ratio of their gradient intensities, and the reason if it is low (G13)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PairIntensity(Derived):
     pair: str = label()
     intensity_ratio: float | None = reports(
         Metric.ratio("grad/pair/{pair}/intensity_ratio", 570, "intensity of a module next to its host")
-        .asks("How strongly does this module learn, per parameter, next to the network that hosts it?")
+        .asks("How strongly does this module learn, per parameter, compared with the network that hosts it?")
         .bounds(healthy="0.05 to 0.2", warn="< 0.01", source="heuristic of the morphogenesis environment")
-        .absent("either has no parameters or no gradient, or the host's gradient is zero")
+        .absent("the parameters or the gradient of either are missing, or the host's gradient is zero")
         .advises("The journal names the cause (`evidence/pairs`): disconnected, dormant, saturated, or a fast host.")
     )
 
@@ -45,11 +45,11 @@ class PairEvidence:
 
     Attributes:
         ratio: intensity ratio of the pair.
-        grads_exist: the module's parameters have gradients.
-        upstream_exists: a gradient arrives at the module's output.
+        grads_exist: whether the module's parameters have gradients.
+        upstream_exists: whether a gradient arrives at the module's output.
         z_seed, z_host: robust z of the two intensities in their own histories.
-        z_up: of the gradient that arrives at the module's output.
-        z_gain: of the module's gradient over the one that arrives.
+        z_up: robust z of the gradient that arrives at the module's output.
+        z_gain: robust z of the module's gradient relative to the arriving one.
         zero_frac: share of exact zeros in the module's gradient.
     """
 
@@ -68,8 +68,8 @@ class PairDiagnosis:
     """The reason why a module learns as it does.
 
     Attributes:
-        cause: the first that fits.
-        confidence: 0 to 1, how far the deciding z lies beyond its threshold; None where none decides.
+        cause: the first cause that fits.
+        confidence: 0 to 1, how far the deciding z is beyond its threshold; None if no z decides.
     """
 
     cause: Cause
@@ -79,14 +79,14 @@ class PairDiagnosis:
 def pair_intensity(
     pair: str, *, seed_norm: float | None, seed_params: int, host_norm: float | None, host_params: int
 ) -> PairIntensity:
-    """Ratio of the two modules' gradient norms per square root of a parameter; independent of their sizes.
+    """Return the ratio of the two modules' gradient norms per square root of a parameter, which does not depend on their sizes.
 
     Args:
         pair: name of the pair.
         seed_norm: gradient norm of the module; None without gradients.
-        seed_params: entries of the module's gradient.
-        host_norm: of the network that hosts it.
-        host_params: likewise.
+        seed_params: number of entries of the module's gradient.
+        host_norm: gradient norm of the network that hosts it; None without gradients.
+        host_params: number of entries of the host's gradient.
     """
     if seed_norm is None or not host_norm or not seed_params or not host_params:
         return PairIntensity(pair)
@@ -94,7 +94,7 @@ def pair_intensity(
 
 
 def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
-    """Reason of a module's intensity ratio; a ratio of `low` or more is fine."""
+    """Return the reason for a module's intensity ratio; a ratio of at least `low` is fine."""
     if not (evidence.grads_exist and evidence.upstream_exists):
         return PairDiagnosis("disconnected")
     if evidence.ratio is None:
@@ -107,7 +107,7 @@ def diagnose_pair(evidence: PairEvidence, *, low: float = LOW) -> PairDiagnosis:
 
 
 def _by_history(evidence: PairEvidence, z_seed: float) -> PairDiagnosis:
-    """The cause by what is unusual for this module."""
+    """Return the cause by what is unusual for this module."""
     z_up, z_gain, z_host = (0.0 if z is None else z for z in (evidence.z_up, evidence.z_gain, evidence.z_host))
     if z_up <= -UNUSUAL:
         return PairDiagnosis("dormant", _confidence(z_up))
@@ -129,10 +129,10 @@ SIGNALS = ("intensity", "host_intensity", "upstream", "gain")
 
 
 class PairHistories:
-    """The history of every pair that is watched; give it every record in order.
+    """The history of every watched pair; it needs every record in order.
 
     Attributes:
-        diagnoses: why each pair learns as it does, by name, of the last record.
+        diagnoses: why each pair learns as it does, by name, in the last record.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class PairHistories:
         )
 
     def _unusual(self, pair: str, signals: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Robust z of every signal in its own history; minus infinity of an exact zero, None without a history."""
+        """Return the robust z of every signal in its own history; minus infinity for an exact zero, None without a history."""
         history = self._histories.setdefault(pair, RobustHistory(len(SIGNALS)))
         raw = np.array([math.nan if signals[name] is None else signals[name] for name in SIGNALS], dtype=np.float64)
         scores = np.asarray(robust_z(decades(raw), history.values, keys=SIGNALS).robust_z)

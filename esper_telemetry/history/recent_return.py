@@ -1,4 +1,4 @@
-"""The return of a run: the mean over its last hundred episodes. Every view and verdict reads this number and no other."""
+"""The return of a run: the mean over its last hundred episodes, used by every view and verdict."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from typing import Final
 
 RECENT_EPISODES: Final = 100
-"""Episodes that the return is the mean of; fewer while fewer have ended."""
+"""Maximum number of episodes that the return averages."""
 MIN_BEST_EPISODES: Final = 20
-"""Episodes from which on the return may be the best one: the mean of two lucky episodes is not."""
+"""Minimum number of episodes for a best return, because the mean of a few lucky episodes is meaningless."""
 
 MAX_RETURN: Final = 1e100
-"""Returns beyond it are left out: sums over episodes would overflow."""
+"""Larger returns are left out, because sums over episodes would overflow."""
 
 RECENT_RETURN, UPDATE_RETURN, COUNT = "episode/return_mean_100", "episode/return_mean", "episode/count"
 
 
 @dataclass(slots=True)
 class RecentMean:
-    """Mean over the last `RECENT_EPISODES` episodes of a series of updates, from the mean and the number of episodes of each.
+    """Mean over the last `RECENT_EPISODES` episodes of a series of updates, from each update's mean and number of episodes.
 
     The oldest update counts with as many episodes as are needed.
 
     Attributes:
         mean: over the last episodes; NaN before the first.
-        episodes: that have ended so far.
-        highest, lowest: extremes of the mean, from `MIN_BEST_EPISODES` on; NaN before.
+        episodes: number of episodes that have ended so far.
+        highest, lowest: extremes of the mean after `MIN_BEST_EPISODES`; NaN before.
     """
 
     mean: float = math.nan
@@ -42,7 +42,7 @@ class RecentMean:
         """Add an update.
 
         Args:
-            mean, episodes: of its episodes.
+            mean, episodes: mean and number of its episodes.
             recent: the mean over the last hundred episodes, if the trainer reports it.
         """
         self.episodes += episodes
@@ -53,7 +53,7 @@ class RecentMean:
             self._held -= self._parts.popleft()[1]
         self.mean = self._mean() if recent is None else recent
         if self.episodes >= MIN_BEST_EPISODES:
-            self.highest = max(self.mean, self.highest)  # the first argument wins against NaN
+            self.highest = max(self.mean, self.highest)  # this order replaces NaN
             self.lowest = min(self.mean, self.lowest)
 
     def _mean(self) -> float:
@@ -67,8 +67,8 @@ def recent_return(values: Mapping[str, float], average: RecentMean) -> dict[str,
     """Return the mean return of the last hundred episodes, if a record has only the mean over its own episodes.
 
     Args:
-        values: of a record.
-        average: of the run; this record is added to it.
+        values: values of a record.
+        average: average of the run, to which this record is added.
     """
     mean, episodes = values.get(UPDATE_RETURN, math.inf), values.get(COUNT, math.nan)
     if abs(mean) <= MAX_RETURN and 0 < episodes < math.inf:

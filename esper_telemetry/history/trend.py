@@ -1,8 +1,8 @@
-"""Trends of a series beyond what its own memory explains (T3; Mann 1945, Sen 1968), and oscillations (T4; Fisher 1929).
+"""Trends of a series beyond its own memory (T3; Mann 1945, Sen 1968), and oscillations (T4; Fisher 1929).
 
-Successive values of a training curve depend on each other, which makes trend tests see trends in noise: 45 % false
-alarms at an autocorrelation of 0.9. So the series is prewhitened first, with a coefficient measured on what is left
-after taking the trend out.
+Successive values of a training curve depend on each other, so trend tests find trends in noise: 45 % false
+alarms at an autocorrelation of 0.9. The series is therefore prewhitened first, with a coefficient measured on the
+detrended series.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PeriodMemory(Derived):
     key: tuple[str, ...] = label()
     acf1: Array | None = reports(
         Metric.quantity("{key}/acf1", 910, "correlation of successive updates", unit="correlation", low=-1.0, high=1.0)
-        .asks("Does this metric go back and forth (below 0) or carry on (above 0) from update to update?")
+        .asks("Does this metric alternate (below 0) or persist (above 0) from update to update?")
         .bounds(warn="< -0.3: updates undo each other", source="heuristic")
         .absent("fewer than three values, or all the same")
         .advises("Below 0 updates undo each other: lower the learning rate, use larger batches.")
@@ -75,7 +75,7 @@ class KnownPeriod(Derived):
 
 
 def acf(x: Array, lag: int) -> float:
-    """Biased autocorrelation of x [n] at `lag`; NaN where the values are too few or all the same."""
+    """Biased autocorrelation of x [n] at `lag`; NaN if the values are too few or all the same."""
     if len(x) <= lag or x.max() == x.min():
         return math.nan
     d = x - x.mean()
@@ -84,7 +84,7 @@ def acf(x: Array, lag: int) -> float:
 
 
 def goertzel(x: Array, k: int) -> float:
-    """Power |Σ x_t e^(-2πikt/n)|² of x [n] at k cycles per window: unnormalised, mean and trend left in."""
+    """Power |Σ x_t e^(-2πikt/n)|² of x [n] at k cycles per window, unnormalised and with mean and trend."""
     n = len(x)
     angles = 2.0 * np.pi * ((k * np.arange(n)) % n) / n
     return float(x @ np.cos(angles)) ** 2 + float(x @ np.sin(angles)) ** 2
@@ -93,8 +93,8 @@ def goertzel(x: Array, k: int) -> float:
 def fisher(x: Array) -> tuple[float, float, float]:
     """Fisher's g of x [n], its probability under white noise, and the length of the strongest period.
 
-    Over the ordinates 1 to ⌊(n-1)/2⌋ of the periodogram, without the mean and, for even n, without the fastest one.
-    Pass a prewhitened series. NaN three times where the values are fewer than five or all the same.
+    It uses the ordinates 1 to ⌊(n-1)/2⌋ of the periodogram, without the mean and, for even n, without the fastest one.
+    Pass a prewhitened series. All three are NaN if the values are fewer than five or all the same.
     """
     ordinates = (len(x) - 1) // 2
     if ordinates < 2 or x.max() == x.min():
@@ -111,7 +111,7 @@ def fisher(x: Array) -> tuple[float, float, float]:
 def fisher_p(g: float, ordinates: int) -> float:
     """Probability of a share of at least g among m > 1 ordinates of white noise: Σ (-1)^(i-1) C(m,i) (1-ig)^(m-1).
 
-    In whole numbers, because the terms cancel: floats lose three digits of p at 99 ordinates.
+    It is computed in whole numbers, because the terms cancel: floats lose three digits of p at 99 ordinates.
     """
     top, bottom = g.as_integer_ratio()
     terms = range(1, min(ordinates, bottom // top) + 1)
@@ -154,7 +154,7 @@ class Trends(Derived):
             source="Mann 1945; prewhitened, measured null rate 0 to 3 %",
         )
         .absent("fewer than five values, or all the same")
-        .advises("Look up the key without this ending: what to try stands there.")
+        .advises("See the key without this ending for what to try.")
     )
 
 
@@ -162,10 +162,10 @@ class MannKendall(NamedTuple):
     """Mann-Kendall test for a monotone trend.
 
     Attributes:
-        s: pairs that rise minus pairs that fall.
+        s: rising pairs minus falling pairs.
         variance: of s without trend, corrected for ties.
-        z: s less its sign, in standard deviations; None where all values are tied.
-        tau: s over the number of pairs.
+        z: s minus its sign, in standard deviations; None if all values are tied.
+        tau: s divided by the number of pairs.
     """
 
     s: float
@@ -178,7 +178,7 @@ class Prewhitened(NamedTuple):
     """A series without its own memory.
 
     Attributes:
-        y: [n-1], x_t - a x_(t-1): the trend stays in, scaled by 1 - a.
+        y: [n-1], x_t - a x_(t-1), which keeps the trend, scaled by 1 - a.
         a: lag-1 coefficient, corrected for small samples.
         slope: Theil-Sen slope of x.
         acf1: autocorrelation of the detrended series, uncorrected.
@@ -206,7 +206,7 @@ def theil_sen(x: Array) -> float:
 
 
 def mann_kendall(x: Array) -> MannKendall:
-    """The test on x [n], which should be free of autocorrelation."""
+    """Return the test on x [n], which should be free of autocorrelation."""
     n = len(x)
     i, j = _pairs(n)
     s = float(np.sign(x[j] - x[i]).sum())
@@ -220,7 +220,7 @@ def prewhiten(x: Array) -> Prewhitened:
     """Return x [n], n > 4, without its lag-1 memory.
 
     The coefficient is measured on the detrended series, corrected for its small-sample bias and clipped to ±0.98.
-    Adding the trend back afterwards (TFPW) would add a spurious one: 72 % false alarms at an autocorrelation of 0.9.
+    Adding the trend back afterwards (TFPW) would add a spurious trend: 72 % false alarms at an autocorrelation of 0.9.
     """
     n = len(x)
     if n < N_MIN:

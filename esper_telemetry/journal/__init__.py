@@ -1,10 +1,10 @@
 """The source of truth about a run: an append-only file of JSON lines in the run directory.
 
-Writers encode values as lines (`encode_run`, `encode_record`, ...) and append them with `Journal.write`: one system call, nothing
-buffered, so a killed process loses nothing that `write` has returned from. Readers follow the file with a `JournalReader`, whose
-`offset` is its whole state, or read a run at once with `read_run`. A run without a directory has a `MemoryJournal`.
+Writers encode values as lines (`encode_run`, `encode_record`, ...) and append them with `Journal.write`. Each write is one unbuffered
+system call, so a killed process loses nothing after `write` has returned. Readers follow the file with a `JournalReader`, whose
+only state is its `offset`, or read a run at once with `read_run`. A run without a directory has a `MemoryJournal`.
 
-JSON lines, not SQLite: run directories live on network file systems, and `tail -f`, `jq`, DuckDB and pandas read them.
+JSON lines, not SQLite: run directories are kept on network file systems, and `tail -f`, `jq`, DuckDB and pandas can read them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""`journal.jsonl`, or `journal.jsonl.gz`, in a run directory: one writer that a full disk does not stop, any number of readers.
+"""`journal.jsonl`, or `journal.jsonl.gz`, in a run directory: one writer that survives a full disk, any number of readers.
 
-A compressed journal takes a fifth of the space, and every reader takes it as it is.
+A compressed journal takes a fifth of the space, and every reader supports it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from esper_telemetry.journal.packed import PACKED_SUFFIX, PackedFile, pack, unpa
 JOURNAL_NAME: Final = "journal.jsonl"
 END_HEAD: Final = b'{"kind":"end"'
 MAX_BACKLOG_BYTES: Final = 8 << 20
-"""What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
+"""Maximum bytes that wait in memory while the disk is full before new lines are lost: about 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
 MAX_LINE_BYTES: Final = 16 << 20
-"""Longest line that is read: decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
+"""Longest line that is read; decoded, it may take fifty times as much memory. Usual lines have up to 300 kB."""
 MAX_TAIL_BYTES: Final = 4 << 20
-"""Distance from its end up to which a journal is searched for its last line."""
+"""Bytes at the end of a journal in which its last line is searched for."""
 MAX_NAMED_LINES: Final = 10
 EVENT_TYPE: Final = re.compile(rb'\{"kind": ?"event".*?"type": ?"([^"]+)"')
 EVENT_HEAD_BYTES: Final = 400
@@ -54,7 +54,7 @@ EVENT_HEAD_BYTES: Final = 400
 LOST: Final = "lost"
 """Type of the event that says how many lines are missing at its position, because the disk was full for too long."""
 TORN: Final = b" #torn"
-"""Ends a line that a killed writer left unfinished, before the next writer goes on: that is no damage."""
+"""Marks a line that a killed writer left unfinished, so that it is not reported as damage."""
 
 _logger = logging.getLogger("esper_telemetry")
 _reported_damage: dict[Path, set[int]] = {}
@@ -64,14 +64,14 @@ _reported_damage: dict[Path, set[int]] = {}
 class Journal:
     """The journal of a run, open for appending; made by `create` or `open`.
 
-    Once it exists, no error of the disk raises: what cannot be written waits in memory, and goes out first when there is space again.
-    A call that an exception interrupts, such as a signal handler's, leaves it whole: the size of the file says what was written.
+    After its creation, disk errors never raise: unwritten lines wait in memory, and are written first when there is space again.
+    A call that an exception interrupts, as from a signal handler, leaves it consistent: the size of the file says what was written.
 
     Attributes:
         run_dir: directory of the run.
-        path: of the file.
+        path: path of the file.
         records: number of records that were given to `write` and not lost.
-        lost: number of lines that are not in the journal: dropped because the disk was full and the backlog too, or that cannot be JSON.
+        lost: number of lines that are not in the journal, because both the disk and the backlog were full, or they are not valid JSON.
         lost_records: number of records among them.
     """
 
@@ -94,7 +94,7 @@ class Journal:
     def create(cls, run_dir: str | os.PathLike[str]) -> Self:
         """Create the journal of a new run, and its directory.
 
-        Raises FileExistsError if there is a journal already, another OSError if nothing can be written.
+        Raises FileExistsError if a journal exists already, and another OSError if nothing can be written.
         """
         path = Path(run_dir) / JOURNAL_NAME
         if path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists():
@@ -110,9 +110,9 @@ class Journal:
 
     @classmethod
     def open(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Open the journal of a run that exists, decompressed, and end a line that is torn.
+        """Open the journal of an existing run, decompressed, and end a torn line.
 
-        Raises FileNotFoundError if there is none.
+        Raises FileNotFoundError if it does not exist.
         """
         path = journal_path(run_dir)
         if path.suffix == PACKED_SUFFIX:
@@ -125,7 +125,7 @@ class Journal:
 
     @classmethod
     def begin_again(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Open the journal of a run that is abandoned, and empty it; the caller has the run's lock.
+        """Open the journal of an abandoned run, and empty it; the caller has the run's lock.
 
         Raises FileExistsError if the journal has a run.
         """
@@ -141,7 +141,7 @@ class Journal:
 
     @property
     def is_deleted(self) -> bool:
-        """True if someone has deleted the file: what is written to it is gone with this process."""
+        """True if the file was deleted; later lines are then lost when this process ends."""
         with suppress(OSError):
             return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
         return False
@@ -155,8 +155,8 @@ class Journal:
     def write(self, *lines: Line) -> bool:
         """Append lines in one system call; return whether they, and all before them, have reached the file.
 
-        False means that they wait in memory for space on the disk, or are lost (`lost` counts): one warning is logged. A line that is not
-        strict JSON is left out, with a warning that names it. In a forked process, and after `close`, nothing is written. Threads may
+        False means that they wait in memory for space on the disk, or are lost (`lost` counts them); one warning is logged. A line that is
+        not strict JSON is left out, with a warning that names it. Nothing is written in a forked process or after `close`. Threads may
         share a journal.
         """
         if os.getpid() != self._pid:
@@ -167,7 +167,7 @@ class Journal:
             return self._append(encoded) and not refused
 
     def go_on(self) -> None:
-        """Append after what another process wrote: end a line that it left torn."""
+        """Append after another process has written: end a line that it left torn."""
         with self._lock:
             size = os.fstat(self._fd).st_size
             is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
@@ -178,12 +178,12 @@ class Journal:
         return JournalReader(self.path)
 
     def sync(self) -> None:
-        """Make what was written survive a crash of the machine, if the disk allows."""
+        """Make everything written survive a crash of the machine, if the disk allows."""
         with self._lock, suppress(OSError):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Write what waits, make the file durable and close it; harmless when repeated or in a forked process."""
+        """Write waiting lines, make the file durable and close it; harmless when repeated or in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -221,7 +221,7 @@ class Journal:
     def _write_out(self) -> bool:
         """Continue exactly where the last write stopped: a line cut by a full disk is completed, not repeated."""
         try:
-            if self._is_writing:  # an exception, as of a signal handler, came between a write and its result
+            if self._is_writing:  # an exception, as from a signal handler, came between a write and its result
                 self._advance(os.fstat(self._fd).st_size - self._size)
             while self._backlog:
                 self._is_writing = True
@@ -240,13 +240,13 @@ class Journal:
         return True
 
     def _advance(self, count: int) -> None:
-        """Note that so many bytes of the backlog are in the file."""
+        """Note that this many bytes of the backlog are in the file."""
         self._size, self._backlog = self._size + count, self._backlog[count:]
         self._is_writing = False
 
 
 class DamagedLine(int):
-    """Number of a line that cannot be understood, from 1 for the first of the file, with the reason."""
+    """Number of a line that cannot be understood, counted from 1, with the reason."""
 
     reason: str
 
@@ -281,9 +281,9 @@ class JournalReader:
     """Follows a journal file from an offset.
 
     Attributes:
-        path: of the file.
-        offset: position after the last line that `read` gave, in bytes; set it to go on from a saved position.
-        damage: positions of the lines that `read` left out because they could not be understood, in bytes.
+        path: path of the file.
+        offset: position in bytes after the last line that `read` returned; set it to continue from a saved position.
+        damage: positions in bytes of the lines that `read` left out because they could not be understood.
 
     Raises OSError if the file cannot be opened, or is not a regular file.
     """
@@ -327,7 +327,7 @@ class JournalReader:
         return entries
 
     def skip_to_tail(self, size: int, samples: int) -> list[Record]:
-        """Move to the last `size` bytes, to the beginning of a line; return records at even distances before, about `samples` of them."""
+        """Move to the beginning of a line in the last `size` bytes; return about `samples` records at even distances before it."""
         tail = max(0, self.size - size)
         entries: list[Entry] = []
         for position in range(0, tail, max(1, tail // samples)):
@@ -345,11 +345,11 @@ class JournalReader:
             self._lines(1)
 
     def read_sample(self, records: int, *, is_rare: Callable[[str], bool]) -> tuple[list[Entry], bool]:
-        """Return what is needed of a long journal to show a run at once, in order; and whether all its records are among it.
+        """Return the part of a long journal that shows a run at a glance, in order; and whether it includes all records.
 
         Args:
-            records: of the records so many at even distances in the file, and as many at its end.
-            is_rare: true for types of events of which the last one of each is enough.
+            records: number of records at even distances in the file, and number of records at its end.
+            is_rare: true for types of events of which only the last one is needed.
         """
         step = due = 0
         sample: dict[int, bytes] = {}
@@ -384,16 +384,16 @@ class JournalReader:
         return tuple(lines)
 
     def head(self, before: int | None = None) -> RunInfo | None:
-        """Return the run as the lines before a position, `offset` by default, describe it: its last `run` line and keys after it."""
+        """Return the run as described before a position, `offset` by default: its last `run` line and keys after it."""
         return merge_head(None, self._earlier(self.offset if before is None else before, _is_head))
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """Return the alarms in the lines before a position, in the whole file by default; `offset` stays where it is."""
+        """Return the alarms before a position, in the whole file by default; `offset` does not change."""
         entries = self._earlier(before, lambda line: line.startswith(ALARM_HEAD))
         return tuple(entry for entry in entries if isinstance(entry, Alarm))
 
     def last_event(self, kind: str) -> JournalEvent | None:
-        """Return the last event of a type in the whole file, without parsing records; None without one."""
+        """Return the last event of a type in the whole file, without parsing records, or None."""
         entries = self._earlier(None, lambda line: _event_type(line) == kind)
         return next((entry for entry in reversed(entries) if isinstance(entry, JournalEvent)), None)
 
@@ -425,7 +425,7 @@ class JournalReader:
         return entries
 
     def _lines(self, limit: int | None) -> list[bytes]:
-        """Return complete lines after the offset, about `CHUNK_BYTES` of them, and move the offset behind them."""
+        """Return complete lines after the offset, about `CHUNK_BYTES` of them, and advance the offset."""
         size = CHUNK_BYTES
         while (cut := (chunk := self._file.read_at(self.offset, size)).rfind(b"\n")) < 0 or chunk.startswith(b"\n"):
             if chunk.startswith(b"\n"):  # empty lines are skipped: a compressed file may contain millions
@@ -508,7 +508,7 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_abandoned(run_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a journal has neither a run nor records: its trainer was killed before it had written the first line."""
+    """Return whether a journal has neither a run nor records, because its trainer was killed before its first line."""
     path = Path(run_dir) / JOURNAL_NAME
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -529,7 +529,7 @@ def holds_run(directory: Path) -> bool:
 
 
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
-    """Append an end line for a writer that is gone, unless the last line is one; return whether it did."""
+    """Append an end line if the writer is gone, unless the last line is one; return whether it was appended."""
     entries = last_entries(run_dir)
     if end_status(entries) is not None or is_abandoned(run_dir):
         return False
@@ -541,9 +541,9 @@ def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
 
 
 def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
-    """Compress the journal of a run that is over; return its size in bytes before and after, the same where it is compressed already.
+    """Compress the journal of a finished run; return its size in bytes before and after, which are equal if it is compressed already.
 
-    Raises FileNotFoundError where there is none, ValueError where the run is not over, OSError where there is no space.
+    Raises FileNotFoundError without a journal, ValueError if the run is not over, OSError if the disk is full.
     """
     path = journal_path(run_dir)
     before = path.stat().st_size
@@ -557,7 +557,7 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
-    """Return the entries in the last `MAX_TAIL_BYTES` of a journal; raises FileNotFoundError if there is none."""
+    """Return the entries in the last `MAX_TAIL_BYTES` of a journal; raises FileNotFoundError without a journal."""
     reader = JournalReader(journal_path(run_dir))
     reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
     entries = reader.read()

@@ -1,7 +1,7 @@
 """The lines of a journal: values encoded as JSON objects, and decoded.
 
-Secrets are masked where values are encoded: sinks and views read the journal, so this is the way out for everything but records, which hold
-numbers, and descriptions of metrics, which are part of the code.
+Secrets are masked when values are encoded, because sinks and views read the journal. Only records, which hold
+numbers, and descriptions of metrics, which are part of the code, need no masking.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.journal import schema
 
 MAX_ITEMS: Final = 100_000
-"""Items of one value in a line, on all levels together; the rest is counted."""
+"""Items of one value in a line, on all levels together; further items are only counted."""
 MAX_LIST_ITEMS: Final = 10_000
 """Items of one list or mapping in it."""
 MAX_TEXT_CHARACTERS: Final = 50_000
-"""Length of a text in a line; the rest is counted. Masks may lengthen it by a quarter: readers take `schema.MAX_TEXT_CHARACTERS`."""
+"""Length of a text in a line; further characters are only counted. Masks may lengthen it by a quarter: readers accept
+`schema.MAX_TEXT_CHARACTERS`."""
 MORE: Final = " characters more"
 MAX_INTEGER_BITS: Final = 1024
-"""Size of an integer that readers take; a larger one is text."""
+"""Size of an integer that readers accept; a larger one is stored as text."""
 
 
 def plain(value: Any, *, depth: int = 16) -> Any:
-    """Return the value as JSON that a person can read: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
+    """Return the value as readable JSON: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
 
     Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
-    is text too, so a structure that contains itself ends. Any value can be given: if its code raises, it becomes the name of its class,
-    and `MAX_ITEMS` and `MAX_TEXT_CHARACTERS` bound the result.
+    also becomes text, so recursive structures end. Any value is accepted: if its code raises, it becomes the name of its class.
+    `MAX_ITEMS` and `MAX_TEXT_CHARACTERS` bound the result.
     """
     return _PlainConverter().convert(value, depth)
 
@@ -66,7 +67,7 @@ class _PlainConverter:
     def convert(self, value: Any, depth: int) -> Any:
         try:
             return self._convert(value, depth)
-        except BaseException as error:  # from a class of the user's
+        except BaseException as error:  # raised by a user's class
             if is_interrupt(error):
                 raise
             return f"<{type(value).__name__}>"
@@ -109,7 +110,7 @@ class _PlainConverter:
         return _shortened(repr(value)) if name is None else f"{value.__module__}.{name}"
 
     def _some(self, items: Collection[Any]) -> Iterator[Any]:
-        """Yield the items for which there is room; a result of `plain` has one more, and stays as it is."""
+        """Yield the items for which there is room; a result of `plain` has one more, and is not changed again."""
         for item in islice(items, MAX_LIST_ITEMS if len(items) > MAX_LIST_ITEMS + 1 else None):
             if self._items_left <= 0:
                 return
@@ -118,7 +119,7 @@ class _PlainConverter:
 
 
 def _shortened(text: str) -> str:
-    """Return a text of at most `MAX_TEXT_CHARACTERS`, and the number of the others; a result stays as it is."""
+    """Return a text of at most `MAX_TEXT_CHARACTERS`, and the number of further characters; a result is not changed again."""
     more = len(text) - MAX_TEXT_CHARACTERS
     return text if more <= len(MORE) + 15 else f"{text[:MAX_TEXT_CHARACTERS]}... {more:,}{MORE}"
 
@@ -138,7 +139,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JournalEvent:
-    """An event that is no record, such as an intervention or a checkpoint."""
+    """An event other than a record, such as an intervention or a checkpoint."""
 
     type: str
     data: Mapping[str, Any]
@@ -148,7 +149,7 @@ class JournalEvent:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run; nothing follows, unless it is resumed."""
+    """The end of a run, and of the journal unless the run is resumed."""
 
     status: RunStatus
     seq: int = 0
@@ -158,7 +159,7 @@ Entry = RunInfo | Record | Alarm | JournalEvent | End
 
 
 def encode_run(info: RunInfo) -> dict[str, Any]:
-    """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved.
+    """Encode the first line of a journal, and of every part of a resumed run; without the run directory, because a journal may be moved.
 
     Descriptions of keys may follow in other lines.
     """
@@ -196,7 +197,7 @@ def encode_record(record: Record) -> dict[str, Any]:
 
 
 def encode_alarm(alarm: Alarm) -> dict[str, Any]:
-    """Encode an alarm, all but its axes as `plain` JSON without secrets; a number that is not finite is left out."""
+    """Encode an alarm as `plain` JSON without secrets, except its axes; a number that is not finite is left out."""
     content = {item.name: plain(getattr(alarm, item.name)) for item in fields(Alarm) if item.name != "axes"}
     numbers = {name: x if isinstance(x := content[name], int | float) else None for name in ("value", "threshold", "z")}
     severity = 1.0 if isinstance(content["severity"], str) else content["severity"]
@@ -239,7 +240,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=
 
 
 def to_json(line: Line) -> bytes:
-    """Return the bytes of a line, newline included; raises ValueError where it is not strict JSON."""
+    """Return the bytes of a line, newline included; raises ValueError if it is not strict JSON."""
     try:
         return _encode_json(line).encode("utf-8", "backslashreplace") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -277,7 +278,7 @@ class DecodedLine(NamedTuple):
 
     Attributes:
         entry: the value.
-        fault: why the line, or facts in it, are left out; empty for a sound one.
+        fault: why the line, or facts in it, are left out; empty for a valid line.
     """
 
     entry: Entry | None
@@ -297,7 +298,7 @@ def decode_line(data: bytes, run_dir: Path | None = None) -> DecodedLine:
 
 
 def _parse(data: bytes) -> Line:
-    """Return the JSON of a line, strict but for repeated names, of which the last counts; raises ValueError with the reason."""
+    """Return the JSON of a line, strict except for repeated names, of which the last counts; raises ValueError with the reason."""
     try:
         text = data.decode()
         line = _decode_json(text)
@@ -309,7 +310,7 @@ def _parse(data: bytes) -> Line:
         raise ValueError(f"it is not JSON: {error.msg}") from None
     except ValueError:  # the limit of Python's integers, unless a constant was refused
         raise ValueError("it is not JSON: NaN, Infinity, or a number with thousands of digits") from None
-    # In strict JSON such a character is an escape, or DEL, or not ASCII. The fields of a record are not nested.
+    # In strict JSON a control character is an escape, DEL, or not ASCII. The fields of a record are not nested.
     may_have_controls = "\\" in text or "\x7f" in text or not text.isascii()
     if may_have_controls or not data.startswith(RECORD_HEAD):
         check_nesting(line)
@@ -330,7 +331,7 @@ _decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
 def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
     """Return the value of a line; None for a kind of line that this version does not know.
 
-    In an event of type "metrics" the data are `MetricInfo` by key. Facts of another form than this version knows are left out.
+    The data of an event of type "metrics" are `MetricInfo` by key. Facts in an unknown form are left out.
 
     Raises ValueError, with the reason, for a line that breaks the schema.
     """
@@ -347,7 +348,7 @@ RECORD_AXES: Final = re.compile(
 
 
 def record_without_values(line: bytes) -> Record | None:
-    """Return the record of a line without its values, from its beginning; None for any other line, and one that is not complete."""
+    """Return the record of a line without its values, from its beginning; None for any other line and for an incomplete one."""
     match = RECORD_AXES.match(line)
     if match is None or not line.endswith(b"}"):
         return None
@@ -436,7 +437,7 @@ _DESCRIPTION = {field.name: field.default for field in fields(MetricInfo)}
 
 
 def _encode_descriptions(metrics: Mapping[str, MetricInfo]) -> dict[str, dict[str, Any]]:
-    """Encode only what differs from the defaults: a catalogue has hundreds of keys."""
+    """Encode only fields that differ from the defaults, because a catalogue has hundreds of keys."""
     return {
         key: {name: getattr(info, name) for name, default in _DESCRIPTION.items() if getattr(info, name) != default}
         for key, info in metrics.items()
@@ -455,7 +456,7 @@ def _decode_descriptions(line: Any) -> dict[str, MetricInfo]:
 
 
 def merge_head(info: RunInfo | None, entries: Iterable[Entry]) -> RunInfo | None:
-    """Return the run as entries describe it, on top of `info`: the last `run` line and all descriptions so far."""
+    """Return the run as entries describe it, based on `info`: the last `run` line and all descriptions so far."""
     for entry in entries:
         if isinstance(entry, RunInfo):
             if info is not None:

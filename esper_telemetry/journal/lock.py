@@ -1,4 +1,4 @@
-"""Locks in the run directory, one for the trainer and one for each helper process; they end with the process, however it ends."""
+"""Locks in the run directory, one for the trainer and one for each helper process; the system releases them when the process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from esper_telemetry.core.files import open_own, open_regular
 
 try:
     import fcntl
-except ImportError:  # Windows, where journals can be read and not written
+except ImportError:  # Windows, where journals can be read but not written
     HAS_LOCKS = False
 else:
     HAS_LOCKS = True
@@ -32,13 +32,13 @@ class Role(StrEnum):
 
 
 HELPER_ROLES: Final = (Role.WRITER, Role.SINKS)
-"""Helper processes outlive a trainer that is killed, until everything it measured is delivered."""
+"""Helper processes outlive a killed trainer until all its records are delivered."""
 
 
 class TrainerLock:
     """The lock of the process that trains a run, until `release` or its end.
 
-    Raises BlockingIOError where another object holds it. Processes that are forked later do not hold it.
+    Raises BlockingIOError if another object holds it. Processes that are forked later do not hold it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -52,7 +52,7 @@ class TrainerLock:
                 self.close()
                 raise
             except OSError:
-                break  # a file system without locks: no process can see who trains
+                break  # a file system without locks: other processes cannot see who trains
             if not os.fstat(self._descriptor).st_nlink:  # the holder of the lock has removed its file meanwhile
                 self.close()
         reference = weakref.ref(self)
@@ -79,7 +79,7 @@ class TrainerLock:
 def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
     """Lock an open file until it is closed everywhere.
 
-    Raises BlockingIOError where another process holds the lock and `wait` is False, another OSError where there are no locks.
+    Raises BlockingIOError if another process holds the lock and `wait` is False, another OSError if locks are not supported.
     """
     if not HAS_LOCKS:
         raise OSError(errno.ENOLCK, "this system has no file locks")
@@ -89,7 +89,7 @@ def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
 def lock_for(run_dir: Path, helper: Role) -> int:
     """Return a descriptor that holds a helper's lock: hand it to the helper and close it here."""
     descriptor = _opened(run_dir, helper)
-    with suppress(OSError):  # a file system without locks: no process can wait for it either
+    with suppress(OSError):  # a file system without locks: other processes cannot wait for it either
         lock_file(descriptor, wait=False)
     return descriptor
 

@@ -1,6 +1,6 @@
-"""The journal of a run without a directory: lines wait in memory for their readers, and are gone once they are read.
+"""The journal of a run without a directory: lines wait in memory for their readers, and are discarded once they are read.
 
-They wait as JSON, as in a file: a sink that changes what it is given changes nothing for the others.
+They wait as JSON, as in a file, so a sink that changes its records does not affect other sinks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from esper_telemetry.core.record import Alarm, RunInfo
 from esper_telemetry.journal.lines import Entry, Line, LineEncoder, decode
 
 MAX_WAITING_RECORDS: Final = 10_000
-"""Records that may wait for one reader; beyond it the reader loses new ones."""
+"""Records that may wait for one reader; further records are lost to it."""
 
 
 class MemoryJournal:
-    """Gives each reader the lines written since it was made, after all earlier ones that are no records.
+    """Gives each reader the lines written since the reader was made, after all earlier lines other than records.
 
     Attributes:
         run_dir: None.
@@ -68,11 +68,11 @@ class MemoryJournal:
 
     @property
     def settled(self) -> bool:
-        """True: nothing waits for a disk."""
+        """True, because lines never wait for a disk."""
         return True
 
     def reader(self) -> MemoryReader:
-        """Return a reader of the lines so far that are no records, and of all that follow."""
+        """Return a reader of the lines so far except records, and of all later lines."""
         with self._lock:
             self._readers = [reader for reader in self._readers if not reader.closed]
             reader = MemoryReader(self._head)
@@ -80,10 +80,10 @@ class MemoryJournal:
             return reader
 
     def sync(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, because the journal is not a file."""
 
     def close(self) -> None:
-        """Do nothing: a reader keeps what waits for it."""
+        """Do nothing: a reader keeps its waiting lines."""
 
 
 class MemoryReader:
@@ -91,7 +91,7 @@ class MemoryReader:
 
     Attributes:
         offset: number of lines that were read.
-        closed: whether the reader takes no more lines.
+        closed: whether the reader was closed.
     """
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
@@ -101,7 +101,7 @@ class MemoryReader:
 
     @property
     def run_dir(self) -> Path | None:
-        """None: the run has no directory."""
+        """None, because the run is without a directory."""
         return None
 
     def take(self, line: bytes, *, droppable: bool) -> bool:

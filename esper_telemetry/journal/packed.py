@@ -1,4 +1,4 @@
-"""A compressed journal: read from any position without unpacking it into memory or onto the disk, packed, and unpacked."""
+"""A compressed journal, read from any position without unpacking it into memory or onto the disk; packed, and unpacked."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from esper_telemetry.core.files import draft_of, open_regular
 PACKED_SUFFIX: Final = ".gz"
 CHUNK_BYTES: Final = 1 << 20
 MAX_RATIO: Final = 200
-"""Size of a journal relative to its packed file: journals pack to a fifth or so, equal records to a hundredth, a bomb to a thousandth."""
+"""Maximum size of a journal relative to its packed file: journals pack to about a fifth, equal records to a hundredth, a bomb to a
+thousandth."""
 MIN_LIMIT_BYTES: Final = 64 << 20
-"""Size up to which a journal may be packed to anything."""
+"""Size up to which the ratio is not limited."""
 
 
 class PackedFile:
-    """The bytes of a packed file. What comes after damage, or beyond the largest ratio, is left out.
+    """The bytes of a packed file. Everything after damage, or beyond the maximum ratio, is left out.
 
     Attributes:
-        fault: why the rest is left out; empty unless reading has come to such a place.
+        fault: why the rest is left out; empty if reading has not come to such a place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +48,7 @@ class PackedFile:
         return self._count
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Return so many bytes from a position on; fewer at the end. To go back begins at the start again, but for the last bytes read."""
+        """Return this many bytes from a position on, fewer at the end. Going back beyond the last bytes read starts at the beginning."""
         if offset < self._begin:
             self._rewind()
         rest = self._window[offset - self._begin :]
@@ -60,7 +61,7 @@ class PackedFile:
         return self._window[:size]
 
     def _next(self) -> bytes:
-        """Return the bytes that follow, as many as are unpacked at once; empty at the end."""
+        """Return the next chunk of unpacked bytes; empty at the end."""
         if self.fault:
             return b""
         chunk = b""
@@ -98,7 +99,7 @@ def unpack(packed: Path, path: Path) -> None:
 def pack(path: Path) -> Path:
     """Compress a finished journal, and remove it once the result has been read back and is equal.
 
-    Raises OSError, and leaves the journal as it is, if the disk cannot hold both.
+    Raises OSError, and leaves the journal unchanged, if the disk cannot hold both.
     """
     packed = path.with_name(path.name + PACKED_SUFFIX)
     with draft_of(packed) as draft:

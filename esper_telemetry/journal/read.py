@@ -1,6 +1,6 @@
-"""Reading a journal as a whole: `read_run` for notebooks and views, `read_contents` for a summary, entries one by one.
+"""Reading a journal as a whole: `read_run` for notebooks and views, `read_contents` for a summary, or entries one by one.
 
-And `end_after_parent`: the end line of a run whose trainer was killed, written by a process that outlives it.
+`end_after_parent` writes the end line of a run whose trainer was killed, from a process that outlives it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class JournalContents:
     """Summary of a journal.
 
     Attributes:
-        info: of the last `run` line, with the descriptions of keys after it.
-        axes: of the last record; None before the first.
+        info: the last `run` line, with the descriptions of keys after it.
+        axes: axes of the last record; None before the first.
         records: number of records.
         seq: number of the last line.
         status: how the run ended; None without an end line.
-        lost: number of lines that could not be written, as the disk was full for too long.
+        lost: number of lines that could not be written because the disk was full for too long.
         failure: the event of the last exception that ended a part of the run; None without one.
         damaged: numbers of the lines that could not be understood.
         offset: position in the journal, in bytes, after the last line.
@@ -59,7 +59,7 @@ class JournalContents:
         return self.axes.update if self.axes else 0
 
     def covers(self, axes: Axes) -> bool:
-        """Return whether an update of these axes has a record; when a run goes on, its first record of an update stands."""
+        """Return whether an update with these axes has a record; a resumed run keeps the first record of an update."""
         return self.axes is not None and axes.within(self.axes)
 
 
@@ -78,11 +78,13 @@ def read_contents(
     """Return the summary of the journal in a run directory.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         known: summary of the first lines, after which reading begins.
-        values: False to leave out the values of records, which need not be understood then: that takes a fiftieth of the time.
+        values: False to skip the values of records, which takes a fiftieth of the time.
 
-    Raises FileNotFoundError if it does not exist, ValueError if it does not say which run it is.
+    Raises:
+        FileNotFoundError: the directory or the journal does not exist.
+        ValueError: the journal does not say which run it is.
     """
     path = journal_path(run_dir)
     info, axes, records, seq, status, lost, failure, _, offset = (
@@ -108,7 +110,7 @@ def read_contents(
 
 
 def entries(run_dir: str | os.PathLike[str], offset: int = 0) -> Iterator[Entry]:
-    """Yield the entries of a journal, line by line, from a position on that is the beginning of a line."""
+    """Yield the entries of a journal, line by line, from a position at the beginning of a line."""
     reader = JournalReader(journal_path(run_dir), offset)
     try:
         while chunk := reader.read(CHUNK_LINES):
@@ -118,7 +120,7 @@ def entries(run_dir: str | os.PathLike[str], offset: int = 0) -> Iterator[Entry]
 
 
 def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[DamagedLine, ...]:
-    """Return the numbers of damaged lines of a journal, from 1; raises FileNotFoundError where there is no journal."""
+    """Return the numbers of damaged lines of a journal, from 1; raises FileNotFoundError without a journal."""
     reader = JournalReader(journal_path(run_dir))
     while reader.read(CHUNK_LINES):
         pass
@@ -128,7 +130,7 @@ def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[DamagedLine, ...]:
 
 
 class JournalFollower:
-    """Iterates over the entries of a journal that grows: each iteration goes on where the last one ended."""
+    """Iterates over the entries of a growing journal: each iteration continues where the last one ended."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self._run_dir = run_dir
@@ -154,7 +156,7 @@ def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
 
 
 def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:
-    """Return the last outcome in a journal, without parsing its records; None where it has none."""
+    """Return the last outcome in a journal, without parsing its records, or None."""
     reader = JournalReader(journal_path(run_dir))
     try:
         return reader.last_event("outcome")
@@ -171,7 +173,7 @@ def _required(info: RunInfo | None, path: Path) -> RunInfo:
 
 
 MAX_SHOWN_ALARMS: Final = 5
-"""Types of alarm in the `repr` of a run, the most frequent first."""
+"""Types of alarm in the `repr` of a run, most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +181,11 @@ class Run:
     """The content of a journal.
 
     Attributes:
-        info: of the last `run` line, with all descriptions of keys.
-        records: one per update, in order; of two for one update the first counts, as in backends, which take nothing back.
+        info: the last `run` line, with all descriptions of keys.
+        records: one per update, in order; if an update has two, the first counts, as in backends, which cannot retract it.
         alarms: beginning, worsening and end of each, in order.
-        events: all others, without descriptions of keys.
-        status: how the run ended; None if it goes on, or was killed together with everything around it.
+        events: all other events, without descriptions of keys.
+        status: how the run ended; None if it continues, or was killed together with its helper processes.
         damaged: numbers of the lines, from 1, that were left out because they could not be understood.
     """
 
@@ -200,7 +202,7 @@ class Run:
         return len(self.damaged)
 
     def __repr__(self) -> str:
-        """A few lines, however long the run."""
+        """Return a few lines, even for a long run."""
         keys = len({key for record in self.records for key in record.values})
         lines = [f"Run {self.info.name!r} in {self.info.run_dir}", f"  status   {self.status or 'no end yet'}"]
         if self.records:
@@ -218,7 +220,7 @@ class Run:
         return "\n".join([*lines, "  .to_pandas() makes a table of the records"])
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a frame indexed by update, with one column per axis and per key; NaN where a key is absent.
+        """Return a frame indexed by update, with one column per axis and per key; NaN if a key is absent.
 
         Raises ImportError without pandas.
         """
@@ -228,15 +230,17 @@ class Run:
             raise ImportError("Run.to_pandas needs pandas: pip install pandas") from None
         axes = [encode_axes(record.axes) for record in self.records]
         index = pd.Index([row.pop("update") for row in axes], name="update")
-        # Axes come first, and win over a key that is spelled like one of them.
+        # Axes come first, and override a key with the same name.
         rows = [{**row, **record.values, **row} for row, record in zip(axes, self.records, strict=True)]
         return pd.DataFrame(rows, index=index)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Read the journal in a run directory so far; a warning is logged where lines of it are damaged.
+    """Read the journal in a run directory so far; log a warning if lines of it are damaged.
 
-    Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
+    Raises:
+        FileNotFoundError: the journal does not exist.
+        ValueError: the journal does not say which run it is.
     """
     reader = JournalReader(journal_path(run_dir))
     entries, damaged = reader.read(), reader.damaged_lines()
@@ -253,15 +257,15 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
 
 
 def end_after_parent(parent: int, run_dir: Path) -> bool:
-    """End the run as killed if the trainer with that process number, whose child this process is, is gone; return whether it did.
+    """End the run as killed if the trainer with that process ID, the parent of this process, is gone; return whether it did.
 
-    A trainer that closes the pipe and goes on makes the records itself from then on.
+    A trainer that closes the pipe and continues makes the records itself from then on.
     """
     deadline = time.monotonic() + MAX_EXIT_SECONDS
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.01)
     if os.getppid() == parent:
         return False
-    with suppress(OSError, ValueError):  # a full disk, or no run line yet: the journal stays without the end line
+    with suppress(OSError, ValueError):  # a full disk, or no run line yet: the end line is not written
         return end_if_open(run_dir, RunStatus.KILLED)
     return False

@@ -1,4 +1,4 @@
-"""What the fields of a journal's lines hold, so that a line of another form is one damaged line and no exception in its readers.
+"""The forms of the fields in a journal's lines, so that a malformed line is one damaged line and not an exception in its readers.
 
 Fields, facts and events that are not named here may hold anything: a later version or a plugin may have added them.
 """
@@ -15,17 +15,17 @@ from esper_telemetry.core.facts import DECLARED
 from esper_telemetry.core.record import MAX_COUNT, Axes, MetricInfo
 
 MAX_TIME: Final = 253_402_300_799
-"""Seconds since the epoch at the end of the year 9999, the last one that calendars know."""
+"""Seconds since the epoch at the end of the year 9999, the last year of most calendars."""
 MAX_TEXT_CHARACTERS: Final = 65_536
 """Length of a name, a sentence or a description."""
 MAX_SETTING: Final = 1e15
-"""Size of a fact: products of several are still finite."""
+"""Maximum size of a fact; products of several are still finite."""
 NOT_FINITE: Final[Mapping[Any, float]] = {word: float(word) for word in ("inf", "-inf", "nan")}
-"""Facts that are not finite, as the journal spells them: it is strict JSON."""
+"""Non-finite facts as the journal spells them, because it is strict JSON."""
 
 
 class Form(NamedTuple):
-    """What a field holds, in words and as a test."""
+    """The form of a field, in words and as a test."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -133,7 +133,7 @@ EVENT_DATA: Final[Mapping[str, Mapping[str, Form]]] = {
         )
     },
 }
-"""Fields of events that readers use, by type; a table checks the event that it is made of."""
+"""Fields of events that readers use, by type; a table checks its own events."""
 REQUIRED_DATA: Final[Mapping[str, tuple[str, ...]]] = {"remark": ("update", "text"), "outcome": ("outcome", "text")}
 TASK_EVENTS: Final = "task/"
 
@@ -148,7 +148,7 @@ FACT_FORMS: Final[Mapping[str, Form]] = {
     "Mapping[str, Sequence[str]]": object_of(TEXTS, "an object of lists of texts"),
     "Mapping[str, Any]": OBJECT,
 }
-"""By the type of the fact in `Facts`."""
+"""Forms by the type of the fact in `Facts`."""
 FACTS: Final[Mapping[str, Form]] = {
     **{name: optional(FACT_FORMS[kind]) for name, kind in DECLARED.items()},
     "learning_rate_schedule": optional(
@@ -184,7 +184,7 @@ KINDS: Final = {
 
 
 def check(values: Any, forms: Mapping[str, Form], name: str, *, required: Iterable[str] = ()) -> None:
-    """Raise ValueError, with the reason, for an object that lacks a field or has one of another form."""
+    """Raise ValueError, with the reason, for an object that lacks a field or has a field in another form."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} is {kind_of(values)}, not an object")
     for field in required:
@@ -196,7 +196,7 @@ def check(values: Any, forms: Mapping[str, Form], name: str, *, required: Iterab
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value of JSON is, in words; a number itself if it is short."""
+    """Return a description of a JSON value; a short number itself."""
     if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
         return f"text of {len(value):,} characters"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -205,7 +205,7 @@ def kind_of(value: Any) -> str:
 
 
 def are_usual(axes: Axes) -> bool:
-    """Return whether axes are valid; `check` finds the reason, and takes three times as long."""
+    """Return whether axes are valid. `check` finds the reason, but takes three times as long."""
     update, env_step, gradient_step = axes.update, axes.env_step, axes.gradient_step
     return (
         type(update) is type(env_step) is type(gradient_step) is int
@@ -219,7 +219,9 @@ def are_usual(axes: Axes) -> bool:
 def are_finite(numbers: Collection[Any]) -> bool:
     """Return whether all of them are finite numbers."""
     try:
-        if isfinite(hypot(*numbers)):  # takes 2 microseconds for 240 numbers; may overflow where each of them is finite
+        if isfinite(
+            hypot(*numbers)
+        ):  # takes 2 microseconds for 240 numbers; may overflow even if each of them is finite
             return True
     except (TypeError, OverflowError):  # a text, a list or null; an integer of hundreds of digits
         pass
@@ -227,14 +229,14 @@ def are_finite(numbers: Collection[Any]) -> bool:
 
 
 def check_event(kind: str, data: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the reason, if the data of an event lacks what its readers need or has another form."""
+    """Raise ValueError, with the reason, if the data of an event lacks a field that its readers need or has one in another form."""
     forms = NEWS if kind.startswith(TASK_EVENTS) else EVENT_DATA.get(kind, {})
     required = NEWS if kind.startswith(TASK_EVENTS) else REQUIRED_DATA.get(kind, ())
     check(data, forms, f"{kind} event", required=required)
 
 
 def wrong_facts(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reason why a fact is left out, by its name: it has another form."""
+    """Return the reason why each malformed fact is left out, by its name."""
     return {
         name: f"{name} of facts is {kind_of(value)}, not {form.expected}"
         for name, value in given.items()
@@ -243,5 +245,5 @@ def wrong_facts(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fact(name: str, value: Any) -> Any:
-    """Return a fact as detectors read it: a setting that the journal spells `inf` is a number."""
+    """Return a fact as detectors read it: a setting that the journal spells `inf` becomes a number."""
     return NOT_FINITE[value] if DECLARED.get(name) == "float" and isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Actions: probability of the chosen ones, change of the preferred ones, shift of their mix, and exploration of continuous heads."""
+"""Actions: probability of the chosen ones, change of the preferred ones, shift of the action mix, and exploration of continuous heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogProbStats(MetricGroup):
             "policy/logp/min", 171, "log-probability of the unlikeliest action", unit="nats (log-probability)"
         )
         .asks(
-            "How unlikely was the unlikeliest action taken? Very unlikely ones make the next update's ratios explode."
+            "How unlikely was the least likely action taken? Very unlikely actions make the ratios of the next update explode."
         )
         .bounds(healthy="> -10", warn="< -13 (p < 2e-6)", source="heuristic; ray#21297")
         .absent("no valid row")
@@ -45,7 +45,7 @@ def log_prob_stats(log_probs: Tensor, *, valid: Tensor | None = None) -> LogProb
 
     Args:
         log_probs: at collection, summed over heads, [T, B] or [N].
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     s = sample(log_probs, valid)
     return LogProbStats(Min(s.where(math.inf).amin(-1)), Sum(s.nonfinite))
@@ -57,7 +57,7 @@ class GreedyAgreement(MetricGroup):
 
     agreement: Mean = reports(
         Metric.fraction("policy/greedy_agreement", 173, "agreement on the preferred action", cost="sampled")
-        .asks("In which share of the states does the policy still prefer the action it preferred before the update?")
+        .asks("In what share of the states does the policy still prefer the same action as before the update?")
         .bounds(healthy="> 0.9", warn="< 0.9", critical="< 0.7", source="heuristic; policy churn")
         .absent("no valid row, or a continuous head")
         .advises(MOVED_TOO_FAR)
@@ -77,9 +77,9 @@ def greedy_agreement(
 
     Args:
         old_logits, logits: per categorical head [.., A], before and after the update, same rows.
-        action_masks: per head [.., A] bool; heads left out have no mask.
-        relevant: per head [..] bool; heads left out always take part.
-        valid: [..] bool; None where every row is.
+        action_masks: per head [.., A] bool; other heads are not masked.
+        relevant: per head [..] bool; other heads always take part.
+        valid: [..] bool; None if every row is valid.
     """
     masks, relevant = action_masks or {}, relevant or {}
     same = []
@@ -110,7 +110,7 @@ def _entropy(p: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HistogramShift(AdditiveReduction):
-    """Jensen-Shannon divergence of two histograms over ln 2: 0 for the same mix, 1 for disjoint ones.
+    """Jensen-Shannon divergence of two histograms, divided by ln 2: 0 for the same mix, 1 for disjoint mixes.
 
     Attributes:
         counts, previous: [A], over the same actions.
@@ -128,7 +128,7 @@ class HistogramShift(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class ActionShift(MetricGroup):
-    """Change of the mix of one head's actions since the last rollout."""
+    """Change of one head's action mix since the last rollout."""
 
     head: str = label()
     shift: HistogramShift = reports(
@@ -140,7 +140,7 @@ class ActionShift(MetricGroup):
             low=0.0,
             high=1.0,
         )
-        .asks("How much did the mix of this head's actions change since the last rollout?")
+        .asks("How much did this head's action mix change since the last rollout?")
         .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
         .absent("the first rollout, or no action taken")
     )
@@ -153,7 +153,7 @@ def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = N
     Args:
         actions: indices [..].
         num_actions: number of actions of the head.
-        valid: [..] bool; None where every row is.
+        valid: [..] bool; None if every row is valid.
     """
     index = rows_of(actions, None).long()
     if index.is_cpu:
@@ -165,7 +165,7 @@ def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = N
 
 
 def action_shift(head: str, counts: Tensor, previous: Tensor) -> ActionShift:
-    """Return the divergence of this rollout's actions from the last one's; both [A], from `action_counts`."""
+    """Return the divergence of this rollout's actions from the last rollout's; both [A], from `action_counts`."""
     return ActionShift(segment(head), HistogramShift(counts.detach(), previous.detach()))
 
 
@@ -186,7 +186,7 @@ class StandardizedShift(AdditiveReduction):
         previous_count: number of the last rollout's actions.
         total: [D] sum of the actions.
         previous: [D] sum of the last rollout's actions.
-        spread: [D] σ that the distance is measured in, summed over the actions.
+        spread: [D] σ, the unit of the distance, summed over the actions.
     """
 
     count: Slot
@@ -221,8 +221,8 @@ class ActionTotal(NamedTuple):
     """Actions of a continuous head in one rollout.
 
     Attributes:
-        mean: [D] float64; 0 where there are none.
-        number: how many there are, 0-d.
+        mean: [D] float64; 0 without actions.
+        number: number of actions, 0-d.
     """
 
     mean: Tensor
@@ -246,8 +246,8 @@ def gaussian_action_shift(
         actions: [.., D].
         previous_mean: [D] mean action of the last rollout.
         std: [D] or [.., D] standard deviations of the policy.
-        previous_count: how many actions that is the mean of; matters where several processes know one each.
-        valid: [..] bool; None where every row is.
+        previous_count: number of actions behind `previous_mean`; needed if several processes each have one.
+        valid: [..] bool; None if every row is valid.
     """
     total, count = _total_action(actions, valid)
     spread = std.detach().double()
@@ -285,22 +285,22 @@ class GaussianStats(MetricGroup):
     )
     smallest: Min | None = reports(
         Metric.quantity("policy/head/{head}/std/min", 182, "smallest of a head's spread", unit="action units", low=0.0)
-        .asks("How narrow is its exploration in the narrowest dimension or state?")
+        .asks("How narrowly does this head explore in its narrowest dimension or state?")
         .bounds(critical="< 0.05 of its initial value while the return does not improve", source="heuristic")
         .absent("no valid row")
     )
     bound: Mean | None = reports(
         Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")
         .asks(
-            "Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?"
+            "What share of the action components is at or beyond the bounds of the action space (squashed: within 1 %)?"
         )
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
-        .absent("the action space has no bounds")
+        .absent("the action space is unbounded")
     )
     dimensions: Max | None = reports(
         Metric.count("policy/head/{head}/dimensions", 184, "dimensions of a continuous head")
-        .asks("Over how many numbers does this head's KL divergence add up?")
-        .absent("no standard deviations are given")
+        .asks("Over how many dimensions is this head's KL divergence summed?")
+        .absent("the standard deviations are not known")
     )
 
 
@@ -318,10 +318,10 @@ def gaussian_stats(
 
     Args:
         head: name of the head.
-        log_std: [D] or [.., D]; None where only the bounds are asked about.
-        actions: as sampled, before they are cut to the bounds, [.., D].
-        low, high: bounds of the action space, [D] or one number; None where there are none.
-        valid: [..] bool, rows of `actions` and of a `log_std` that depends on the state; None where every row is.
+        log_std: [D] or [.., D]; None if only the bounds matter.
+        actions: [.., D] as sampled, before they are clipped to the bounds.
+        low, high: bounds of the action space, [D] or one number; None if it is unbounded.
+        valid: [..] bool, rows of `actions` and of a `log_std` that depends on the state; None if every row is valid.
     """
     std = (
         None
@@ -350,16 +350,16 @@ def _at_bounds(actions: Tensor, low: Tensor | float | None, high: Tensor | float
 
 @dataclass(frozen=True, slots=True)
 class SpreadOverRange(MetricGroup):
-    """Standard deviations of one continuous head beside the range of its actions."""
+    """Standard deviations of one continuous head relative to the range of its actions."""
 
     head: str = label()
     spread: Mean = reports(
         Metric.ratio("policy/head/{head}/std_of_range", 866, "spread of a head over half the range of its actions")
         .asks(
-            "How large is this head's standard deviation, where 1 reaches from the middle of the range to its bounds?"
+            "How large is this head's standard deviation, if 1 is the distance from the middle of the range to its bounds?"
         )
-        .bounds(healthy="0.05 to 2.5", warn="> 10: nearly all actions are cut off", source="heuristic")
-        .absent("the action space has no bounds")
+        .bounds(healthy="0.05 to 2.5", warn="> 10: nearly all actions are clipped", source="heuristic")
+        .absent("the action space is unbounded")
     )
 
 
@@ -367,13 +367,13 @@ class SpreadOverRange(MetricGroup):
 def spread_over_range(
     head: str, log_std: Tensor, *, low: Tensor, high: Tensor, valid: Tensor | None = None
 ) -> SpreadOverRange:
-    """Return the mean over rows and bounded dimensions of σ over half the range.
+    """Return the mean of σ divided by half the range, over rows and bounded dimensions.
 
     Args:
         head: name of the head.
         log_std: [D] or [.., D].
         low, high: bounds of the action space, [D].
-        valid: [..] bool, rows of a `log_std` that depends on the state; None where every row is.
+        valid: [..] bool, rows of a `log_std` that depends on the state; None if every row is valid.
     """
     std = log_std.detach().double().exp() / ((high - low).double() / 2)
     ratios, counted = _columns(std, valid if std.ndim > 1 else None)

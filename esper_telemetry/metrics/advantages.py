@@ -1,4 +1,4 @@
-"""Advantages as GAE estimates them, and as they multiply the ratio."""
+"""Advantages as GAE estimates them, and the advantages that multiply the ratio."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ADVANTAGES_FAMILY = MetricFamily(
     "adv",
     "Advantages",
     "An advantage says how much better an action turned out than the critic expected: it is the learning signal of "
-    "the policy. `adv/raw` is what was estimated, `adv/norm` what multiplies the ratio after normalisation.",
+    "the policy. `adv/raw` describes the estimates, `adv/norm` the values that multiply the ratio after normalisation.",
     place=80,
     question="Do the advantages carry a signal?",
     first=("adv/raw/std", "adv/participation"),
@@ -78,7 +78,7 @@ class AdvantageStats(MetricGroup):
         Metric.quantity(
             "adv/raw/kurtosis", 204, "kurtosis of raw advantages", unit="1 (excess)", low=-2.0, of="kurtosis"
         )
-        .asks("Do a few outliers own the update? 0 for a normal distribution.")
+        .asks("Do a few outliers dominate the update? 0 for a normal distribution.")
         .bounds(healthy="< 10", warn="> 30", critical="> 100", source="heuristic")
         .absent("advantages do not vary")
         .advises("Clip or normalise rewards; use more steps per update."),
@@ -95,17 +95,17 @@ class AdvantageStats(MetricGroup):
     )
     positive: Mean = reports(
         Metric.fraction("adv/raw/pos_frac", 207, "share above 0 of raw advantages")
-        .asks("Which share of the actions turned out better than expected?")
+        .asks("What share of the actions turned out better than expected?")
         .bounds(healthy="0.3 to 0.7", warn="outside 0.15 to 0.85", source="heuristic")
         .absent("no valid, finite advantage")
         .advises("The critic is biased: look at `value/bias_over_std`.")
     )
     quantiles: Quantiles = reports(
         Metric.quantity("adv/raw/p05", 208, "5 % quantile of raw advantages", unit="advantage", of="p05")
-        .asks("Below which advantage lie the worst 5 % of the actions?")
+        .asks("How bad were the worst 5 % of the actions?")
         .absent("no valid, finite advantage"),
         Metric.quantity("adv/raw/p95", 209, "95 % quantile of raw advantages", unit="advantage", of="p95")
-        .asks("Above which advantage lie the best 5 % of the actions?")
+        .asks("How good were the best 5 % of the actions?")
         .absent("no valid, finite advantage"),
     )
     histogram: Counts = reports(
@@ -127,7 +127,7 @@ def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) ->
 
     Args:
         advantages: [T, B] or [N].
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     advantages = as_tensor(advantages)
     s = sample(advantages, as_mask(valid, advantages))
@@ -157,7 +157,7 @@ class StandardMoments(Moments):
 
 @dataclass(frozen=True, slots=True)
 class Participation(AdditiveReduction):
-    """Evenness of magnitudes: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where all but one are zero."""
+    """Evenness of magnitudes, (Σ|x|)² / (n Σx²): 1 if all are equal, 1/n if all but one are zero."""
 
     count: Slot
     magnitude: Slot
@@ -199,20 +199,20 @@ class NormalizedAdvantageStats(MetricGroup):
             level=Level.MINIMAL,
         )
         .asks("Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).")
-        .bounds(healthy="< 0.01", critical="> 0.05, where normalisation is on", source="identity")
+        .bounds(healthy="< 0.01", critical="> 0.05, if normalisation is on", source="identity")
         .absent("no valid, finite advantage"),
     )
     participation: Participation = reports(
         Metric.fraction("adv/participation", 213, "effective share of the batch")
-        .asks("Which share of the batch effectively drives the policy gradient? 0.637 for normal advantages.")
+        .asks("What share of the batch effectively drives the policy gradient? 0.637 for normal advantages.")
         .bounds(healthy="> 0.4", warn="< 0.2", critical="< 0.05", source="participation ratio; 2/π for a Gaussian")
         .absent("all advantages are 0")
     )
     sign_flip: Mean | None = reports(
         Metric.fraction("adv/sign_flip_frac", 214, "share of signs that normalisation flips")
         .asks(
-            "Which share of the actions is punished though it did better than expected, or the reverse, because "
-            "normalisation shifted its advantage across 0?"
+            "What share of the actions is punished although they did better than expected, or rewarded although they did worse, "
+            "because normalisation shifted their advantage across 0?"
         )
         .bounds(healthy="< 0.15", warn="> 0.3", source="heuristic")
         .absent("no valid, finite advantage")
@@ -239,7 +239,7 @@ def normalized_advantage_stats(
     Args:
         normalized: the values that multiply the ratio, [N] or [M, N].
         advantages: the same before normalisation, same shape, for the share of flipped signs.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     normalized = as_tensor(normalized)
@@ -250,7 +250,7 @@ def normalized_advantage_stats(
     merged = spread(s)
     square = torch.linalg.vecdot(s.values, s.values)
     sign_flip = None
-    if advantages is not None:  # an advantage of zero has no sign
+    if advantages is not None:  # the sign of a zero advantage is undefined
         sign_flip = Mean((s.values * rows_of(advantages, dim).double() < 0).sum(-1), s.count)
     return NormalizedAdvantageStats(
         moments=StandardMoments(*(getattr(merged, item.name) for item in fields(merged))),
@@ -264,15 +264,15 @@ def normalized_advantage_stats(
 def flips_in_order(
     normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
 ) -> Mean:
-    """Return the share of actions whose sign changed, of advantages in unknown order: normalisation keeps the order of their values.
+    """Return the share of actions whose sign changed, for advantages in unknown order: normalisation preserves the order of values.
+
+    The result is absent if the numbers of counted values differ.
 
     Args:
-        normalized: the values that multiply the ratio, of one pass over all rows, any shape.
-        advantages: the same before normalisation, any shape and order.
-        counted: which of `normalized` count, bool; None where all do.
-        valid: likewise of `advantages`.
-
-    Absent where not as many of both count.
+        normalized: the values that multiply the ratio, from one pass over all rows, any shape.
+        advantages: the values before normalisation, any shape and order.
+        counted: which entries of `normalized` count, bool; None if all count.
+        valid: which entries of `advantages` count, bool; None if all count.
     """
     used, raw = sample(normalized, counted), sample(advantages, valid)
     rows = min(used.values.shape[-1], raw.values.shape[-1])
@@ -287,7 +287,7 @@ class MinibatchRows(MetricGroup):
 
     rows: PooledMean = reports(
         Metric.count("adv/minibatch_rows", 867, "rows of a minibatch")
-        .asks("Over how many rows is a minibatch's gradient averaged, and are its advantages normalised?")
+        .asks("Over how many rows is a minibatch's gradient averaged, and its advantages normalised?")
         .bounds(
             healthy="8 and more", warn="< 4 with normalisation in minibatches: advantages are signs", source="x/|x|"
         )
@@ -295,5 +295,5 @@ class MinibatchRows(MetricGroup):
 
 
 def minibatch_rows(counts: Sequence[int]) -> MinibatchRows:
-    """Return the mean number of rows of the minibatches, those of all ranks; `counts` are the rows of each."""
+    """Return the mean number of rows of the minibatches of all ranks; `counts` has the rows of each minibatch."""
     return MinibatchRows(PooledMean(float(sum(counts)), float(len(counts))))

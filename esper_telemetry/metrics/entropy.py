@@ -1,6 +1,6 @@
 """Entropy of the policy, with action masks, relevance masks and several heads, and the gradient of the entropy bonus.
 
-A head of a factored policy is *relevant* on the rows where its choice has an effect.
+A head of a factored policy is *relevant* in the rows in which its choice has an effect.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class HeadRows:
         entropy: [..] nats.
         uniform: [..] float64, ln of the number of valid actions, or one number for all rows; None for a continuous head.
         probabilities: [A, ..], actions first; None for a continuous head.
-        allowed: [A, ..] bool, valid actions; None where all are.
-        relevant: [..] bool, rows on which the head takes part; None where it always does.
+        allowed: [A, ..] bool, valid actions; None if all are valid.
+        relevant: [..] bool, rows in which the head takes part; None if it always does.
     """
 
     entropy: Tensor
@@ -46,9 +46,9 @@ def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relev
     """Return the entropy -Σ p ln p over the valid actions of every row.
 
     Args:
-        logits: [.., A]; those of masked actions are arbitrary.
-        action_mask: [.., A] bool, True where an action is valid; None where all are.
-        relevant: [..] bool, rows on which the head takes part; None where it always does.
+        logits: [.., A]; masked actions may have any value.
+        action_mask: [.., A] bool, True for a valid action; None if all are valid.
+        relevant: [..] bool, rows in which the head takes part; None if it always does.
     """
     same_shape(logits=logits, action_mask=action_mask)
     x = _actions_first(logits.detach() if logits.dtype == torch.float64 else logits.detach().float())
@@ -73,7 +73,7 @@ def _plogp(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 _LOWEST = -1e30
-"""Stands for ln 0, so that 0 ln 0 is 0; e^-1e30 is 0 in every precision."""
+"""Replaces ln 0, so that 0 ln 0 is 0; e^-1e30 is 0 in every precision."""
 
 
 @no_grad
@@ -81,8 +81,8 @@ def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRow
     """Return the differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
 
     Args:
-        log_std: [.., D]; where σ does not depend on the state, one row may stand for all: [D] or [M, 1, D].
-        relevant: [..] bool, rows on which the head takes part; None where it always does.
+        log_std: [.., D]; if σ does not depend on the state, one row is enough: [D] or [M, 1, D].
+        relevant: [..] bool, rows in which the head takes part; None if it always does.
     """
     return HeadRows((log_std.detach().double() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1), relevant=relevant)
 
@@ -100,27 +100,27 @@ def entropy_rows(
 
     Args:
         logits: per categorical head [.., A].
-        action_masks: per categorical head [.., A] bool; heads left out have no mask.
+        action_masks: per categorical head [.., A] bool; other heads are not masked.
         log_std: per Gaussian head [.., D].
-        relevant: per head [..] bool; heads left out always take part.
+        relevant: per head [..] bool; other heads always take part.
     """
     masks, relevance = masks_by_head(action_masks), masks_by_head(relevant)
     categorical = by_head(logits).items()
     for head, x in categorical:
         if head in relevance and relevance[head].shape != x.shape[:-1]:
             shapes = f"{list(relevance[head].shape)} for logits {list(x.shape)}"
-            raise ValueError(f"relevant has a number for every row of logits, got {shapes} of head {head!r}")
+            raise ValueError(f"relevant must have a number for every row of logits, got {shapes} of head {head!r}")
     rows = {head: categorical_rows(x, masks.get(head), relevant=relevance.get(head)) for head, x in categorical}
     for head, x in by_head(log_std).items():
         rows[head] = gaussian_rows(x, relevant=relevance.get(head))
     if not rows:
-        raise ValueError("a policy has at least one head, got none")
+        raise ValueError("a policy must have at least one head, got none")
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class MeanEntropy(AdditiveReduction):
-    """A mean entropy; `perplexity` is e to it, the effective number of actions, where all heads are categorical."""
+    """A mean entropy. If all heads are categorical, `perplexity` is its exponential, the effective number of actions."""
 
     total: Slot
     count: Slot
@@ -134,15 +134,15 @@ class MeanEntropy(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Marginals(Reduction):
-    """Action probabilities summed over states, per head: their entropy is that of the mean policy.
+    """Action probabilities of each head, summed over states; they give the entropy of the mean policy.
 
-    The slots begin with the number of heads and their numbers of actions; then come the rows, the sum of their entropies, and per head
-    its rows, the summed probabilities and the number of rows in which each action was valid.
+    The slots begin with the number of heads and their numbers of actions. Then follow the rows, the sum of their entropies, and for each
+    head its rows, the summed probabilities and the number of rows in which each action was valid.
 
     Attributes:
         rows: [..] rows that count.
         entropy: [..] sum of their entropies over rows and heads.
-        head_rows: per head [..], rows on which it took part.
+        head_rows: per head [..], rows in which it took part.
         probabilities: per head [A, ..], summed over rows.
         allowed: per head [A, ..], rows in which the action was valid.
     """
@@ -177,7 +177,7 @@ class Marginals(Reduction):
 
 
 class MarginalEntropy(NamedTuple):
-    """Entropy of the mean policy in nats, as a fraction of its largest value, and minus the mean entropy."""
+    """Entropy of the mean policy in nats, as a fraction of its maximum, and minus the mean entropy."""
 
     entropy: float
     normalized: float
@@ -185,14 +185,14 @@ class MarginalEntropy(NamedTuple):
 
 
 def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
-    """Return sums over heads, each weighted by the share of rows on which it is relevant; NaN where undefined."""
+    """Return sums over heads, each weighted by the share of rows in which it is relevant; NaN if undefined."""
     sizes = [int(size) for size in slots[1 : 1 + int(slots[0])]]
     rows, entropy = slots[1 + len(sizes) : 3 + len(sizes)]
     if not rows:
         return MarginalEntropy(NAN, NAN, NAN)
     marginal = largest = 0.0
     start = 3 + len(sizes)
-    for size in sizes:  # of each head: its rows, summed probabilities and counts of validity
+    for size in sizes:  # for each head: its rows, summed probabilities and counts of validity
         middle, end = start + 1 + size, start + 1 + 2 * size
         head_rows, p, allowed = slots[start], np.array(slots[start + 1 : middle]), np.array(slots[middle:end])
         start = end
@@ -206,11 +206,13 @@ def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntropy(MetricGroup):
-    """Entropy of the whole policy: row by row the sum over the heads that take part."""
+    """Entropy of the whole policy: in each row, the sum over the heads that take part."""
 
     entropy: MeanEntropy = reports(
         Metric.nats("policy/entropy", 131, "entropy", low=None)
-        .asks("How undecided is the policy, state by state? Differential, and maybe negative, for continuous actions.")
+        .asks(
+            "How undecided is the policy, state by state? Continuous actions have a differential entropy, which may be negative."
+        )
         .bounds(healthy="falls slowly, then flattens", source="Jones 2021")
         .absent("no valid, finite row"),
         Metric.quantity("policy/perplexity", 132, "perplexity", unit="actions", low=1.0, of="perplexity")
@@ -227,16 +229,14 @@ class PolicyEntropy(MetricGroup):
             high=1.0,
             level=Level.MINIMAL,
         )
-        .asks(
-            "How undecided is the policy, as a share of the most it could be? Rows with a single valid action do not count."
-        )
+        .asks("How undecided is the policy, as a share of the maximum? Rows with a single valid action do not count.")
         .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
             warn="< 0.3 with policy/entropy_marginal_norm < 0.5",
             critical="< 0.1 with policy/entropy_marginal_norm < 0.5",
             source="bounds of esper-lite; solved runs end at .05-.08 with marginal .96-.99",
         )
-        .absent("no row leaves a choice, or the head is continuous")
+        .absent("every row has only one valid action, or the head is continuous")
     )
     marginals: Marginals | None = reports(
         Metric.nats("policy/entropy_marginal", 134, "entropy of the mix of actions", of="entropy")
@@ -253,11 +253,11 @@ class PolicyEntropy(MetricGroup):
             level=Level.MINIMAL,
         )
         .asks(
-            "How varied are the policy's actions over all states, as a share of the most possible? Low beside a low "
-            "policy/entropy_norm: the policy does the same everywhere."
+            "How varied are the policy's actions over all states, as a share of the maximum? If policy/entropy_norm is low too, "
+            "the policy does the same everywhere."
         )
         .bounds(healthy="> 0.5", warn="< 0.5", critical="< 0.2 with low policy/entropy_norm", source="heuristic")
-        .absent("no row leaves a choice, or the head is continuous"),
+        .absent("every row has only one valid action, or the head is continuous"),
         Metric.nats("policy/action_mi", 136, "information of the state about the action", of="information")
         .asks("How much does the action depend on the state? Rising: skill. Falling to 0 with low entropy: collapse.")
         .bounds(source="I(S; A) = H(mean π) - mean H(π)")
@@ -272,12 +272,12 @@ class PolicyEntropy(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class HeadEntropy(MetricGroup):
-    """Entropy of one head on the rows where it takes part."""
+    """Entropy of one head in the rows in which it takes part."""
 
     head: tuple[str, ...] = label()
     entropy: Mean = reports(
         Metric.nats("policy/head/{head}/entropy", 138, "entropy of a head", low=None)
-        .asks("How undecided is this head, where it takes part?")
+        .asks("How undecided is this head when it takes part?")
         .absent("no valid, finite row")
     )
     normalized: Mean = reports(
@@ -289,19 +289,19 @@ class HeadEntropy(MetricGroup):
             low=0.0,
             high=1.0,
         )
-        .asks("How undecided is this head, as a share of the most it could be, where it has a choice?")
+        .asks("How undecided is this head, as a share of the maximum, when it has a choice?")
         .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
             warn="< 0.3 with policy/head/{head}/entropy_marginal_norm < 0.5",
             critical="< 0.1 with policy/head/{head}/entropy_marginal_norm < 0.5",
             source="as policy/entropy_norm",
         )
-        .absent("no row leaves a choice, or the head is continuous")
+        .absent("every row has only one valid action, or the head is continuous")
         .changed("after 0.2.0: bounds hold only for a small `policy/head/{head}/entropy_marginal_norm`")
     )
     decision: Mean = reports(
         Metric.fraction("policy/head/{head}/decision_frac", 140, "share of rows in which a head decides")
-        .asks("On which share of the rows does this head really have a choice?")
+        .asks("In what share of the rows does this head really have a choice?")
         .bounds(warn="< 0.05: its statistics are noise", source="heuristic")
         .absent("no valid row, or a continuous head")
     )
@@ -309,7 +309,7 @@ class HeadEntropy(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class HeadMix(MetricGroup):
-    """Mix of one head's actions over all states in which it takes part."""
+    """Action mix of one head over all states in which it takes part."""
 
     head: str = label()
     marginals: Marginals = reports(
@@ -322,13 +322,13 @@ class HeadMix(MetricGroup):
             high=1.0,
             of="normalized",
         )
-        .asks("How varied are this head's actions over all states, as a share of the most possible?")
+        .asks("How varied are this head's actions over all states, as a share of the maximum?")
         .bounds(
             healthy="> 0.5",
             warn="< 0.5 with a low policy/head/{head}/entropy_norm",
             source="as policy/entropy_marginal_norm",
         )
-        .absent("the policy has one head, or the head has no choice")
+        .absent("the policy has one head, or the head never has a choice")
     )
 
 
@@ -342,7 +342,7 @@ def entropy_stats(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> PolicyEntropy:
-    """Return the entropy of the whole policy: `policy_entropy` of `entropy_rows`, whose arguments these are."""
+    """Return the entropy of the whole policy: `policy_entropy` of `entropy_rows`, which take these arguments."""
     rows = entropy_rows(logits, action_masks, log_std=log_std, relevant=relevant)
     return policy_entropy(rows, valid=valid, dim=dim)
 
@@ -352,11 +352,11 @@ def entropy_stats(
 def policy_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> PolicyEntropy:
-    """Return the entropy of the joint policy: of a row, the sum over its relevant heads.
+    """Return the entropy of the joint policy: in each row, the sum over its relevant heads.
 
     Args:
         heads: rows [N] or [M, N] of every head, from `entropy_rows`.
-        valid: bool, same shape as the rows; None where every row is.
+        valid: bool, same shape as the rows; None if every row is valid.
         dim: None reduces all rows to one, -1 keeps the leading axis as optimizer steps.
     """
     valid = as_mask(valid)
@@ -384,7 +384,7 @@ def policy_entropy(
 def head_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> HeadEntropy:
-    """Return the entropy of every head over the rows where it is relevant; arguments as for `policy_entropy`."""
+    """Return the entropy of every head over the rows in which it is relevant; arguments as for `policy_entropy`."""
     valid = as_mask(valid)
     flat = _aligned(list(heads.values()), valid, dim)
     allowed = None if valid is None else rows_of(valid, dim)
@@ -396,7 +396,7 @@ def head_entropy(
 def head_mix(
     name: str, heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> HeadMix:
-    """Return the mix of a categorical head's actions; other arguments as for `policy_entropy`."""
+    """Return the action mix of a categorical head; other arguments as for `policy_entropy`."""
     valid = as_mask(valid)
     (head,) = _aligned([heads[name]], valid, dim)
     chosen = sample(_entropy(head), None if valid is None else rows_of(valid, dim), dim=-1)
@@ -405,7 +405,7 @@ def head_mix(
 
 
 def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:
-    """Return mean entropy and mean normalised entropy of the rows that count, and the share of all rows that leave a choice."""
+    """Return mean entropy and mean normalised entropy of the rows that count, and the share of all rows with a choice."""
     every = keep(_entropy(head).double(), allowed)
     took_part = every.mask if head.relevant is None else every.mask & head.relevant
     entropy = Mean(every.values.sum(-1), took_part.sum(-1))
@@ -420,14 +420,14 @@ def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mea
 
 
 def _side_by_side(means: Sequence[Mean]) -> Mean:
-    """Return means of single heads as one of [.., H]."""
+    """Return means of single heads as one mean of [.., H]."""
     totals = [torch.as_tensor(mean.total, dtype=torch.float64) for mean in means]
     counts = [torch.as_tensor(mean.count, dtype=torch.float64) for mean in means]
     return Mean(torch.stack(totals, -1), torch.stack(counts, -1))
 
 
 def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -> list[HeadRows]:
-    """Return all heads with the same rows: one row that stands for many is expanded."""
+    """Return all heads with the same rows: a single row for all is expanded."""
     shapes = [head.entropy.shape for head in heads] + ([] if valid is None else [valid.shape])
     shape = max(shapes, key=lambda candidate: candidate.numel())
     try:
@@ -437,7 +437,7 @@ def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -
     if not rows or (valid is not None and valid.shape != shape):
         raise ValueError(f"all heads and valid must have the same rows, got shapes {[list(shape) for shape in shapes]}")
     if dim not in (None, -1, len(shape) - 1):
-        raise ValueError(f"dim must be None or -1, got {dim}")
+        raise ValueError(f"dim must be -1 or None, got {dim}")
     aligned = [replace(head, entropy=x) for head, x in zip(heads, rows, strict=True)]
     return aligned if dim is not None else [_on_one_axis(head) for head in aligned]
 
@@ -454,12 +454,12 @@ def _on_one_axis(head: HeadRows) -> HeadRows:
 
 
 def _entropy(head: HeadRows) -> Tensor:
-    """Return the entropy [.., N] of the head, zero where it is not relevant."""
+    """Return the entropy [.., N] of the head, zero in irrelevant rows."""
     return head.entropy if head.relevant is None else torch.where(head.relevant, head.entropy, 0.0)
 
 
 def _largest(head: HeadRows) -> Tensor | float:
-    """Return the largest possible entropy [.., N], zero where the head is not relevant."""
+    """Return the maximum entropy [.., N], zero in irrelevant rows."""
     uniform = head.uniform or 0.0 if not isinstance(head.uniform, Tensor) else head.uniform
     return uniform if head.relevant is None else uniform * head.relevant
 
@@ -472,18 +472,18 @@ def _total(heads: Sequence[HeadRows], read: Callable[[HeadRows], Any]) -> Any:
 
 
 def _normalized(heads: Sequence[HeadRows], joint: Sample) -> Mean:
-    """Return the mean over rows with a choice of the entropy over the largest possible one; a forced action adds 0 to both."""
+    """Return the mean, over rows with a choice, of the entropy divided by its maximum; a forced action adds 0 to both."""
     largest = _total(heads, _largest)
     if not isinstance(largest, Tensor):
         if largest == 0:
             return Mean(0.0, 0.0)
-        return Mean(torch.minimum(joint.values.sum(-1) / largest, joint.count), joint.count)  # rounding ends at 1
+        return Mean(torch.minimum(joint.values.sum(-1) / largest, joint.count), joint.count)  # rounding may exceed 1
     choice = joint.mask & (largest > 0)
     return Mean(torch.where(choice, joint.values / largest, 0.0).clamp_(max=1).sum(-1), choice.sum(-1))
 
 
 def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
+    """Return the rows [..] in which the head took part, and probabilities and validity [A, ..] summed over them."""
     mask = joint.mask if head.relevant is None else joint.mask & head.relevant
     rows = joint.count if head.relevant is None else mask.sum(-1)
     sums = _over_rows(head.probabilities, mask)
@@ -493,5 +493,5 @@ def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
 def _over_rows(x: Tensor | None, mask: Tensor) -> Tensor:
     """Return the sum [A, ..] of `x` [A, .., N] over the rows of the mask."""
     if x is None:
-        raise ValueError("a continuous head has no action probabilities")
+        raise ValueError("action probabilities need a categorical head, got a continuous one")
     return torch.where(mask, x, 0).sum(-1, dtype=torch.float64)

@@ -19,7 +19,7 @@ from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, 
 from esper_telemetry.metrics.statistics import moments, same_shape, sample
 
 RECENT = 100
-"""Episodes over which `episode/return_mean_100` is the mean."""
+"""Number of episodes averaged in `episode/return_mean_100`."""
 
 
 EPISODES_FAMILY = MetricFamily(
@@ -43,7 +43,7 @@ TASK_FAMILY = MetricFamily(
 EVALUATION_FAMILY = MetricFamily(
     "eval",
     "Evaluation",
-    "Whole episodes with the likeliest actions, between updates.",
+    "Whole episodes with the most likely actions, between updates.",
     place=30,
     question="How good is it without exploring?",
     axis="axis/env_step",
@@ -58,11 +58,11 @@ def _mean_of_latest(slots: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Latest(Reduction):
-    """The latest values of several processes, `RECENT` at most.
+    """The latest values of several processes, at most `RECENT`.
 
     Attributes:
-        ends: when each came about, growing; -inf where there is none.
-        values: in the same order, 0 where there is none.
+        ends: when each value was observed, ascending; -inf for unused slots.
+        values: in the same order, 0 for unused slots.
     """
 
     ends: tuple[float, ...]
@@ -76,7 +76,7 @@ class Latest(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Return the latest values of all rows; at equal times those of the first rows are older."""
+        """Return the latest values of all rows; at equal times, values of earlier rows are older."""
         ends, values = rows[..., :RECENT], rows[..., RECENT:]
         ends, values = (np.concatenate(list(part), axis=-1) for part in (ends, values))
         order = np.argsort(ends, axis=-1, kind="stable")[:, -RECENT:]
@@ -149,19 +149,19 @@ def episode_stats(
     Args:
         returns: undiscounted sums of raw rewards, one per episode.
         lengths: steps, one per episode.
-        recent_returns: returns of the last 100 finished training episodes, these included.
-        recent_ends: when each of these ended, in numbers that all processes count alike, such as steps of their environments: several
-            processes then report the last 100 of all of them. Where it is None, the mean of each one's last 100, weighted by their number.
+        recent_returns: returns of the last 100 finished training episodes, including these.
+        recent_ends: when each of these ended, in numbers that all processes share, such as steps of their environments. Several
+            processes then report the last 100 episodes overall; if it is None, the mean of each process's last 100, weighted by number.
 
     Raises:
         ValueError: for different numbers of returns and lengths, and more than one axis.
     """
     paid, steps, recent = _floats(returns), _floats(lengths), _floats(recent_returns)
     if len(paid) != len(steps):
-        raise ValueError(f"every episode has a return and a length, got {len(paid)} returns and {len(steps)} lengths")
+        raise ValueError(f"every episode needs a return and a length, got {len(paid)} returns and {len(steps)} lengths")
     ends = None if recent_ends is None else _floats(recent_ends)
     if ends is not None and len(ends) != len(recent):
-        raise ValueError(f"every recent return has an end, got {len(recent)} returns and {len(ends)} ends")
+        raise ValueError(f"every recent return needs an end, got {len(recent)} returns and {len(ends)} ends")
     if any(length < 0 for length in steps):
         raise ValueError(f"the length of an episode must not be negative, got {min(steps):g}")
     finite = [value for value in paid if math.isfinite(value)]
@@ -186,7 +186,7 @@ def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
             return values
     tensor = as_tensor(values)
     if tensor.ndim != 1:
-        raise ValueError(f"episodes are a list of numbers, one for each, got shape {list(tensor.shape)}")
+        raise ValueError(f"episodes must be a list of numbers, one for each, got shape {list(tensor.shape)}")
     numbers: list[float] = tensor.double().tolist()
     return numbers
 
@@ -198,7 +198,7 @@ class EvaluationStats(MetricGroup):
     returns: Moments = reports(
         Metric.quantity("eval/return_mean", 941, "mean return in evaluation", unit="return", level=Level.MINIMAL)
         .asks(
-            "How much does the policy earn when it takes its likeliest actions? Far above the training return: exploration costs much."
+            "How much does the policy earn when it takes its most likely actions? Far above the training return: exploration is expensive."
         )
         .absent("no evaluation since the last record"),
         Metric.quantity("eval/return_std", 942, "spread of returns in evaluation", unit="return", low=0.0, of="std")
@@ -253,14 +253,14 @@ class EpisodeEnds(MetricGroup):
 
     truncated: Mean = reports(
         Metric.fraction("episode/truncated_frac", 926, "share of episodes that are cut off")
-        .asks("What share of the episodes was cut off by a time limit? Behind these the critic's estimate goes on.")
+        .asks(
+            "What share of the episodes was cut off by a time limit? Their returns continue with the critic's estimate."
+        )
         .absent("no episode finished")
     )
     shortest_cut: Min | None = reports(
         Metric.steps("episode/truncated_length_min", 927, "shortest episode that was cut off")
-        .asks(
-            "How short was the shortest episode that was cut off? A time limit cuts off nothing that is shorter than it."
-        )
+        .asks("How short was the shortest episode that was cut off? A time limit cannot cut off a shorter one.")
         .absent("no episode was cut off")
     )
     longest_cut: Max | None = reports(
@@ -270,13 +270,13 @@ class EpisodeEnds(MetricGroup):
     )
     shortest: Min | None = reports(
         Metric.steps("episode/terminated_length_min", 929, "shortest episode that terminated")
-        .asks("How short was the shortest episode that ended by itself?")
+        .asks("How short was the shortest episode that terminated?")
         .absent("no episode terminated")
     )
     longest: Max | None = reports(
         Metric.steps("episode/terminated_length_max", 930, "longest episode that terminated")
         .asks(
-            "How long was the longest episode that ended by itself? As long as the time limit, it was probably cut off."
+            "How long was the longest episode that terminated? If it is as long as the time limit, it was probably cut off."
         )
         .absent("no episode terminated")
     )
@@ -286,13 +286,13 @@ class EpisodeEnds(MetricGroup):
 def episode_ends(
     ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
 ) -> EpisodeEnds:
-    """Return the share of a rollout's episodes that were cut off, and the lengths of those and of the others.
+    """Return the share of a rollout's episodes that were cut off, and the lengths of these and of the others.
 
     Args:
         ended, terminated: [T, B] bool.
-        lengths: of the episodes in the order in which they ended, those of one step by environment. Where there are more or
-            fewer than `ended` says, they cannot be matched, and lengths are left out.
-        valid: bool, same shape; None where every entry is.
+        lengths: lengths of the episodes in the order in which they ended; within one step, in the order of the environments. Lengths are
+            left out if their number differs from the number of ends in `ended`.
+        valid: bool, same shape; None if every entry is valid.
     """
     same_shape(ended=ended, terminated=terminated, valid=valid)
     over = ended.bool() if valid is None else ended.bool() & valid.bool()

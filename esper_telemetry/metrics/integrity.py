@@ -1,4 +1,4 @@
-"""Identities that hold in every correct trainer: any violation is a bug, at once and without history."""
+"""Identities that hold in every correct trainer: any violation is a bug, and shows at once, without history."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from esper_telemetry.metrics.statistics import Sample, deviations, keep, rows_of
 INTEGRITY_FAMILY = MetricFamily(
     "integrity",
     "Integrity",
-    "Identities that hold exactly in a correct trainer, whatever the task. They need no history and give no false "
-    "alarms: anything but about 0 is a bug, even while the return still rises.",
+    "Identities that hold exactly in a correct trainer, for every task. They do not depend on history and give zero false "
+    "alarms: any value other than about 0 is a bug, even while the return still rises.",
     place=70,
     question="Does the update compute what it should?",
     first=("integrity/ratio_init", "integrity/gae_identity", "integrity/adv_norm"),
@@ -45,7 +45,7 @@ BUFFER_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class RelativeError(Reduction):
-    """Largest error over the largest magnitude, which counts as at least 1; NaN where there was none."""
+    """Largest error divided by the largest magnitude, or by 1 if that is smaller; NaN without data."""
 
     error: Slot
     scale: Slot
@@ -88,7 +88,7 @@ class GaeIdentity(MetricGroup):
 
 
 MIN_NORMALIZED_ROWS = 8
-"""Rows from which on advantages are recognised as normalised over all of them: of fewer, any could be."""
+"""Minimum number of rows to recognise advantages as normalised over all of them; with fewer, any might be."""
 
 
 @checked_arguments()
@@ -98,13 +98,13 @@ def gae_identity(
 ) -> GaeIdentity:
     """Return max|A + V - R| / max(1, max|R|) over the rows about to be used.
 
-    Advantages that were normalised over all rows after the returns are compared as such: A = (R - V - mean) / std.
+    Advantages that were normalised over all rows after the returns were computed are compared as A = (R - V - mean) / std.
 
     Args:
         advantages: before minibatches are normalised, [T, B] or [N].
         values: critic's estimates at collection, same shape.
         returns: regression targets, same shape.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     advantages = as_tensor(advantages)
     values, returns = as_tensor(values, advantages), as_tensor(returns, advantages)
@@ -120,7 +120,7 @@ def gae_identity(
 
 
 def _normalized_error(advantages: Tensor, estimates: Tensor, s: Sample) -> Tensor:
-    """Return the largest error, 0-d, of advantages that are the estimates R - V, normalised; infinity where they are not normalised."""
+    """Return the largest error, 0-d, of advantages that are the normalised estimates R - V; infinity if they are not normalised."""
     stored, raw = (keep(rows_of(x, None).double(), s.mask) for x in (advantages, estimates))
     (mean, distances), (raw_mean, raw_distances) = deviations(stored), deviations(raw)
     count = s.count.clamp(min=2)
@@ -154,21 +154,19 @@ def mask_violation(
     relevant: Mapping[str, ArrayLike] | None = None,
     valid: ArrayLike | None = None,
 ) -> MaskViolation:
-    """Return the number of chosen actions that are masked, on rows where their head is relevant.
+    """Return the number of chosen actions that are masked, in rows in which their head is relevant.
 
     Args:
         actions: per categorical head, indices [..].
         action_masks: per head, [.., A] bool; heads without a mask are left out.
-        relevant: per head, [..] bool: rows on which the head takes part; heads left out always do.
-        valid: [..] bool; None where every row is.
+        relevant: per head, [..] bool: rows in which the head takes part; other heads always take part.
+        valid: [..] bool; None if every row is valid.
     """
     chosen, relevance, rows = by_head(actions), masks_by_head(relevant), as_mask(valid)
     masks = masks_by_head(action_masks)
     for head in masks:
         if head not in chosen:
-            raise ValueError(
-                f"there is a mask but there are no actions of head {head!r}: heads with actions are {[*chosen]}"
-            )
+            raise ValueError(f"head {head!r} has a mask but lacks actions: heads with actions are {[*chosen]}")
     counts = [_violations(chosen[head], mask, relevance.get(head), rows) for head, mask in masks.items()]
     return MaskViolation(Sum(torch.stack(counts).sum() if counts else 0.0))
 
@@ -176,7 +174,7 @@ def mask_violation(
 def _violations(actions: Tensor, mask: Tensor, relevant: Tensor | None, valid: Tensor | None) -> Tensor:
     if mask.shape[:-1] != actions.shape:
         raise ValueError(
-            f"a mask has the shape of its actions and one more axis, got {list(mask.shape)} and {list(actions.shape)}"
+            f"a mask must have the shape of its actions and one more axis, got {list(mask.shape)} and {list(actions.shape)}"
         )
     same_shape(actions=actions, relevant=relevant, valid=valid)
     forbidden = ~mask.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
@@ -203,7 +201,7 @@ class BufferAge(MetricGroup):
 
 @checked_arguments()
 def buffer_age(policy_version: int, collected_at: int) -> BufferAge:
-    """Return the present policy version minus that of the oldest data in the buffer."""
+    """Return the difference between the present policy version and the version that collected the oldest data in the buffer."""
     return BufferAge(Max(float(policy_version - collected_at)))
 
 
@@ -222,7 +220,7 @@ class RowsRepeated(MetricGroup):
             level=Level.MINIMAL,
         )
         .asks(
-            "Of the rows of the first pass over the rollout, what share had been in that pass before? Others were left out."
+            "What share of the rows in the first pass over the rollout had already occurred in that pass? Other rows were then left out."
         )
         .bounds(
             healthy="0",
@@ -237,11 +235,11 @@ class RowsRepeated(MetricGroup):
 @checked_arguments()
 @inference_mode
 def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
-    """Return the share of the rows of a pass whose transition occurred earlier in it: 0 where each occurs once.
+    """Return the share of the rows of a pass whose transition occurred earlier in it: 0 if each occurs once.
 
     Args:
         rows: numbers of transitions, any shape, from 0.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     rows = as_tensor(rows)
     valid = as_mask(valid, rows)
@@ -261,7 +259,7 @@ class Numerics(MetricGroup):
 
     nonfinite: Sum = reports(
         Metric.count("numerics/nonfinite", 807, "numbers that are not finite", level=Level.MINIMAL)
-        .asks("How many NaN or infinite numbers are there in the data, losses, gradients or weights of this update?")
+        .asks("How many NaN or infinite numbers are in the data, losses, gradients or weights of this update?")
         .bounds(healthy="0", critical="> 0", source="always an error; ray#28283")
     )
 
@@ -272,8 +270,8 @@ def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = N
     """Return the number of NaN and infinite entries in all `tensors` together; masked entries do not count.
 
     Args:
-        tensors: any shapes; those of the shape of `valid` are masked by it.
-        valid: bool; None where every entry is.
+        tensors: any shapes; tensors with the shape of `valid` are masked by it.
+        valid: bool; None if every entry is valid.
     """
     mask = as_mask(valid)
     counts = []

@@ -1,4 +1,4 @@
-"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise.
+"""Exact KL divergence of the update, from whole distributions instead of sampled actions, and so without Monte-Carlo noise.
 
 It is sampled: it needs another pass of the policy over the rollout, or columns that would double the payload of an update.
 """
@@ -24,9 +24,9 @@ class ExactKl(MetricGroup):
 
     kl: Mean = reports(
         Metric.nats("policy/kl_exact", 161, "KL divergence over all actions", cost="sampled")
-        .asks("How far did the update move the policy, over all actions and not only the ones taken?")
+        .asks("How far did the update move the policy, over all actions and not only the chosen ones?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .absent("no valid, finite row, or the trainer does not keep old distributions")
         .advises(MOVED_TOO_FAR)
     )
     nonfinite: Sum = reports(
@@ -46,14 +46,14 @@ class ExactKl(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class HeadExactKl(MetricGroup):
-    """KL(old‖new) of every head, on the rows where it takes part."""
+    """KL(old‖new) of every head, in the rows in which it takes part."""
 
     head: tuple[str, ...] = label()
     kl: Mean = reports(
         Metric.nats("policy/head/{head}/kl_exact", 163, "KL divergence of a head over all its actions", cost="sampled")
         .asks("How far did the update move this head, over all its actions?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .absent("no valid, finite row, or the trainer does not keep old distributions")
         .advises(MOVED_TOO_FAR)
     )
 
@@ -66,18 +66,18 @@ class KlAfterUpdate(MetricGroup):
         Metric.nats("policy/kl_post", 164, "KL divergence after the update", cost="sampled")
         .asks("How far did the whole update move the policy in the end?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .absent("no valid, finite row, or the trainer does not keep old distributions")
         .advises(MOVED_TOO_FAR)
     )
 
 
 @no_grad
 def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """Return Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
+    """Return Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds 0.
 
     Args:
-        old_logits, logits: [.., A] at collection and now; log-probabilities will do.
-        action_mask: [.., A] bool, True where an action is valid; None where all are.
+        old_logits, logits: [.., A] at collection and now; log-probabilities are accepted too.
+        action_mask: [.., A] bool, True for a valid action; None if all are valid.
     """
     same_shape(old_logits=old_logits, logits=logits, action_mask=action_mask)
     both = [x.detach().double() for x in (old_logits, logits)]
@@ -108,8 +108,8 @@ def exact_kl(
 
     Args:
         rows: per head [N] or [M, N], from `categorical_kl` or `gaussian_kl`.
-        relevant: per head, bool, same shape; heads left out always take part.
-        valid: bool, same shape; None where every row is.
+        relevant: per head, bool, same shape; other heads always take part.
+        valid: bool, same shape; None if every row is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     mean, nonfinite = _joint(rows, relevant, valid, dim)
@@ -133,7 +133,7 @@ def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None =
 def _joint(
     rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None
 ) -> tuple[Mean, Sum]:
-    s = sample(joint_log_ratio(rows, relevant), valid, dim=dim)  # a sum over heads, as of log-ratios
+    s = sample(joint_log_ratio(rows, relevant), valid, dim=dim)  # a sum over heads, as for log-ratios
     return s.mean(s.values), Sum(s.nonfinite)
 
 
@@ -145,7 +145,7 @@ def head_exact_kl(
     valid: Tensor | None = None,
     dim: int | None = None,
 ) -> HeadExactKl:
-    """Return the exact KL of every head on the rows where it is relevant; arguments as for `exact_kl`."""
+    """Return the exact KL of every head in the rows in which it is relevant; arguments as for `exact_kl`."""
     totals, counts = [], []
     for head, x in rows.items():
         masks = [rows_of(mask, dim).bool() for mask in ((relevant or {}).get(head), valid) if mask is not None]

@@ -1,7 +1,7 @@
 """Reinforcement learning of language models: tokens, completions, groups of completions of one prompt, and the engine that samples them.
 
-An action is one token of a completion. B completions of at most T tokens; masks [B, T] say which tokens are learned from. Every function
-merges all its completions into one row.
+An action is one token of a completion. There are B completions of at most T tokens; masks [B, T] mark the tokens that are learned from.
+Every function merges all its completions into one row.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DEAD_GROUPS = "huggingface/trl#3857; volcengine/verl#5770; DAPO, arXiv 2503.1447
 NO_COMPLETION = "no completion was generated for this update"
 
 SMALLEST_SURPRISE = 1e-3
-"""Magnitude of log-probabilities below which float32 steps of 1 - p are so coarse that bfloat16 holds them by chance."""
+"""Magnitude of log-probabilities below which the float32 steps of 1 - p are so coarse that bfloat16 can represent them by chance."""
 
 LANGUAGE_FAMILY = MetricFamily(
     "lm",
     "Language models",
-    "A language model learns from completions: each token is an action, the reward comes for the whole completion, and "
+    "A language model learns from completions: each token is an action, the reward is given for the whole completion, and "
     "advantages compare the completions of one prompt, a group, with each other. An engine that samples with other "
-    "numerics than the trainer makes data off-policy before the first step. `policy/*` is measured per token where the "
+    "numerics than the trainer makes data off-policy before the first step. `policy/*` is measured per token if the "
     "trainer keeps the log-probabilities of collection.",
     place=250,
     question="Does the language model learn from the right tokens?",
@@ -73,18 +73,18 @@ class TokenStats(MetricGroup):
     )
     log_prob_min: Min = reports(
         Metric.nats("lm/logprob/min", 1103, "smallest log-probability of a token", low=None)
-        .asks("How unlikely is the unlikeliest token that is learned from?")
+        .asks("How unlikely is the least likely token that is learned from?")
         .absent("no token is learned from")
     )
     bf16: Mean = reports(
         Metric.fraction("lm/logprob/bf16_frac", 1104, "log-probabilities that bfloat16 can hold")
-        .asks("Were the log-probabilities rounded to bfloat16? By chance 1 in 65,536 float32 numbers can be held.")
+        .asks("Were the log-probabilities rounded to bfloat16? By chance 1 in 65,536 float32 numbers is representable.")
         .bounds(healthy="about 0", warn="> 0.5", source="arXiv 2510.26788 (precision of training and inference)")
         .absent("no token is learned from")
     )
     mask_errors: Mean | None = reports(
         Metric.fraction("lm/mask_errors", 1105, "completions with a wrong mask", level=Level.MINIMAL)
-        .asks("Which share of the completions is not learned from its first token to its end token?")
+        .asks("What share of the completions is not learned from its first token to its end token?")
         .bounds(
             healthy="0", critical="> 0", source="identity: the mask is 1 up to and with the first end token, then 0"
         )
@@ -108,10 +108,10 @@ def token_stats(
 
     Args:
         log_probs: [B, T] of the sampled tokens now.
-        mask: [B, T], True where a token is learned from.
+        mask: [B, T], True for tokens that are learned from.
         entropy: [B, T] of the distribution of each token.
-        ends: [B, T], True where a token is an end token; None where the mask does not follow from it. A completion without any token in
-            its mask was left out on purpose and counts as right.
+        ends: [B, T], True for end tokens; None if the mask does not follow from them. A completion with an empty mask was left out on
+            purpose and is not an error.
     """
     s = sample(log_probs, mask)
     rounded = s.values == s.values.to(torch.bfloat16).double()
@@ -137,10 +137,10 @@ def token_stats(
 
 @dataclass(frozen=True, slots=True)
 class Calibration(MetricGroup):
-    """Surprise of the sampled tokens over the entropy of their distributions, before the first step of the update.
+    """Surprise of the sampled tokens minus the entropy of their distributions, before the first step of the update.
 
-    For tokens sampled from the very distribution that is evaluated, surprise exceeds entropy by 0 on average, token by token: the sum is a
-    martingale. Another temperature, other tokens, a shift or older weights make a drift.
+    If tokens are sampled from the distribution that is evaluated, surprise equals entropy on average, token by token: the sum of the
+    differences is a martingale. Another temperature, other tokens, a shift or older weights cause a drift.
     """
 
     gap: Mean = reports(
@@ -150,13 +150,13 @@ class Calibration(MetricGroup):
             healthy="within 5 standard errors of 0",
             source="identity: E[-ln p(token)] is the entropy; huggingface/trl#3867",
         )
-        .absent("the trainer computes no entropy")
+        .absent("the trainer does not compute the entropy")
     )
     z: Max = reports(
         Metric.quantity("lm/surprise/z", 1112, "surprise over entropy, in standard errors", unit="sigma")
         .asks("By how many standard errors does the mean surprise differ from the entropy?")
         .bounds(healthy="-4 to 4", warn="beyond 6", source="central limit theorem for martingales")
-        .absent("the trainer computes no entropy")
+        .absent("the trainer does not compute the entropy")
     )
 
 
@@ -171,53 +171,55 @@ def calibration(log_probs: Tensor, entropy: Tensor, mask: Tensor) -> Calibration
 
 @dataclass(frozen=True, slots=True)
 class SamplingMismatch(MetricGroup):
-    """Probability of each token for the trainer over that of the engine that sampled it, both with the weights of collection."""
+    """Ratio of a token's probability under the trainer to its probability under the sampling engine, with equal weights."""
 
     error: Mean = reports(
         Metric.ratio("lm/mismatch/mult_error", 1121, "multiplicative error of the sampling engine")
-        .asks("By which factor do engine and trainer disagree about a token's probability? Mean of e^|difference|.")
+        .asks("By what factor do engine and trainer disagree about a token's probability? Mean of e^|difference|.")
         .bounds(healthy="1 to 1.02", warn="> 1.05", critical="> 1.2", source=ENGINE)
-        .absent("the engine gives no log-probabilities")
+        .absent("the engine does not report log-probabilities")
     )
     ratio: Moments = reports(
         Metric.ratio("lm/mismatch/ratio_mean", 1122, "trainer over engine, mean")
-        .asks("Is the mean of trainer's over engine's probability 1, as it is for tokens of the engine?")
+        .asks("Is the mean ratio of the trainer's to the engine's probability 1, as it is for tokens of the engine?")
         .bounds(healthy="0.99 to 1.01", warn="outside 0.95 to 1.05", source=ENGINE)
-        .absent("the engine gives no log-probabilities")
+        .absent("the engine does not report log-probabilities")
     )
     quantiles: Quantiles = reports(
         Metric.ratio("lm/mismatch/ratio_p01", 1123, "trainer over engine, 1 % quantile", of="p01")
         .asks("How much less likely are the engine's worst tokens for the trainer? The low tail destabilises training.")
         .bounds(healthy="> 0.9", warn="< 0.5", source=ENGINE)
-        .absent("the engine gives no log-probabilities"),
+        .absent("the engine does not report log-probabilities"),
         Metric.ratio("lm/mismatch/ratio_p99", 1124, "trainer over engine, 99 % quantile", of="p99")
         .asks("How much more likely is 1 % of the engine's tokens for the trainer?")
         .bounds(healthy="< 1.1", warn="> 2", source=ENGINE)
-        .absent("the engine gives no log-probabilities"),
+        .absent("the engine does not report log-probabilities"),
     )
     smallest: Min = reports(
         Metric.ratio("lm/mismatch/ratio_min", 1125, "trainer over engine, smallest")
         .asks("How much less likely is the engine's worst token for the trainer?")
         .bounds(healthy="> 0.5", source=ENGINE)
-        .absent("the engine gives no log-probabilities")
+        .absent("the engine does not report log-probabilities")
     )
     outside: Mean = reports(
         Metric.fraction("lm/mismatch/outside_frac", 1126, "tokens on which engine and trainer disagree")
-        .asks("For which share of the tokens is trainer's over engine's probability outside 0.9 to 1.1?")
+        .asks(
+            "For what share of the tokens is the ratio of the trainer's to the engine's probability outside 0.9 to 1.1?"
+        )
         .bounds(healthy="< 0.02", warn="> 0.1", source=ENGINE)
-        .absent("the engine gives no log-probabilities")
+        .absent("the engine does not report log-probabilities")
     )
     kl: Mean = reports(
         Metric.nats("lm/mismatch/kl", 1127, "KL divergence of the trainer from the engine")
-        .asks("How far is the trainer's policy from the one that sampled? KL(engine‖trainer), estimator k3.")
+        .asks("How far is the trainer's policy from the sampling policy? KL(engine‖trainer), estimator k3.")
         .bounds(healthy="< 0.001", warn="> 0.01", source=ENGINE)
-        .absent("the engine gives no log-probabilities")
+        .absent("the engine does not report log-probabilities")
     )
 
 
 @inference_mode
 def sampling_mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> SamplingMismatch:
-    """Return how far the trainer's log-probabilities [B, T] at collection are from those of the engine; NaN where it gave none."""
+    """Return how far the trainer's log-probabilities [B, T] at collection are from the engine's, which are NaN for unknown tokens."""
     s = sample(trainer.double() - engine.double(), mask)
     e = s.values.clamp(-EXP_LIMIT, EXP_LIMIT).expm1()
     ratio = Sample(e, s.weight, s.mask, s.count, s.nonfinite)
@@ -240,14 +242,14 @@ class ReferenceKl(MetricGroup):
 
     kl: Mean = reports(
         Metric.nats("lm/kl_reference", 1131, "KL divergence from the reference model")
-        .asks("How far is the model from the one that training began with? Estimator k3 per token.")
+        .asks("How far is the model from the reference model, with which training began? Estimator k3 per token.")
         .bounds(healthy="grows slowly", source="huggingface/trl docs/source/grpo_trainer.md; heuristic")
-        .absent("there is no reference model (beta is 0)")
+        .absent("training has no reference model (beta is 0)")
     )
     largest: Max = reports(
         Metric.nats("lm/kl_reference_max", 1132, "largest KL divergence from the reference model of a token")
         .asks("How far is the model from the reference at the worst token? One such token can make the loss explode.")
-        .absent("there is no reference model (beta is 0)")
+        .absent("training has no reference model (beta is 0)")
     )
 
 
@@ -261,28 +263,28 @@ def reference_kl(log_probs: Tensor, reference: Tensor, mask: Tensor) -> Referenc
 
 @dataclass(frozen=True, slots=True)
 class SequenceRatio(MetricGroup):
-    """Probability of whole completions now over that at collection."""
+    """Ratio of the probability of whole completions now to their probability at collection."""
 
     log_ratio: Moments = reports(
         Metric.nats("lm/sequence/logratio_std", 1141, "standard deviation of completions' log-ratios", of="std")
         .asks("How differently did the probabilities of whole completions change?")
-        .absent("no stored log-probabilities, or no step before")
+        .absent("no stored log-probabilities, or no earlier step")
     )
     largest: Max = reports(
         Metric.nats("lm/sequence/logratio_absmax", 1142, "largest log-ratio of a completion")
-        .asks("By which exponent did the probability of any completion change at most?")
-        .absent("no stored log-probabilities, or no step before")
+        .asks("What is the largest change in the log-probability of any completion?")
+        .absent("no stored log-probabilities, or no earlier step")
     )
     mean_largest: Max = reports(
         Metric.nats("lm/sequence/mean_logratio_absmax", 1143, "largest log-ratio of a completion per token")
         .asks("How far is the worst completion, as GSPO measures it: the mean over its tokens?")
         .bounds(source="GSPO, arXiv 2507.18071, equation 7")
-        .absent("no stored log-probabilities, or no step before")
+        .absent("no stored log-probabilities, or no earlier step")
     )
     ess: Ess = reports(
         Metric.fraction("lm/sequence/ess_frac", 1144, "effective number of completions")
-        .asks("Which share of the completions would count if they were weighted by their ratio?")
-        .absent("no stored log-probabilities, or no step before")
+        .asks("What share of the completions would count if they were weighted by their ratio?")
+        .absent("no stored log-probabilities, or no earlier step")
     )
 
 
@@ -307,9 +309,9 @@ class RatioOrigin(MetricGroup):
 
     constructed: Mean = reports(
         Metric.fraction("lm/ratio_constructed", 1145, "steps whose ratio is 1 by construction")
-        .asks("In which share of the optimizer steps are the old log-probabilities those of the same forward pass?")
+        .asks("In what share of the optimizer steps do the old log-probabilities come from the same forward pass?")
         .bounds(
-            healthy="0 or 1; where it is 1, clip fractions are always 0 and say nothing",
+            healthy="0 or 1; at 1, clip fractions are always 0 and carry no information",
             source="huggingface/trl#3120",
         )
         .absent("no optimizer step")
@@ -325,7 +327,7 @@ class CompletionStats(MetricGroup):
         .asks("How long are completions? A length that runs away or collapses is the first sign of many faults.")
         .absent(NO_COMPLETION),
         Metric.quantity("lm/length/std", 1152, "spread of the length of completions", unit="tokens", of="std", low=0.0)
-        .asks("How differently long are completions?")
+        .asks("How much do the lengths of completions vary?")
         .absent(NO_COMPLETION),
     )
     longest: Max = reports(
@@ -335,7 +337,7 @@ class CompletionStats(MetricGroup):
     )
     truncated: Mean | None = reports(
         Metric.fraction("lm/truncated_frac", 1154, "completions without an end")
-        .asks("Which share of the completions was cut at the length limit? Their reward judges half an answer.")
+        .asks("What share of the completions was cut at the length limit? Their reward judges half an answer.")
         .bounds(healthy="< 0.1", warn="> 0.5", source="DAPO, arXiv 2503.14476, section 3.4; huggingface/trl docs")
         .absent("end tokens are not known")
     )
@@ -365,7 +367,7 @@ class GroupStats(MetricGroup):
         .asks("Does the reward grow?")
         .absent(NO_COMPLETION),
         Metric.quantity("lm/reward/std", 1162, "spread of the reward of completions", unit="reward", of="std", low=0.0)
-        .asks("How differently good are completions?")
+        .asks("How much do the rewards of completions vary?")
         .absent(NO_COMPLETION),
     )
     length_correlation: Mean = reports(
@@ -377,25 +379,25 @@ class GroupStats(MetricGroup):
             low=-1.0,
             high=1.0,
         )
-        .asks("Are longer completions rewarded, among those of one prompt?")
+        .asks("Are longer completions of the same prompt rewarded more?")
         .bounds(healthy="-0.8 to 0.8", source="arXiv 2503.20783 (length bias of GRPO); heuristic")
         .absent("no group differs in reward and in length")
     )
     zero_advantage: Mean = reports(
         Metric.fraction("lm/groups/zero_advantage", 1164, "groups without advantages")
-        .asks("In which share of the groups have all completions the same reward, so that nothing is learned?")
+        .asks("In what share of the groups do all completions have the same reward, so that nothing is learned?")
         .bounds(healthy="< 0.5", warn="> 0.8", critical="1", source=DEAD_GROUPS)
         .absent(NO_COMPLETION)
     )
     all_best: Mean = reports(
         Metric.fraction("lm/groups/all_best", 1165, "groups that are solved")
-        .asks("In which share of the groups has every completion the best reward of the update? They are too easy.")
+        .asks("What share of the groups has only completions with the best reward of the update? They are too easy.")
         .bounds(source=DEAD_GROUPS)
         .absent("all completions have the same reward")
     )
     all_worst: Mean = reports(
         Metric.fraction("lm/groups/all_worst", 1166, "groups that are hopeless")
-        .asks("In which share of the groups has every completion the worst reward of the update? They are too hard.")
+        .asks("What share of the groups has only completions with the worst reward of the update? They are too hard.")
         .bounds(source=DEAD_GROUPS)
         .absent("all completions have the same reward")
     )
@@ -404,13 +406,13 @@ class GroupStats(MetricGroup):
         .asks(
             "Do completions that are better than their group get a positive advantage, and the others a negative one?"
         )
-        .bounds(healthy="1", critical="< 0.99", source="identity: advantages are rewards less the mean of their group")
+        .bounds(healthy="1", critical="< 0.99", source="identity: advantages are rewards minus the mean of their group")
         .absent("no group has any advantage, or rewards are normalised before they are added up")
     )
     mixed: Mean | None = reports(
         Metric.fraction("lm/groups/mixed", 1168, "groups of several prompts", level=Level.MINIMAL)
         .asks(
-            "Which share of the groups holds completions of several prompts? They are compared with each other wrongly."
+            "What share of the groups mixes completions of several prompts? These are wrongly compared with each other."
         )
         .bounds(healthy="0", critical="> 0", source="identity: a group holds the completions of one prompt")
         .absent("the prompts are not known")
@@ -429,11 +431,11 @@ def group_stats(
     """Return statistics of rewards and advantages within groups.
 
     Args:
-        rewards: [B], the weighted sum over reward functions; NaN where a completion could not be scored.
-        prompts: [B], numbers that are equal where prompts are.
+        rewards: [B], the weighted sum over reward functions; NaN if a completion could not be scored.
+        prompts: [B], numbers that are equal for equal prompts.
         lengths: [B] in tokens.
-        advantages: [B]; None where they are not those rewards less their group's mean, up to a positive scale.
-        size: completions that the trainer compares with each other, one after another in the batch.
+        advantages: [B]; None unless they are these rewards minus their group's mean, up to a positive scale.
+        size: number of consecutive completions in the batch that the trainer compares with each other.
     """
     s = sample(rewards)
     _, index = prompts.unique(return_inverse=True)
@@ -476,19 +478,19 @@ def _by_group(values: Tensor, index: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RewardComponents(MetricGroup):
-    """Each reward function by itself."""
+    """Each reward function separately."""
 
     function: tuple[str, ...] = label()
     reward: Moments = reports(
         Metric.quantity("lm/reward/{function}/mean", 1171, "mean of a reward function", unit="reward")
         .asks("Which of the reward functions grows?")
-        .absent("it scored no completion"),
+        .absent("it did not score any completion"),
         Metric.quantity(
             "lm/reward/{function}/std", 1172, "spread of a reward function", unit="reward", of="std", low=0.0
         )
-        .asks("Does this reward function tell completions apart?")
+        .asks("Does this reward function distinguish completions?")
         .bounds(healthy="> 0", source=DEAD_GROUPS)
-        .absent("it scored no completion"),
+        .absent("it did not score any completion"),
     )
     length_correlation: Mean = reports(
         Metric.quantity(
@@ -499,7 +501,7 @@ class RewardComponents(MetricGroup):
             low=-1.0,
             high=1.0,
         )
-        .asks("Does this reward function pay for length?")
+        .asks("Does this reward function favour longer completions?")
         .bounds(healthy="-0.8 to 0.8", source="as lm/reward/length_correlation")
         .absent("reward or length is constant")
     )
@@ -507,7 +509,7 @@ class RewardComponents(MetricGroup):
 
 @inference_mode
 def reward_components(rewards: Mapping[str, Tensor], lengths: Tensor) -> RewardComponents:
-    """Return mean, spread and correlation with the length [B] of each reward function's rewards [B]; NaN where it gave none."""
+    """Return mean, spread and correlation with the length [B] of each reward function's rewards [B], which are NaN if not scored."""
     s = sample(torch.stack(tuple(rewards.values())), dim=-1)
     mean = s.values.sum(-1, keepdim=True) / s.count.clamp(min=1).unsqueeze(-1)
     d = (s.values - mean) * s.weight

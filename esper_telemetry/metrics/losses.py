@@ -1,4 +1,4 @@
-"""Terms of the PPO loss, and the gradient of the entropy bonus beside that of the policy loss."""
+"""Terms of the PPO loss, and the gradient of the entropy bonus compared with the policy loss's gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from esper_telemetry.metrics.statistics import rows_of, same_shape, sample
 LOSSES_FAMILY = MetricFamily(
     "loss",
     "Losses",
-    "Quantities that the optimizer minimises. In PPO losses say little by themselves: the policy loss hovers around "
+    "Quantities that the optimizer minimises. In PPO the losses themselves say little: the policy loss hovers around "
     "0 by construction and the value loss scales with the returns. Read `policy/surrogate_gain` and "
     "`value/loss_norm` instead.",
     place=90,
@@ -35,7 +35,7 @@ class LossComponents(MetricGroup):
 
     policy: Mean = reports(
         Metric.quantity("loss/policy", 921, "policy loss", unit="loss")
-        .asks("What does the clipped surrogate loss read? Its sign and size say little: judge policy/surrogate_gain.")
+        .asks("How large is the clipped surrogate loss? Its sign and size say little: judge policy/surrogate_gain.")
         .bounds(source="PPO 1707.06347, eq. 7")
         .absent("no finite loss")
     )
@@ -47,7 +47,7 @@ class LossComponents(MetricGroup):
     )
     entropy: Mean | None = reports(
         Metric.quantity("loss/entropy", 923, "entropy loss", unit="nats (-entropy)")
-        .asks("What does the entropy bonus read? It is the negative of policy/entropy.")
+        .asks("How large is the entropy loss? It is the negative of policy/entropy.")
         .absent("no finite loss")
     )
     total: Mean | None = reports(
@@ -69,12 +69,12 @@ class LossWeights(MetricGroup):
     replicated: ClassVar[bool] = True
     value: float | Tensor | None = reports(
         Metric.quantity("loss/value_coef", 918, "weight of the value loss", unit="1", low=0.0)
-        .asks("How much does the value loss weigh in this update?")
+        .asks("What weight does the value loss have in this update?")
         .absent("the weight is a constant of the run, or the trainer does not say")
     )
     entropy: float | Tensor | None = reports(
         Metric.quantity("loss/entropy_coef", 919, "weight of the entropy bonus", unit="1")
-        .asks("How much does the entropy bonus weigh in this update? Below 0 it punishes exploring.")
+        .asks("What weight does the entropy bonus have in this update? Below 0 it punishes exploration.")
         .absent("the weight is a constant of the run, or the trainer does not say")
     )
 
@@ -99,9 +99,9 @@ def loss_terms(
     Args:
         policy: clipped surrogate loss, [] or [M], one per minibatch.
         value: 0.5 MSE, not scaled by its coefficient, same shape.
-        entropy: negative mean entropy, not scaled, same shape; None where it is unknown.
-        total: what is minimised, same shape; None where it is unknown.
-        count: valid rows behind each, same shape, or one number for all.
+        entropy: negative mean entropy, not scaled, same shape; None if it is unknown.
+        total: the minimised loss, same shape; None if it is unknown.
+        count: valid rows of each, same shape, or one number for all.
     """
     by_name = {"policy": policy, "value": value, "entropy": entropy, "total": total}
     given = {name: as_tensor(term).detach() for name, term in by_name.items() if term is not None}
@@ -139,7 +139,7 @@ def ppo_losses(
         log_ratio, advantages, values, returns, entropy: [N] or [M, N]; advantages as they multiply the ratio, entropy per row.
         clip: ε of the ratio's clip range.
         value_coef, entropy_coef: weights in the total.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     log_ratio = as_tensor(log_ratio)
@@ -166,10 +166,10 @@ def ppo_losses(
 
 @dataclass(frozen=True, slots=True)
 class NormRatio(AdditiveReduction):
-    """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add.
+    """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add up.
 
     Attributes:
-        total, count: of the ratio, over steps at which it is defined.
+        total, count: sum and number of the ratios, over steps at which they are defined.
         above, below: squared norms, each summed over the rows.
     """
 
@@ -192,15 +192,15 @@ class NormRatio(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class EntropyGradient(MetricGroup):
-    """Gradient of the entropy bonus beside that of the policy loss."""
+    """Gradient of the entropy bonus relative to the gradient of the policy loss."""
 
     ratio: NormRatio = reports(
         Metric.ratio("policy/entropy_grad_ratio", 191, "pull of the entropy bonus", cost="sampled")
         .asks(
-            "Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?"
+            "Does the entropy bonus pull harder on the policy than the policy loss (above 1), or is it negligible (below 1e-3)?"
         )
         .bounds(healthy="< 1", warn="> 1", critical="> 5 sustained", source="heuristic")
-        .absent("the policy loss has no gradient")
+        .absent("the policy loss's gradient is missing or zero")
     )
 
 
@@ -213,14 +213,14 @@ def entropy_gradient(
     action_mask: Tensor | None = None,
     valid: Tensor | None = None,
 ) -> EntropyGradient:
-    """‖c ∂H/∂z‖ / ‖∂L/∂z‖ at the logits z, for H the mean entropy: ∂H_row/∂z_i = -p_i (ln p_i + H_row).
+    """Return ‖c ∂H/∂z‖ / ‖∂L/∂z‖ at the logits z, for H the mean entropy: ∂H_row/∂z_i = -p_i (ln p_i + H_row).
 
     Args:
         logits: [.., A].
         policy_gradient: gradient of the mean policy loss with respect to the logits, same shape.
         entropy_coef: c, weight of the entropy bonus.
-        action_mask: [.., A] bool, True where an action is valid; None where all are.
-        valid: [..] bool; None where every row is.
+        action_mask: [.., A] bool, True for a valid action; None if all are valid.
+        valid: [..] bool; None if every row is valid.
     """
     same_shape(logits=logits, policy_gradient=policy_gradient, action_mask=action_mask)
     x = logits.detach().double()
@@ -234,7 +234,7 @@ def entropy_gradient(
 
 
 def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
-    """Return √(above / below) of squared norms [M], where it is defined."""
+    """Return √(above / below) of squared norms [M]."""
     ratio = (above / below).sqrt()
     defined = torch.isfinite(ratio) & (below > 0)
     return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
@@ -254,7 +254,7 @@ def entropy_gradients(
 ) -> EntropyGradient:
     """Return the ratio for all categorical heads together, with the gradient of the clipped surrogate in closed form.
 
-    The loss of a row is max(-A r, -A clip(r)), so its gradient at the logits of a head is A r (p - δ_a), or 0 where the clip is
+    The loss of a row is max(-A r, -A clip(r)), so its gradient at the logits of a head is A r (p - δ_a), or 0 if the clip is
     active. One row per minibatch.
 
     Args:
@@ -263,8 +263,8 @@ def entropy_gradients(
         log_ratio, advantages: [M, N].
         clip: ε of the ratio's clip range.
         entropy_coef: c, weight of the entropy bonus.
-        relevant: per head [M, N] bool; heads left out always take part.
-        valid: [M, N] bool; None where every row is.
+        relevant: per head [M, N] bool; other heads always take part.
+        valid: [M, N] bool; None if every row is valid.
     """
     a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
     clipped = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))

@@ -1,7 +1,7 @@
 """The optimizer: learning rate, sizes of its steps, and Adam's state.
 
-Adam's state is sampled, although its tensors exist anyway: its statistics take one thread as long as one to four training steps, most of
-it to copy and correct the moments in float64.
+Adam's state is sampled, although its tensors exist anyway. Its statistics take one thread as long as one to four training steps, mostly
+to copy and correct the moments in float64.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 MAX_PIECE_NUMBERS = 1 << 18
-"""Numbers whose step is reckoned in one piece, if a parameter has no more: what that takes in memory is this many, not a network's."""
+"""Numbers processed at once, or one larger parameter, so that memory does not grow with the network."""
 
 
 OPTIMIZER_FAMILY = MetricFamily(
     "opt",
     "Optimizer",
-    "Effect of the optimizer on the gradients: size of its steps next to the weights, and fit of its memory of past "
+    "Effect of the optimizer on the gradients: size of its steps relative to the weights, and fit of its memory of past "
     "gradients. Measured at one optimizer step of a sampled update.",
     place=120,
     question="Are the optimizer's steps the right size?",
@@ -49,9 +49,9 @@ class AdamState(NamedTuple):
     """A copy of Adam's state of K parameters after a step, d numbers in all, one parameter after the other.
 
     Attributes:
-        shapes: of the K parameters.
+        shapes: shapes of the K parameters.
         weights: [d], after the step.
-        gradient: [d], that the step used, clipped if it was; NaN for parameters whose own has gone since, None where all have.
+        gradient: [d], as used by the step, after any clipping; NaN for parameters without a gradient by now, None if all lack one.
         exp_avg, exp_avg_sq: [d], first and second moment, as the optimizer keeps them.
         step: [K], number of steps so far, float64.
         lr, beta1, beta2, eps: [K] each, as in the optimizer, float64.
@@ -70,7 +70,7 @@ class AdamState(NamedTuple):
 
     @property
     def numels(self) -> list[int]:
-        """Numbers that each parameter has, [K]."""
+        """Return the number of entries of each parameter, [K]."""
         return [math.prod(shape) for shape in self.shapes]
 
     def tensors(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class AdamState(NamedTuple):
         return 1.0 - beta**self.step
 
     def spread(self, column: Tensor) -> Tensor:
-        """Return [d] from [K]: each parameter's number for all of its entries, in their type."""
+        """Return [d] from [K]: each parameter's number repeated for all its entries, in their type."""
         counts = torch.tensor(self.numels).to(column.device, non_blocking=True)
         return column.to(self.weights.dtype).repeat_interleave(counts, output_size=len(self.weights))
 
@@ -125,7 +125,7 @@ def adam_parameters(optimizer: Optimizer) -> list[ParameterState]:
 
 
 def adam_state(entries: Sequence[ParameterState]) -> AdamState:
-    """Return copies that no later step changes, in at least single precision.
+    """Return copies in at least single precision, which later steps do not change.
 
     Args:
         entries: from `adam_parameters`, at least one.
@@ -159,7 +159,7 @@ def adam_pieces(optimizer: Optimizer) -> Iterator[AdamState]:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the tensors one after the other, [d], in at least single precision."""
+    """Return a copy of the concatenated tensors, [d], in at least single precision."""
     joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return joined.float() if joined.dtype.itemsize < torch.float32.itemsize else joined
 
@@ -183,7 +183,7 @@ def _together(numels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return [K], float64, from numbers of which any may be 0-d tensors; never waits for a device."""
+    """Return [K], float64, from numbers that may be 0-d tensors, without synchronising."""
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
     tensors = [torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values]
@@ -200,8 +200,8 @@ class LearningRate(MetricGroup):
     replicated: ClassVar[bool] = True
     lr: float | Tensor | None = reports(
         Metric.quantity("opt/lr", 600, "learning rate", unit="learning rate", low=0.0, level=Level.MINIMAL)
-        .asks("How large are the optimizer's steps meant to be now?")
-        .absent("the optimizer has no parameters")
+        .asks("What is the nominal size of the optimizer's steps?")
+        .absent("the optimizer is without parameters")
     )
 
 
@@ -213,7 +213,7 @@ class GroupLearningRates(MetricGroup):
     group: tuple[str, ...] = label()
     lr: Last | None = reports(
         Metric.quantity("opt/lr/{group}", 611, "learning rate of a group", unit="learning rate", low=0.0)
-        .asks("How large are the optimizer's steps meant to be for this part of the network?")
+        .asks("What is the nominal size of the optimizer's steps for this part of the network?")
         .absent("all parameter groups of all optimizers have the rate `opt/lr`")
     )
 
@@ -226,7 +226,7 @@ class AdamMemory(MetricGroup):
     beta2: float | Tensor | None = reports(
         Metric.quantity("opt/beta2", 610, "reach of Adam's memory of squares", unit="1", low=0.0, high=1.0)
         .asks(
-            "With which weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps."
+            "With what weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps."
         )
         .bounds(healthy="0.99 to 0.999", warn="< 0.9", source="Kingma 2015, 1412.6980")
         .absent("the optimizer is not Adam, or the trainer does not say")
@@ -240,13 +240,13 @@ class AdamStep(MetricGroup):
     replicated: ClassVar[bool] = True
     update_to_weight: Mean | None = reports(
         Metric.ratio("opt/update_to_weight", 601, "step size next to the weights", cost="sampled")
-        .asks("How large is an optimizer step next to the weights? About 0.001 is usual.")
+        .asks("How large is an optimizer step relative to the weights? About 0.001 is usual.")
         .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
         .absent("the optimizer is not Adam, or has taken no step, or all weights were zero")
     )
     update_rms_over_lr: Mean | None = reports(
         Metric.quantity("opt/update_rms_over_lr", 602, "use of the learning rate", unit="1", low=0.0, cost="sampled")
-        .asks("How far does Adam use its learning rate? About 1 for consistent gradients, less for noisy ones.")
+        .asks("How much of its learning rate does Adam use? About 1 for consistent gradients, less for noisy ones.")
         .absent("the optimizer is not Adam, or has taken no step, or the learning rate is zero")
     )
     stable_rms: Max | None = reports(
@@ -264,7 +264,7 @@ class AdamStep(MetricGroup):
     )
     snr_share: Mean | None = reports(
         Metric.quantity("opt/snr_share", 604, "share of signal by Adam's state", unit="fraction", cost="sampled")
-        .asks("What share of the gradient is signal, by Adam's state? For the trend only: biased under PPO.")
+        .asks("What share of the gradient is signal, according to Adam's state? For the trend only: biased under PPO.")
         .bounds(source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches")
         .absent("the optimizer is not Adam, or has taken no step or only one, or its second moment is zero")
     )
@@ -273,7 +273,7 @@ class AdamStep(MetricGroup):
         .asks("For what share of the parameters is Adam only a tiny plain gradient step?")
         .bounds(healthy="< 0.5", warn="> 0.9", source="heuristic")
         .absent("the optimizer is not Adam, or has taken no step")
-        .advises("Gradients are tiny next to Adam's eps: lower eps (1e-8), or find why they vanish.")
+        .advises("Gradients are tiny compared with Adam's eps: lower eps (1e-8), or find why they vanish.")
     )
 
 
@@ -285,7 +285,7 @@ class LayerSteps(MetricGroup):
     layer: tuple[str, ...] = label()
     update_to_weight: Mean | None = reports(
         Metric.ratio("opt/update_to_weight/{layer}", 606, "step size next to a layer's weights", cost="sampled")
-        .asks("How large is an optimizer step next to this tensor's weights? Exactly 0 is a frozen tensor.")
+        .asks("How large is an optimizer step relative to this tensor's weights? Exactly 0 for a frozen tensor.")
         .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
         .absent("the optimizer is not Adam, or has taken no step, or the tensor was zero")
     )
@@ -294,7 +294,7 @@ class LayerSteps(MetricGroup):
             "opt/weight_norm/{layer}", 607, "norm of a layer's weights", unit="weight norm", low=0.0, cost="sampled"
         )
         .asks("How large are this tensor's weights?")
-        .absent("the tensor has no optimizer state")
+        .absent("the optimizer state of the tensor is missing")
     )
 
 
@@ -318,9 +318,9 @@ class StateReset(MetricGroup):
     replicated: ClassVar[bool] = True
     reset: Sum | None = reports(
         Metric.count("opt/state_reset", 609, "parameters with lost optimizer state", cost="sampled")
-        .asks("For how many parameters does the optimizer start from nothing in the middle of training?")
+        .asks("For how many parameters was the optimizer state lost in the middle of training?")
         .bounds(healthy="0", warn="> 0: the optimizer was created again, momentum is lost")
-        .absent("the optimizer is not Adam, or was never looked at before")
+        .absent("the optimizer is not Adam, or was not measured before")
     )
 
 
@@ -339,13 +339,13 @@ def group_learning_rates(rates: Mapping[str, float | Tensor]) -> GroupLearningRa
 
 @no_grad
 def adam_step(state: Optimizer | AdamState) -> AdamStep:
-    """Return the latest step of Adam or a relative of it.
-
-    Args:
-        state: the optimizer after `step` and before `zero_grad`, or what `adam_state` returned there.
+    """Return the latest step of Adam or a related optimizer.
 
     The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
-    Absent for optimizers without `exp_avg` and `exp_avg_sq`.
+    The result is absent for optimizers without `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        state: the optimizer after `step` and before `zero_grad`, or the result of `adam_state` at that time.
     """
     return _whole(_sums(state))
 
@@ -356,7 +356,7 @@ def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[Adam
 
     Args:
         state: as for `adam_step`.
-        names: of the K parameters that have a state, in the optimizer's order.
+        names: names of the K parameters with a state, in the optimizer's order.
     """
     sums = _sums(state)
     return _whole(sums), _by_layer(sums, names)
@@ -368,9 +368,9 @@ class _StepSums(NamedTuple):
     Attributes:
         step, weights, before: squared numbers of the step, of the weights after it and before it.
         m, v: squared first moments, and second moments, without bias.
-        stable: squared gradients over second moments; NaN where the gradient has gone.
+        stable: squared gradients divided by second moments; NaN if the gradient is gone.
         small: second moments whose root is below 10 ε.
-        numbers: how many.
+        numbers: number of entries.
         lr: learning rate.
         kappa: see `first_moment_weight`.
     """
@@ -388,7 +388,7 @@ class _StepSums(NamedTuple):
 
 
 def _sums(state: Optimizer | AdamState) -> _StepSums | None:
-    """Piece by piece; None of nothing."""
+    """Return the sums, computed piece by piece; None without parameters."""
     pieces = state.pieces() if isinstance(state, AdamState) else adam_pieces(state)
     sums = [_sums_of_piece(piece) for piece in pieces]
     return _StepSums(*map(torch.cat, zip(*sums, strict=True))) if sums else None
@@ -396,7 +396,7 @@ def _sums(state: Optimizer | AdamState) -> _StepSums | None:
 
 def _sums_of_piece(piece: AdamState) -> _StepSums:
     """Return the sums of one piece: entries in the state's own type, as Adam computes its step; sums in float64."""
-    from esper_telemetry.core.tensors import choose_norms  # here, because that module imports torch
+    from esper_telemetry.core.tensors import choose_norms  # imported here, because that module imports torch
 
     update = piece.update()
     root, floor = piece.denominator()
@@ -439,7 +439,7 @@ def _by_layer(sums: _StepSums | None, names: Sequence[str]) -> LayerSteps:
 
 @no_grad
 def weight_growth(weights: Sequence[Tensor], initial_norm: Tensor) -> WeightGrowth:
-    """Return the logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
+    """Return the logarithm of the ratio of the weights' norm to `initial_norm` (0-d, from `weight_norm` at the start)."""
     growth = (weight_norm(weights) / initial_norm).log()
     return WeightGrowth(Last(torch.where(torch.isfinite(growth), growth, torch.nan)))
 
@@ -457,7 +457,7 @@ def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
 
     Args:
         steps: [K], counted now.
-        previous: [K], counted at an earlier look; None at the first, which has nothing to compare with.
+        previous: [K], counted earlier; None the first time, when a comparison is impossible.
     """
     if previous is None or previous.shape != steps.shape:
         return StateReset()

@@ -14,7 +14,10 @@ from esper_telemetry.core.metric import Array, Derived, Metric, MetricFamily, la
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
 
-BACKEND_BEHIND = "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
+BACKEND_BEHIND = (
+    "The backend is slower than the run, or unreachable: send fewer keys (max_keys), or let `esper-telemetry replay` send "
+    "the rest later."
+)
 """Advice that several metrics share."""
 
 PROGRESS_FAMILY = MetricFamily(
@@ -49,11 +52,11 @@ TELEMETRY_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class UpdatePerformance(MetricGroup):
-    """Speed of training and the time of its phases, in one update; of several ranks the slowest one's."""
+    """Speed of training and the time of its phases, in one update; the slowest rank's if there are several."""
 
     update: float | None = reports(
         Metric.quantity("train/update", 950, "updates", unit="index", low=1.0, level=Level.MINIMAL).asks(
-            "How many policy updates have there been?"
+            "How many policy updates have been made?"
         )
     )
     env_steps_per_second: float | None = reports(
@@ -70,7 +73,7 @@ class UpdatePerformance(MetricGroup):
     )
     inference_ms: Max | None = reports(
         Metric.milliseconds("perf/inference_ms", 953, "time choosing actions")
-        .asks("How long did choosing actions take in this update, storing the rollout included?")
+        .asks("How long did choosing actions take in this update, including storing the rollout?")
         .absent("the trainer does not time it")
     )
     update_ms: Max | None = reports(
@@ -80,26 +83,26 @@ class UpdatePerformance(MetricGroup):
     )
     rollout_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/rollout_cpu_ms", 955, "processor time of the rollout")
-        .asks("How much processor time did the rollout take, all threads of the process together?")
+        .asks("How much processor time did the rollout take, for all threads of the process?")
         .absent("the trainer does not time it")
     )
     environment_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/environment_cpu_ms", 958, "processor time of the environments")
         .asks(
-            "How much processor time did the environments take, all threads of the process together? Every 16th step is timed."
+            "How much processor time did the environments take, for all threads of the process? Every 16th step is timed."
         )
         .absent("the trainer does not time it, or the rollout is too short")
     )
     inference_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/inference_cpu_ms", 959, "processor time of choosing actions")
         .asks(
-            "How much processor time did choosing actions take, all threads of the process together? What the environments left."
+            "How much processor time did choosing actions take, for all threads of the process? It is the rest of the rollout's."
         )
         .absent("the trainer does not time it, or the rollout is too short")
     )
     update_cpu_ms: Max | None = reports(
         Metric.milliseconds("perf/update_cpu_ms", 956, "processor time of learning")
-        .asks("How much processor time did the optimization take, all threads of the process together?")
+        .asks("How much processor time did the optimization take, for all threads of the process?")
         .absent("the trainer does not time it")
     )
     cpu_frac: float | None = reports(
@@ -118,7 +121,9 @@ class SamplingPeriod(MetricGroup):
     replicated: ClassVar[bool] = True
     sample_every: float | None = reports(
         Metric.quantity("telemetry/sample_every", 975, "updates between two sampled ones", unit="updates", low=1.0)
-        .asks("Every how many updates are the costly metrics measured? Telemetry raises it to stay within its budget.")
+        .asks(
+            "How many updates are between two measurements of the costly metrics? Telemetry raises it to stay within its budget."
+        )
         .absent("at the level minimal")
     )
 
@@ -135,7 +140,7 @@ class TelemetryHealth(Derived):
     telemetry_cpu_ms: float | None = reports(
         Metric.milliseconds("perf/telemetry_cpu_ms", 963, "processor time of telemetry", level=Level.MINIMAL)
         .asks(
-            "How much processor time did telemetry take on the training thread in this update? Less than its time: it waited."
+            "How much processor time did telemetry take on the training thread in this update? If it is less than the wall time, it waited."
         )
         .absent("it was not measured")
     )
@@ -150,7 +155,7 @@ class TelemetryHealth(Derived):
         .asks("How many copies from the device to the host did telemetry make in this update?")
         .bounds(
             healthy="at most 50: one for each column of an update; 0 if training is on the CPU",
-            source="none of them is waited for",
+            source="training waits for none of them",
         )
     )
     level: float | None = reports(
@@ -160,17 +165,17 @@ class TelemetryHealth(Derived):
     )
     undefined: float | None = reports(
         Metric.count("telemetry/undefined", 971, "metrics without a value", level=Level.MINIMAL).asks(
-            "How many declared metrics had no value in this update?"
+            "How many declared metrics were undefined in this update?"
         )
     )
     queue_depth: float | None = reports(
         Metric.count("telemetry/queue_depth", 972, "records still to be delivered", level=Level.MINIMAL)
-        .asks("How many records has the slowest backend still to take?")
+        .asks("How many records has the slowest backend not taken yet?")
         .bounds(healthy="a few", warn="growing: a backend is slow or unreachable")
     )
     dropped: float | None = reports(
         Metric.count("telemetry/dropped", 973, "records lost on the way to a backend", level=Level.MINIMAL)
-        .asks("How many records were lost for good on the way to a backend? The journal has them all.")
+        .asks("How many records were permanently lost on the way to a backend? The journal has them all.")
         .bounds(healthy="0", warn="> 0")
     )
     errors: float | None = reports(
@@ -207,42 +212,40 @@ class TelemetryHealth(Derived):
             "telemetry/minibatch_stride", 987, "minibatches for each one that was measured", when_positive=True
         )
         .asks(
-            "Of how many minibatches was one measured, because the update has too many rows for a core? Sums, counts and extremes over "
-            "minibatches include only the measured ones."
+            "How many minibatches are there per measured one, because the update has too many rows for one core? Sums, counts and "
+            "extremes over minibatches include only the measured ones."
         )
         .absent("every minibatch was measured")
     )
 
 
-MEMORY_SOURCE = "a process is killed, or an allocation fails, where nothing is left"
+MEMORY_SOURCE = "when memory runs out, a process is killed, or an allocation fails"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory(Derived):
-    """Memory of the training process; of several ranks that of rank 0. Sampled at most once per second where records are made."""
+    """Memory of the training process, on rank 0. It is sampled at most once per second, in the process that makes the records."""
 
     process: float | None = reports(
         Metric.quantity(
             "perf/memory/process_mib", 981, "memory of the process", unit="MiB", low=0.0, level=Level.MINIMAL
         )
         .asks("How much resident memory does the training process have? A steady rise is a leak.")
-        .absent("the system has no /proc")
+        .absent("the system lacks /proc")
     )
     children: float | None = reports(
         Metric.quantity("perf/memory/children_mib", 982, "memory of child processes", unit="MiB", low=0.0)
-        .asks(
-            "How much memory do the processes that it has started take: environments, data loaders, telemetry's worker and sinks?"
-        )
+        .asks("How much memory do the child processes take: environments, data loaders, telemetry's worker and sinks?")
         .absent("the system does not list the children of a process")
     )
     process_frac: float | None = reports(
         Metric.quantity("perf/memory/process_frac", 983, "share of the memory", unit="fraction", low=0.0)
-        .asks(
-            "What share of the memory that the machine or its control group allows do training and its children take?"
-        )
+        .asks("What share of the memory of the machine or its control group do training and its children take?")
         .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
         .absent("neither a limit nor the machine's memory is known")
-        .advises("Fewer or smaller environments, shorter rollouts; where it rises all the time, look for what is kept.")
+        .advises(
+            "Use fewer or smaller environments, or shorter rollouts; if it rises all the time, look for objects that are kept alive."
+        )
     )
     device: float | None = reports(
         Metric.quantity("perf/memory/device_mib", 984, "memory on devices", unit="MiB", low=0.0)
@@ -251,10 +254,10 @@ class ProcessMemory(Derived):
     )
     device_frac: float | None = reports(
         Metric.fraction("perf/memory/device_frac", 985, "share of a device's memory")
-        .asks("What share of the fullest device's memory is taken, by whatever process?")
+        .asks("What share of the fullest device's memory is taken, by any process?")
         .bounds(healthy="< 0.85", warn="> 0.85", critical="> 0.95", source=MEMORY_SOURCE)
         .absent("training is on the CPU")
-        .advises("Smaller minibatches or rollouts, or a device that nobody else uses.")
+        .advises("Use smaller minibatches or rollouts, or a device that other programs do not use.")
     )
 
 
@@ -265,13 +268,13 @@ class SinkHealth(Derived):
     sink: tuple[str, ...] = label()
     lag_records: Array | None = reports(
         Metric.count("telemetry/{sink}/lag_records", 977, "records still to be delivered to a backend")
-        .asks("How many records has this backend still to take?")
+        .asks("How many records has this backend not taken yet?")
         .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
         .advises(BACKEND_BEHIND)
     )
     lag_seconds: Array | None = reports(
         Metric.quantity("telemetry/{sink}/lag_seconds", 978, "age of what a backend has", unit="s", low=0.0)
-        .asks("How old is the last record that this backend has taken, while there are others that it has not?")
+        .asks("How old is the last record that this backend has taken, if others are waiting?")
         .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
         .advises(BACKEND_BEHIND)
     )
@@ -281,7 +284,7 @@ class SinkHealth(Derived):
         .bounds(healthy="absent", warn="> 0: status.json says what was wrong")
         .absent("none")
         .advises(
-            "`status.json` in the run directory says what the backend answered; `esper-telemetry doctor` what it lacks."
+            "`status.json` in the run directory has the backend's answer; `esper-telemetry doctor` lists what the backend lacks."
         )
     )
 
@@ -291,7 +294,7 @@ class SinkStats(Protocol):
 
     @property
     def queue_depth(self) -> int:
-        """Records that the slowest sink has still to take."""
+        """Records that the slowest sink has not taken yet."""
 
     @property
     def errors(self) -> int:
@@ -316,7 +319,7 @@ def update_performance(
         update: its index, from 1.
         env_steps: environment steps collected for it, over all environments.
         elapsed: wall time of the whole update in seconds, rollout included.
-        seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are passed over.
+        seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are ignored.
         cpu_seconds: processor time by phase: `rollout`, its parts `environment` and `inference`, `update`.
     """
     processor = {name: 1000.0 * value for name, value in (cpu_seconds or {}).items()}
@@ -358,18 +361,18 @@ def telemetry_health(
     """Return the values of telemetry's own health, and of the memory of training, by key.
 
     Args:
-        seconds: what telemetry took on the training thread since the last record.
+        seconds: time that telemetry took on the training thread since the last record.
         elapsed: wall time since the last record.
-        undefined: declared metrics without a value.
-        copies: vectors of numbers that were copied from the device for this record.
-        level: at which this record was measured.
+        undefined: number of declared metrics without a value.
+        copies: number of vectors that were copied from the device for this record.
+        level: level of this record.
         stats: how far the sinks are behind, and their errors.
-        dropped: records that no sink will get any more.
+        dropped: records that will not reach any sink.
         metric_errors: metric functions that raised.
         unmeasured: the update was not measured, because the worker was too far behind.
-        minibatch_stride: one minibatch in so many was measured.
+        minibatch_stride: one in this many minibatches was measured.
         cpu_seconds: processor time of telemetry on the training thread since the last record.
-        memory: of the training process.
+        memory: memory of the training process.
     """
     health = TelemetryHealth(
         telemetry_ms=1000.0 * seconds,

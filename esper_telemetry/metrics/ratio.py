@@ -1,7 +1,7 @@
-"""Movement of the policy away from the one that collected the data, from the log-ratios of the minibatches.
+"""Movement of the policy away from the policy that collected the data, from the log-ratios of the minibatches.
 
 `l` is the log-probability of the chosen action now minus at collection, `r = e^l`, `A` the advantages that multiply the ratio. One pass
-over all minibatches of an update: log-ratios [M, N] with `dim=-1` give one row per optimizer step.
+covers all minibatches of an update: log-ratios [M, N] with `dim=-1` give one row per optimizer step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from esper_telemetry.metrics.statistics import (
 )
 
 EXP_LIMIT = 20.0
-"""Log-ratios are clamped to this only where they are the argument of exp or expm1."""
+"""Limit of log-ratios that are passed to exp or expm1."""
 
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 
@@ -46,7 +46,7 @@ MOVED_TOO_FAR = (
     "The head with the largest `policy/head/{head}/blame` moved most."
 )
 RARE_ACTIONS = (
-    "Rare actions make extreme ratios: judge beside `policy/ess_frac`, "
+    "Rare actions make extreme ratios: check `policy/ess_frac` too, "
     "and keep action probabilities away from 0 (entropy_coef)."
 )
 """Advice that several metrics share."""
@@ -55,7 +55,7 @@ POLICY_FAMILY = MetricFamily(
     "policy",
     "Policy",
     "PPO collects a rollout with one policy and then takes many small steps away from it. The probability ratio of "
-    "an action is how likely it is now over how likely it was when it was taken; its logarithm is the log-ratio. As "
+    "an action is its probability now divided by its probability when it was taken; its logarithm is the log-ratio. As "
     "long as ratios stay near 1 the data still describe the policy; clipping stops samples whose ratio leaves 1 ± "
     "clip. KL divergence sums up how far the policy moved, entropy how undecided it still is.",
     place=40,
@@ -71,7 +71,7 @@ class RatioDiagnostics(MetricGroup):
     kl: Mean = reports(
         Metric.nats("policy/kl", 101, "KL divergence of the update", level=Level.MINIMAL)
         .asks(
-            "How far did this update move the policy away from the one that collected the data? KL(old‖new) by the "
+            "How far did this update move the policy away from the policy that collected the data? KL(old‖new) by the "
             "k3 estimator, mean of expm1(l) - l."
         )
         .bounds(
@@ -92,7 +92,7 @@ class RatioDiagnostics(MetricGroup):
         .asks("How far from the data policy was the worst minibatch?")
         .bounds(
             healthy="0.002 to 0.03",
-            warn="> 0.095; below 1e-7 the policy does not move at all",
+            warn="> 0.095; below 1e-7 the policy does not move",
             critical="> 0.3",
             source="as policy/kl",
         )
@@ -116,7 +116,7 @@ class RatioDiagnostics(MetricGroup):
     kl_k1: Mean = reports(
         Metric.nats("policy/kl_k1", 106, "KL divergence, estimator k1", low=None)
         .asks(
-            "What does the unbiased but noisy estimator mean(-l) say? Strongly negative beside a small policy/kl "
+            "What is the value of the unbiased but noisy estimator mean(-l)? Strongly negative with a small policy/kl "
             "means wrong log-probabilities."
         )
         .bounds(healthy="within 4 standard errors of policy/kl", source=f"{SCHULMAN}; CleanRL old_approx_kl")
@@ -124,15 +124,17 @@ class RatioDiagnostics(MetricGroup):
     )
     kl_k2: Mean = reports(
         Metric.nats("policy/kl_k2", 107, "KL divergence, estimator k2")
-        .asks("What does the estimator mean(l²/2) say? Far from policy/kl means a few ratios are very large or small.")
+        .asks(
+            "What is the value of the estimator mean(l²/2)? Far from policy/kl, a few ratios are very large or small."
+        )
         .bounds(healthy="0.7 to 1.4 times policy/kl", source=SCHULMAN)
         .absent("no valid, finite row")
     )
     kl_rev: Mean = reports(
         Metric.nats("policy/kl_rev", 108, "reverse KL divergence")
         .asks(
-            "How far is the new policy from the old one seen from the new one, KL(new‖old)? Well above policy/kl: "
-            "mass went where the old policy had little."
+            "How far is the new policy from the old one in the reverse direction, KL(new‖old)? Well above policy/kl: "
+            "mass moved to actions that the old policy seldom took."
         )
         .bounds(healthy="close to policy/kl", source=SCHULMAN)
         .absent("no valid, finite row")
@@ -162,8 +164,8 @@ class RatioDiagnostics(MetricGroup):
             "integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL
         )
         .asks(
-            "Does the trainer recompute the log-probabilities it stored, before the first optimizer step? Anything "
-            "else means other observations, hidden states, masks or weights than at collection."
+            "Does the trainer recompute the log-probabilities it stored, before the first optimizer step? Any difference "
+            "means other observations, hidden states, masks or weights than at collection."
         )
         .bounds(
             healthy="about 0",
@@ -192,9 +194,7 @@ class RatioDiagnostics(MetricGroup):
     )
     ratio_max: Max = reports(
         Metric.ratio("policy/ratio/max", 116, "largest of probability ratios", level=Level.MINIMAL)
-        .asks(
-            "How much more likely did any chosen action become? Grows with batch size: judge it beside policy/ess_frac."
-        )
+        .asks("How much more likely did any chosen action become? It grows with batch size: compare policy/ess_frac.")
         .bounds(
             healthy="< 2",
             warn="> 5",
@@ -205,11 +205,11 @@ class RatioDiagnostics(MetricGroup):
     )
     ratio_quantiles: Quantiles = reports(
         Metric.ratio("policy/ratio/p01", 117, "1 % quantile of probability ratios", of="p01")
-        .asks("Below which ratio lie the 1 % of actions that lost the most probability?")
+        .asks("What is the ratio of the 1 % of actions that lost the most probability, at most?")
         .bounds(healthy="> 0.5", source="heuristic")
         .absent("no valid, finite row"),
         Metric.ratio("policy/ratio/p99", 118, "99 % quantile of probability ratios", of="p99")
-        .asks("Above which ratio lie the 1 % of actions that gained the most probability?")
+        .asks("What is the ratio of the 1 % of actions that gained the most probability, at least?")
         .bounds(healthy="< 1.5", source="heuristic")
         .absent("no valid, finite row"),
     )
@@ -220,7 +220,7 @@ class RatioDiagnostics(MetricGroup):
     )
     clip_frac: Mean | None = reports(
         Metric.fraction("policy/clip_frac", 119, "clip fraction", rows=Rows.AFTER_STEP, level=Level.MINIMAL)
-        .asks("Which share of the samples left the trust region, |r - 1| > clip?")
+        .asks("What share of the samples left the trust region, |r - 1| > clip?")
         .bounds(
             healthy="0.02 to 0.2",
             warn="> 0.3",
@@ -231,26 +231,26 @@ class RatioDiagnostics(MetricGroup):
     )
     clip_frac_pos: Mean | None = reports(
         Metric.fraction("policy/clip_frac_pos", 120, "clip fraction of good actions", rows=Rows.AFTER_STEP)
-        .asks("Which share of the better-than-expected samples (A > 0) left the trust region?")
+        .asks("What share of the better-than-expected samples (A > 0) left the trust region?")
         .bounds(healthy="within 0.3 of policy/clip_frac_neg", source="heuristic")
         .absent("no A > 0, or no minibatch follows an optimizer step of this update")
     )
     clip_frac_neg: Mean | None = reports(
         Metric.fraction("policy/clip_frac_neg", 121, "clip fraction of bad actions", rows=Rows.AFTER_STEP)
-        .asks("Which share of the worse-than-expected samples (A < 0) left the trust region?")
+        .asks("What share of the worse-than-expected samples (A < 0) left the trust region?")
         .bounds(healthy="within 0.3 of policy/clip_frac_pos", source="heuristic")
         .absent("no A < 0, or no minibatch follows an optimizer step of this update")
     )
     clip_frac_active: Mean | None = reports(
         Metric.fraction("policy/clip_frac_active", 122, "fraction without gradient", rows=Rows.AFTER_STEP)
-        .asks("Which share of the samples teaches nothing, because clipping zeroes its gradient?")
+        .asks("What share of the samples teaches nothing, because clipping zeroes its gradient?")
         .bounds(healthy="0.01 to 0.2", warn="> 0.3", critical="> 0.5", source="PPO 1707.06347, eq. 7")
         .absent("no minibatch follows an optimizer step of this update")
     )
     ess: Ess = reports(
         Metric.fraction("policy/ess_frac", 123, "effective sample size", level=Level.MINIMAL)
         .asks(
-            "Which share of the samples still counts after importance weighting? Low: a few samples decide the update."
+            "What share of the samples still counts after importance weighting? Low: a few samples decide the update."
         )
         .bounds(
             healthy="> 0.9",
@@ -262,7 +262,7 @@ class RatioDiagnostics(MetricGroup):
         Metric.fraction(
             "policy/ess_frac_min", 124, "effective sample size of the worst minibatch", over="min", level=Level.MINIMAL
         )
-        .asks("Which share of the samples still counts in the worst minibatch?")
+        .asks("What share of the samples still counts in the worst minibatch?")
         .bounds(healthy="> 0.7", warn="< 0.6", critical="< 0.4", source="as policy/ess_frac")
         .absent("no valid, finite row"),
     )
@@ -276,7 +276,7 @@ class RatioDiagnostics(MetricGroup):
             level=Level.MINIMAL,
         )
         .asks(
-            "Did the update do what it wanted, make good actions likelier and bad ones rarer? Mean of A (r - 1) over the last epoch."
+            "Did the update make good actions more likely and bad ones less likely? Mean of A (r - 1) over the last epoch."
         )
         .bounds(
             healthy="> 0, typically 0.025 to 0.043",
@@ -305,14 +305,14 @@ def ratio_diagnostics(
 ) -> RatioDiagnostics:
     """Return KL estimates, ratio moments and quantiles, clip fractions, effective sample size and surrogate gain.
 
+    Clip fractions need `clip`; their sides and the surrogate gain also need `advantages`. Quantiles are taken over all rows together.
+
     Args:
         log_ratio: log-probability of the chosen actions now minus at collection, summed over heads, [N] or [M, N].
         advantages: the values that multiply the ratio, same shape.
         clip: ε of the ratio's clip range.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
-
-    Clip fractions need `clip`, their sides and the surrogate gain need `advantages`. Quantiles are those of all rows together.
     """
     log_ratio = as_tensor(log_ratio)
     advantages = None if advantages is None else as_tensor(advantages, log_ratio)
@@ -325,7 +325,7 @@ def ratio_diagnostics(
     both = torch.stack([s.values, e])
     sums = both.sum(-1)
     k3 = (e - s.values).sum(-1)
-    squares = torch.linalg.vecdot(both, s.values)  # of l² and e l: the reverse k3 is e l - k3
+    squares = torch.linalg.vecdot(both, s.values)  # of l² and e l, since the reverse k3 is e l - k3
     means = sums / s.count.clamp(min=1)
     d = (both - means.unsqueeze(-1)) * s.weight
     m2 = torch.linalg.vecdot(d, d)
@@ -360,7 +360,7 @@ def ratio_diagnostics(
 def _clip_fractions(
     s: Sample, e: Tensor, a: Sample | None, gain: Tensor | None, clip: float | None
 ) -> tuple[Mean | None, Mean | None, Mean | None, Mean | None]:
-    """Return the share of clipped samples: all, with A > 0, with A < 0, and those whose gradient is zero, A (r - 1) > 0."""
+    """Return the shares of clipped samples: of all, with A > 0, with A < 0, and with zero gradient, A (r - 1) > 0."""
     if clip is None:
         return None, None, None, None
     clipped = e.abs() > clip
@@ -387,44 +387,44 @@ class HeadRatio(MetricGroup):
     head: tuple[str, ...] = label()
     kl: Mean = reports(
         Metric.nats("policy/head/{head}/kl", 151, "KL divergence of a head")
-        .asks("How far did the update move this head, where it takes part?")
+        .asks("How far did the update move this head, in the rows in which it takes part?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
-        .absent("no valid row on which the head takes part")
+        .absent("no valid row in which the head takes part")
         .advises(MOVED_TOO_FAR)
     )
     logratio: Moments = reports(
         Metric.nats("policy/head/{head}/logratio/std", 152, "standard deviation of a head's log-ratios", of="std")
         .asks("How differently did the probabilities of this head's actions change?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
-        .absent("no valid row on which the head takes part")
+        .absent("no valid row in which the head takes part")
         .advises(MOVED_TOO_FAR)
     )
     ratio_min: Min = reports(
         Metric.ratio("policy/head/{head}/ratio/min", 153, "smallest of a head's probability ratios")
         .asks("How much less likely did any action of this head become?")
         .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
-        .absent("no valid row on which the head takes part")
+        .absent("no valid row in which the head takes part")
         .advises(RARE_ACTIONS)
     )
     ratio_max: Max = reports(
         Metric.ratio("policy/head/{head}/ratio/max", 154, "largest of a head's probability ratios")
         .asks("How much more likely did any action of this head become?")
         .bounds(healthy="< 2", warn="> 5", critical="> 10", source="as policy/ratio/max")
-        .absent("no valid row on which the head takes part")
+        .absent("no valid row in which the head takes part")
     )
     clip_frac: Mean | None = reports(
         Metric.fraction("policy/head/{head}/clip_frac", 155, "clip fraction of a head", rows=Rows.AFTER_STEP)
-        .asks("On which share of its rows did this head alone leave the trust region?")
+        .asks("In what share of its rows did this head alone leave the trust region?")
         .bounds(healthy="0.02 to 0.2", warn="> 0.3", critical="> 0.5", source="as policy/clip_frac")
-        .absent("no valid row on which the head takes part, or no minibatch follows an optimizer step of this update")
+        .absent("no valid row in which the head takes part, or no minibatch follows an optimizer step of this update")
     )
     blame: Share = reports(
         Metric.fraction("policy/head/{head}/blame", 156, "a head's share of the policy's movement")
-        .asks("Which share of the policy's movement is this head's? The shares of all heads add up to 1.")
+        .asks("What share of the policy's movement comes from this head? The shares of all heads add up to 1.")
         .bounds(
             warn="> 0.8 while ratios explode: look at this head", source="share of the squared log-ratio; heuristic"
         )
-        .absent("no valid row on which the head takes part, or nothing moved")
+        .absent("no valid row in which the head takes part, or nothing moved")
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("policy/head/{head}/kl_nonfinite", 157, "non-finite inputs of KL divergence of a head").asks(
@@ -439,7 +439,7 @@ def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Ten
 
     Args:
         log_ratios: per head [..].
-        relevant: per head [..] bool; heads left out always take part.
+        relevant: per head [..] bool; other heads always take part.
     """
     relevant = relevant or {}
     parts = [torch.where(relevant[h].bool(), x, 0.0) if h in relevant else x for h, x in log_ratios.items()]
@@ -459,9 +459,9 @@ def head_ratio_diagnostics(
 
     Args:
         log_ratios: per head [N] or [M, N], log-probability now minus at collection.
-        relevant: per head, bool, same shape: rows on which it takes part; heads left out always do.
+        relevant: per head, bool, same shape: rows on which it takes part; other heads always take part.
         clip: ε of the ratio's clip range.
-        valid: bool, same shape; None where every row is.
+        valid: bool, same shape; None if every row is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     same_shape(**log_ratios, valid=valid)

@@ -1,8 +1,8 @@
 """Representation: dormant and dead units, features and their rank, and the ability to learn something new.
 
-Dormant units hardly respond, dead ones always respond the same. Four definitions of the number of dimensions that the features use stand
-side by side and must never be mixed. The ability to learn is that of a copy of the network to fit random targets (Lyle 2022). Clipping
-stops the gradient of samples beyond the trust region, not the steps of the others: these still move them.
+Dormant units hardly respond, dead ones always respond the same. The number of dimensions that the features use has four definitions,
+which must not be mixed. The ability to learn is measured as how well a copy of the network fits random targets (Lyle 2022). Clipping
+stops the gradient of samples beyond the trust region, but the steps for other samples still move them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from esper_telemetry.metrics.statistics import (
 )
 
 DORMANT = 0.025
-"""Share of its layer's mean response up to which a unit is dormant (Sokar 2023; 0.1 in their looser setting)."""
+"""Maximum response of a dormant unit, relative to its layer's mean (Sokar 2023; 0.1 in their looser setting)."""
 SPREAD = 0.001
 """Standard deviation below which a saturated unit is dead (code of Moalla 2024)."""
 
@@ -39,7 +39,7 @@ SOKAR = "Sokar 2023, 2302.12902"
 REPRESENTATION_FAMILY = MetricFamily(
     "repr",
     "Representation",
-    "Ability of the features that the heads read to tell states apart. Growing norms, then falling rank, then "
+    "Ability of the heads' input features to distinguish states. Growing norms, then falling rank, then "
     "dormant units precede many collapses of the policy (Moalla 2024).",
     place=160,
     question="Can the network still learn?",
@@ -53,13 +53,13 @@ class UnitActivity(MetricGroup):
 
     dormant: Mean = reports(
         Metric.fraction("repr/dormant_frac", 751, "dormant units", cost="sampled")
-        .asks("Which share of the units hardly responds to anything any more?")
+        .asks("What share of the units hardly responds to anything any more?")
         .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
         .absent("no valid row, or activations were not sampled")
     )
     dead: Mean | None = reports(
         Metric.fraction("repr/dead_frac", 753, "dead units", cost="sampled")
-        .asks("Which share of the units is dead: a ReLU that is always off, a tanh that is always saturated?")
+        .asks("What share of the units is dead: a ReLU that is always off, a tanh that is always saturated?")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.7", source="Moalla 2024, 2405.00662")
         .absent("no valid row, or activations were not sampled, or the nonlinearity is unknown")
     )
@@ -72,7 +72,7 @@ class LayerActivity(MetricGroup):
     layer: tuple[str, ...] = label()
     dormant: Mean = reports(
         Metric.fraction("repr/dormant_frac/{layer}", 752, "dormant units of a layer", cost="sampled")
-        .asks("Which share of this layer's units hardly responds to anything any more?")
+        .asks("What share of this layer's units hardly responds to anything any more?")
         .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
         .absent("no valid row, or activations were not sampled")
     )
@@ -97,9 +97,9 @@ def unit_activity(
 
     Args:
         activations: per layer [N, D], after its nonlinearity; some hundred rows.
-        activation: which nonlinearity that is; None where it is unknown, or another one, and dead units are not counted.
+        activation: the nonlinearity; None if it is another one or unknown, and dead units are then not counted.
         threshold: score up to which a unit is dormant.
-        valid: [N] bool; None where every row is.
+        valid: [N] bool; None if every row is valid.
     """
     allowed = None if valid is None else valid.bool()
     units = [keep(x.detach().double().t(), allowed) for x in activations.values()]
@@ -112,7 +112,7 @@ def unit_activity(
 
 
 def dormant_scores(units: Sample) -> Tensor:
-    """Return the mean |response| of each unit [D] over that of its layer; 0 in a layer without any response.
+    """Return the mean |response| of each unit [D], relative to its layer's; 0 in a layer without any response.
 
     Args:
         units: responses [D, N].
@@ -122,7 +122,7 @@ def dormant_scores(units: Sample) -> Tensor:
 
 
 def _dead(units: Sample, activation: str) -> Tensor:
-    """[D] bool."""
+    """Return the dead units, [D] bool."""
     if activation == "relu":
         return (units.values == 0).all(-1)
     _, d = deviations(units)
@@ -131,7 +131,7 @@ def _dead(units: Sample, activation: str) -> Tensor:
 
 
 class _Share(NamedTuple):
-    """Units with a property, and units that saw any row: [] or, side by side, [layers]."""
+    """Number of units with a property, and of units that saw any row: [] or, for several layers, [layers]."""
 
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not used
@@ -157,15 +157,15 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class CapacityLoss(MetricGroup):
-    """Error that remains of an initial error of 1 after some steps towards random targets."""
+    """Remaining error after some steps towards random targets, relative to the initial error."""
 
     loss: Last = reports(
         Metric.quantity(
             "repr/capacity_loss", 763, "capacity loss", unit="loss", low=0.0, level=Level.DEBUG, cost="debug"
         )
         .asks(
-            "How much of random targets can the network not learn in a few steps? It grows as the network loses the "
-            "ability to learn; 1 is nothing learned."
+            "How badly does the network fit random targets after a few steps? The error grows as the network loses its "
+            "ability to learn; 1 means that nothing was learned."
         )
         .bounds(source="20 steps of Adam on a copy; Lyle 2022, 2204.09560")
         .absent("the network was not copied, or its features are not finite")
@@ -185,12 +185,11 @@ def capacity_loss(
 
     Args:
         network: inputs [n, ...] to features [n, F]; a copy, because it is trained. On a GPU its recurrent layers are in training mode.
-        parameters: of the copy.
+        parameters: parameters of the copy.
         inputs: [n, ...].
-        steps: of Adam on all inputs at once.
-        learning_rate: of these steps.
-        seed: of the targets and of the linear layer that reads the features, drawn from a generator of its own.
-
+        steps: steps of Adam on all inputs at once.
+        learning_rate: learning rate of these steps.
+        seed: seed of the targets and of the linear layer that reads the features, for a separate generator.
     """
     with torch.enable_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -225,7 +224,7 @@ class ExcessRatio(MetricGroup):
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=MOALLA)
         .absent("no ratio above the clip range")
         .advises(
-            "Clipping no longer holds the policy: fewer epochs, a lower learning rate, target_kl; see `repr/effective_rank`."
+            "Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`."
         )
     )
     low: Mean = reports(
@@ -234,19 +233,19 @@ class ExcessRatio(MetricGroup):
         .bounds(healthy="< 0.1", warn="> 0.3", source=MOALLA)
         .absent("no ratio below the clip range")
         .advises(
-            "Clipping no longer holds the policy: fewer epochs, a lower learning rate, target_kl; see `repr/effective_rank`."
+            "Clipping no longer holds the policy: use fewer epochs, a lower learning rate, or target_kl; see `repr/effective_rank`."
         )
     )
 
 
 @inference_mode
 def excess_ratio(log_ratio: Tensor, *, clip: float, valid: Tensor | None = None, dim: int | None = None) -> ExcessRatio:
-    """Return the mean of r - 1 - ε where r > 1 + ε, and of 1 - ε - r where r < 1 - ε.
+    """Return the mean of r - 1 - ε over r > 1 + ε, and of 1 - ε - r over r < 1 - ε.
 
     Args:
         log_ratio: [N] or [M, N], log-probability now minus at collection.
         clip: ε.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     s = sample(log_ratio, valid, dim=dim)
@@ -274,7 +273,7 @@ class FeatureNorm(MetricGroup):
 
 @inference_mode
 def feature_norm(preactivations: Tensor, *, valid: Tensor | None = None) -> FeatureNorm:
-    """Return the mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None where every row is."""
+    """Return the mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None if every row is valid."""
     s = sample(torch.linalg.vector_norm(preactivations.detach().double(), dim=-1), valid)
     return FeatureNorm(s.mean(s.values))
 
@@ -286,7 +285,7 @@ class FeatureDrift(MetricGroup):
     cosine: Mean = reports(
         Metric.cosine("repr/drift_cos", 759, "drift of the features", cost="sampled")
         .asks(
-            "Do the features of a state still point where they did before the update? Otherwise the trunk moves away under the heads."
+            "Do the features of a state still point in the same direction as before the update? Otherwise the trunk moves away."
         )
         .bounds(healthy="> 0.95", critical="< 0.8", source="heuristic")
         .absent("only features of zero, or they were not sampled")
@@ -299,8 +298,8 @@ def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> F
     """Return the mean cosine between features before and after.
 
     Args:
-        old, new: [N, D], of the same states; rows of zeros have no direction and do not count.
-        valid: [N] bool; None where every row is.
+        old, new: [N, D], of the same states; rows of zeros do not count, because their direction is undefined.
+        valid: [N] bool; None if every row is valid.
     """
     same_shape(old=old, new=new)
     before, after = old.detach().double(), new.detach().double()
@@ -310,7 +309,7 @@ def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> F
 
 
 SMALL = 0.01
-"""Singular values over √N up to this do not count (Lyle 2022)."""
+"""Singular values divided by √N up to this do not count (Lyle 2022)."""
 VARIANCE = 0.99
 """Share of the squared singular values that `pca99` covers."""
 
@@ -321,10 +320,10 @@ class FeatureRank(MetricGroup):
 
     effective_rank: Mean | None = reports(
         Metric.quantity("repr/effective_rank", 754, "effective rank", unit="dimensions", low=1.0, cost="sampled")
-        .asks("How many dimensions do the features use, weighted by how much? A collapse precedes that of the policy.")
+        .asks("How many dimensions do the features effectively use? A collapse precedes the policy's collapse.")
         .bounds(
             healthy="rising, then level",
-            critical="below half of its own median",
+            critical="below half of the run's median",
             source="e to the entropy of σ / Σσ: Roy & Vetterli 2007; Moalla 2024, 2405.00662",
         )
         .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
@@ -355,12 +354,12 @@ class FeatureRank(MetricGroup):
 def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None = None) -> FeatureRank:
     """Return ranks from the singular values of the features, which are not centred.
 
-    Args:
-        features: [N, D], what the heads read; at least D rows.
-        delta: share of the sum of singular values that `srank` leaves out.
-        valid: [N] bool; None where every row is.
+    It takes one decomposition of [N, D]; rows that are not valid are zero and do not change the singular values.
 
-    One decomposition of [N, D]; rows that are not valid are zero and change no singular value.
+    Args:
+        features: [N, D], as the heads read them; at least D rows.
+        delta: share of the sum of singular values that `srank` leaves out.
+        valid: [N] bool; None if every row is valid.
     """
     rows, width = features.shape
     if rows < width:
@@ -368,7 +367,7 @@ def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None 
     s = keep(features.detach().double().t(), None if valid is None else valid.bool())
     try:
         sigma: Tensor = torch.linalg.svdvals(s.values)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it does not converge; torch's stubs leave the class out
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it did not converge; torch's stubs lack the class
         return FeatureRank()
     used = (s.count.amin() >= width) & (s.nonfinite.sum() == 0)
     effective = torch.special.entr(sigma / sigma.sum()).sum().exp()
@@ -378,7 +377,7 @@ def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None 
 
 
 def _covering(parts: Tensor, share: float) -> Tensor:
-    """Return the number of the descending `parts` that make up that share of their sum; NaN where it is zero."""
+    """Return how many of the descending `parts` make up that share of their sum; NaN if the sum is zero."""
     covered = parts.cumsum(0) / parts.sum()
     return (covered < share).sum() + 1 + 0 * covered[-1]
 
@@ -400,7 +399,7 @@ class LayerResponses(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("How low do this layer's responses go? Near -1 behind a tanh: its units are saturated.")
+        .asks("How low do this layer's responses go? Near -1 after a tanh: its units are saturated.")
         .absent("no finite response, or they were not sampled")
     )
     median: Last | None = reports(
@@ -412,7 +411,7 @@ class LayerResponses(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("Where is the middle of this layer's responses? Exactly 0 behind a ReLU: half of them are silent.")
+        .asks("What is the median of this layer's responses? Exactly 0 after a ReLU: half of them are silent.")
         .absent("no finite response, or they were not sampled")
     )
     high: Last | None = reports(
@@ -424,7 +423,7 @@ class LayerResponses(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("How high do this layer's responses go? Exactly 0 behind a ReLU: the layer is all but dead.")
+        .asks("How high do this layer's responses go? Exactly 0 after a ReLU: the layer is all but dead.")
         .absent("no finite response, or they were not sampled")
     )
 

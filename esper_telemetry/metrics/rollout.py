@@ -1,6 +1,6 @@
 """Data of a rollout: observations, rewards, returns, and the running normalisers of observations and returns.
 
-Observations are looked at in a window of the rollout: its first steps, and of long ones every k-th entry.
+Observations are examined in a window of the rollout: its first steps, and only every k-th entry of long observations.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from esper_telemetry.metrics.statistics import (
 )
 
 MAX_COMPARED_ENTRIES = 1024
-"""Entries of an observation that are compared: of larger ones every k-th."""
+"""Maximum number of entries of an observation that are compared; of larger ones every k-th."""
 
 
 FIRST_STEPS = 6
-"""Steps that are looked at first: where all environments have changed by then, there is nothing more to look for."""
+"""Steps that are examined first; if all environments have changed by then, the search ends."""
 
 
 OBSERVATIONS_FAMILY = MetricFamily(
@@ -57,14 +57,14 @@ NORMALIZERS_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class ConstantObservations(MetricGroup):
-    """Environments that gave the same observation all the time."""
+    """Environments that returned the same observation all the time."""
 
     constant: Mean = reports(
-        Metric.fraction("obs/constant_frac", 341, "share of environments that stand still")
-        .asks("What share of the environments gave one and the same observation in every step of the rollout?")
+        Metric.fraction("obs/constant_frac", 341, "share of environments with constant observations")
+        .asks("What share of the environments returned the same observation in every step of the rollout?")
         .bounds(
             healthy="0",
-            warn="> 0 for several updates: an environment that hangs, or a sensor that is not wired",
+            warn="> 0 for several updates: an environment that hangs, or a sensor that is not connected",
             source="exact comparison",
         )
         .absent("the trainer does not show its observations")
@@ -73,13 +73,13 @@ class ConstantObservations(MetricGroup):
 
 @no_grad
 def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Return the mask [B] of environments that gave one observation in all of their steps.
+    """Return the mask [B] of environments that returned the same observation in all of their steps.
+
+    An environment without two consecutive steps that count cannot be compared, and is not constant.
 
     Args:
         observations: [T, B, ...] of any type; of more than `MAX_COMPARED_ENTRIES` entries every k-th is compared.
-        valid: [T, B] bool; None where every entry is. Steps beside one that does not count are not compared.
-
-    An environment with fewer than two steps side by side that count has nothing to compare, and is not constant.
+        valid: [T, B] bool; None if every entry is valid. Neighbours of steps that do not count are not compared.
     """
     rows = observations.detach().flatten(2) if observations.dim() > 2 else observations.detach().unsqueeze(-1)
     rows = rows[..., :: -(-rows.shape[-1] // MAX_COMPARED_ENTRIES) or 1]
@@ -91,7 +91,7 @@ def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tenso
 
 
 def _all_changed(rows: Tensor, valid: Tensor | None) -> bool:
-    """Return True where `_changed` holds everywhere: for a few rows NumPy takes a third of the time."""
+    """Return True if `_changed` holds everywhere; for a few rows NumPy takes a third of the time."""
     if rows.dtype is torch.bfloat16:
         return bool(_changed(rows, valid).all())
     values = rows.numpy()
@@ -104,7 +104,7 @@ def _all_changed(rows: Tensor, valid: Tensor | None) -> bool:
 
 
 def _changed(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the mask [B] of environments with two successive steps that count and differ, from [T, B, D]."""
+    """Return the mask [B] of environments with two consecutive steps that count and differ, from [T, B, D]."""
     changed = (rows[1:] != rows[:-1]).any(-1)
     return (changed if valid is None else changed & valid[1:].bool() & valid[:-1].bool()).any(0)
 
@@ -137,7 +137,7 @@ def normalizer_drift(
     """Return max(RMS_d((μ - μ') / σ'), RMS_d(ln(σ / σ'))) over dimensions d.
 
     Args:
-        normalizer: what it normalises, `obs` or `ret`.
+        normalizer: name of the normaliser, `obs` or `ret`.
         mean, std: [D] now.
         previous_mean, previous_std: [D] k updates ago.
     """
@@ -150,12 +150,12 @@ def normalizer_drift(
 
 @no_grad
 def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor | int]:
-    """Return the number of entries at the limit at which they were cut, 0-d, and the number of all entries.
+    """Return the number of entries at the limit to which they were clipped, 0-d, and the number of all entries.
 
     Args:
-        normalized: [T, B, ...], after they were cut.
-        limit: magnitude at which they were.
-        valid: [T, B] bool; None where every row is.
+        normalized: [T, B, ...], after clipping.
+        limit: magnitude of the limit.
+        valid: [T, B] bool; None if every row is valid.
     """
     at_limit = normalized.abs() >= limit
     if valid is None:
@@ -166,12 +166,12 @@ def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None
 
 @dataclass(frozen=True, slots=True)
 class NormalizerClipping(MetricGroup):
-    """Share of entries that a normaliser cuts off."""
+    """Share of entries that a normaliser clips."""
 
     normalizer: str = label()
     clipped: Mean = reports(
         Metric.fraction("norm/{normalizer}/clip_frac", 322, "share of entries that a normaliser cuts off")
-        .asks("Which share of the normalised entries is cut off at the normaliser's limit?")
+        .asks("What share of the normalised entries is clipped at the normaliser's limit?")
         .bounds(healthy="< 0.01", warn="> 0.05", source="heuristic")
         .absent("no valid entry")
     )
@@ -184,10 +184,10 @@ def normalizer_clipping(
     """Return the share of entries strictly beyond the limit.
 
     Args:
-        normalizer: what it normalises, `obs` or `ret`.
-        normalized: entries before they are cut, any shape.
+        normalizer: name of the normaliser, `obs` or `ret`.
+        normalized: entries before clipping, any shape.
         clip: the limit.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     s = sample(normalized, valid)
     return NormalizerClipping(segment(normalizer), s.share(rows_of(normalized, None).abs() > clip))
@@ -206,9 +206,9 @@ RETURNS_FAMILY = MetricFamily(
 REWARDS_FAMILY = MetricFamily(
     "reward",
     "Rewards",
-    "Rewards per step as the environment pays them, before any normaliser.",
+    "Rewards per step from the environment, before any normaliser.",
     place=140,
-    question="What does the environment pay?",
+    question="What does the environment reward?",
     axis="axis/env_step",
     first=("reward/mean", "reward/std"),
 )
@@ -223,7 +223,7 @@ class RewardStats(MetricGroup):
         .asks("How much reward does a step bring on average?")
         .absent("no valid, finite reward"),
         Metric.quantity("reward/std", 312, "standard deviation of rewards", unit="reward", low=0.0, of="std")
-        .asks("Do rewards vary at all? Exactly 0 for long means that the reward is not wired, or clipped away.")
+        .asks("Do rewards vary? Exactly 0 for long means that the reward is not connected, or clipped away.")
         .bounds(healthy="> 0", critical="exactly 0 over 10 updates", source="heuristic")
         .absent("no valid, finite reward"),
     )
@@ -234,7 +234,7 @@ class RewardStats(MetricGroup):
     )
     zero: Mean = reports(
         Metric.fraction("reward/zero_frac", 314, "share of steps without reward")
-        .asks("Which share of the steps brings no reward? Near 1: rewards are sparse.")
+        .asks("What share of the steps brings no reward? Near 1: rewards are sparse.")
         .absent("no valid, finite reward")
     )
     nonfinite: Sum = reports(
@@ -252,7 +252,7 @@ def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> Rewar
 
     Args:
         rewards: [T, B] or [N].
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     rewards = as_tensor(rewards)
     s = sample(rewards, as_mask(valid, rewards))
@@ -295,13 +295,13 @@ class ReturnStats(MetricGroup):
     )
     quantiles: Quantiles = reports(
         Metric.quantity("ret/p10", 306, "10 % quantile of returns", unit="return", of="p10")
-        .asks("Below which return lie the lowest 10 %?")
+        .asks("How low are the lowest 10 % of the returns?")
         .absent("no valid, finite return"),
         Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50")
         .asks("What is the median return?")
         .absent("no valid, finite return"),
         Metric.quantity("ret/p90", 308, "90 % quantile of returns", unit="return", of="p90")
-        .asks("Above which return lie the highest 10 %?")
+        .asks("How high are the highest 10 % of the returns?")
         .absent("no valid, finite return"),
     )
     histogram: Counts = reports(
@@ -323,7 +323,7 @@ def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> Retur
 
     Args:
         returns: [T, B] or [N].
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     returns = as_tensor(returns)
     s = sample(returns, as_mask(valid, returns))
@@ -339,24 +339,24 @@ def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> Retur
 
 
 MAX_WINDOW_ENTRIES = 1 << 15
-"""Entries of the window that is looked at."""
+"""Maximum number of entries of the window."""
 
 MAX_VECTOR_ENTRIES = 512
-"""Entries of an observation that has features; longer ones are images and the like, whose networks scale them."""
+"""Maximum number of entries of an observation with features; longer ones are images and the like, which networks scale themselves."""
 
 FINGERPRINT_WEIGHTS = (0.618033988749895, 0.0137)
 """Step and offset of the angles whose sines weigh the entries of a fingerprint."""
 
 LARGE_FEATURE = 10.0
-"""Root mean square from which on an entry's distance from 0 counts: a height of 1.4 that hardly varies is no trouble to a network."""
+"""Root mean square above which an entry's distance from 0 counts: a nearly constant height of 1.4 does not trouble a network."""
 
 MIN_RELATIVE_STD = 1e-6
-"""Standard deviation relative to its size from which on an entry varies, and does not only round."""
+"""Standard deviation, relative to its size, above which an entry varies and does not only round."""
 
 
 @no_grad
 def observation_window(observations: Tensor) -> Tensor:
-    """Return a copy [t, B, d] of the first steps of observations [T, B, ...], `MAX_WINDOW_ENTRIES` at most, but for two steps at least."""
+    """Return a copy [t, B, d] of the first steps of observations [T, B, ...]: at least two steps, and at most `MAX_WINDOW_ENTRIES`."""
     rows = observations.detach().flatten(2) if observations.dim() > 2 else observations.detach().unsqueeze(-1)
     rows = rows[..., :: -(-rows.shape[-1] // MAX_COMPARED_ENTRIES) or 1]
     return rows[: max(2, MAX_WINDOW_ENTRIES // max(1, rows[0].numel()))].clone()
@@ -368,9 +368,9 @@ class ObservationChange(MetricGroup):
 
     copies: Mean | None = reports(
         Metric.fraction("obs/identical_frac", 860, "share of environments that repeat another one")
-        .asks("What share of the environments gave, step by step, the same observations as another one?")
+        .asks("What share of the environments returned, step by step, the same observations as another one?")
         .bounds(
-            healthy="0; more where episodes begin alike and rollouts are a few steps long",
+            healthy="0; more if episodes begin alike and rollouts are a few steps long",
             warn="1 for a hundred steps and more: environments are copies of each other",
             source="exact comparison",
         )
@@ -380,7 +380,7 @@ class ObservationChange(MetricGroup):
         Metric.fraction("obs/still_frac", 861, "share of steps that change nothing")
         .asks("After what share of the steps within an episode was the observation the same as before?")
         .bounds(
-            healthy="0; more where actions may have no effect",
+            healthy="0; more if actions may be without effect",
             warn="1 for a hundred steps and more: the policy does not see what its actions do",
             source="exact comparison",
         )
@@ -395,7 +395,7 @@ def observation_change(window: Tensor, ended: Tensor, *, valid: Tensor | None = 
     Args:
         window: [t, B, d], see `observation_window`.
         ended: [T, B] bool, the step ended its episode.
-        valid: [T, B] bool; None where every entry is.
+        valid: [T, B] bool; None if every entry is valid.
     """
     window = window.to(ended.device, non_blocking=True)  # observations may still be on the host
     inside = ~ended[: len(window) - 1].bool()
@@ -415,7 +415,7 @@ def observation_change(window: Tensor, ended: Tensor, *, valid: Tensor | None = 
 
 @dataclass(frozen=True, slots=True)
 class ObservationScale(MetricGroup):
-    """Size of the features that the networks receive, after any normaliser. Rank 0 reports: the sizes of several ranks do not add up."""
+    """Size of the features that the networks receive, after any normaliser. Only rank 0 reports, because sizes do not add up."""
 
     replicated = True
 
@@ -431,24 +431,22 @@ class ObservationScale(MetricGroup):
     )
     typical: Mean = reports(
         Metric.quantity("obs/rms_median", 863, "size of the middle feature", unit="observation", low=0.0)
-        .asks(
-            "How large is the middle one of the entries that vary, as a root mean square? About 1 behind a normaliser."
-        )
-        .bounds(healthy="0.3 to 3 behind a normaliser", warn="< 0.01 or > 5 there", source="heuristic")
+        .asks("How large is the median of the entries that vary, as a root mean square? About 1 after a normaliser.")
+        .bounds(healthy="0.3 to 3 after a normaliser", warn="< 0.01 or > 5 there", source="heuristic")
         .absent("observations are whole numbers, images or hidden")
     )
     ratio: Max = reports(
         Metric.ratio("obs/rms_ratio", 864, "largest over smallest feature")
-        .asks("How many times as large as the smallest entry is the largest one, of those that vary?")
-        .bounds(healthy="< 100", warn="> 1000: the small ones go unseen", source="heuristic")
+        .asks("Among the entries that vary, how many times larger is the largest than the smallest?")
+        .bounds(healthy="< 100", warn="> 1000: the small entries are lost", source="heuristic")
         .absent("observations are whole numbers, images or hidden")
     )
     offset: Max = reports(
         Metric.quantity("obs/offset", 865, "distance of a feature from 0", unit="σ of the feature", low=0.0)
         .asks(
-            "How many of its standard deviations lies the mean of an entry from 0, of those larger than 10? 0 without such."
+            "Among entries larger than 10, what is the largest distance of a mean from 0, in standard deviations? 0 without such entries."
         )
-        .bounds(healthy="< 10", warn="> 100 where the entry is large, too", source="heuristic")
+        .bounds(healthy="< 10", warn="> 100 if the entry is large, too", source="heuristic")
         .absent("observations are whole numbers, images or hidden")
     )
 
@@ -459,7 +457,7 @@ def observation_scale(window: Tensor, *, valid: Tensor | None = None) -> Observa
 
     Args:
         window: [t, B, d], see `observation_window`.
-        valid: [T, B] bool; None where every entry is.
+        valid: [T, B] bool; None if every entry is valid.
     """
     if not window.is_floating_point() or window.shape[-1] > MAX_VECTOR_ENTRIES:
         return ObservationScale(Max(-math.inf), Mean(0.0, 0.0), Max(-math.inf), Max(-math.inf))
@@ -488,7 +486,7 @@ def observation_scale(window: Tensor, *, valid: Tensor | None = None) -> Observa
 
 
 class EpisodeFlags(Protocol):
-    """Ends of episodes and rows that count of a rollout, [T, B] bool each; see `events.RolloutEnd`."""
+    """Ends of episodes and valid rows of a rollout, [T, B] bool each; see `events.RolloutEnd`."""
 
     @property
     def ended(self) -> Tensor:
@@ -496,13 +494,13 @@ class EpisodeFlags(Protocol):
 
     @property
     def valid(self) -> Tensor | None:
-        """Rows that count; None where every row does."""
+        """Rows that count; None if every row does."""
 
 
 def observation_measurements(
     observations: Tensor | None, window: Tensor | None, rollout: EpisodeFlags
 ) -> Iterator[Callable[[], MetricGroup]]:
-    """Yield what is measured of a rollout's observations [T, B, ...], or of a window of them where they are not there themselves."""
+    """Yield the measurements of a rollout's observations [T, B, ...], or of a window of them if they are not available."""
     if window is None and observations is not None:
         window = observation_window(observations)
     if window is None:

@@ -1,6 +1,6 @@
 """Statistics shared by the metric functions: masked samples, moments, quantiles and histograms.
 
-They take tensors on any device, compute in float64 and never read the device. Histograms have fixed edges, so that they add up over
+They accept tensors on any device, compute in float64 and never read the device. Histograms have fixed edges, so that they add up over
 minibatches, calls and ranks; quantiles of several samples are merged to the precision of one bin.
 """
 
@@ -29,11 +29,11 @@ from esper_telemetry.core.reduction import (
 
 
 class Sample(NamedTuple):
-    """Values with a mask of those that count.
+    """Values with a mask of the values that count.
 
     Attributes:
-        values: [.., N] float64, zero where a value does not count.
-        weight: [.., N] float64, 1 where a value counts, else 0.
+        values: [.., N] float64, zero for values that do not count.
+        weight: [.., N] float64, 1 for values that count, else 0.
         mask: [.., N] bool, the same.
         count: [..] number of values that count.
         nonfinite: [..] number of valid values left out because they are NaN or infinite.
@@ -46,15 +46,15 @@ class Sample(NamedTuple):
     nonfinite: Tensor
 
     def where(self, other: float) -> Tensor:
-        """Return the values with `other` in place of those that do not count."""
+        """Return the values, with `other` for values that do not count."""
         return torch.where(self.mask, self.values, constant((other,), self.values.device)[0])
 
     def mean(self, x: Tensor) -> Mean:
-        """Return the mean of `x` [.., N], which must be zero where values do not count."""
+        """Return the mean of `x` [.., N], which must be zero for values that do not count."""
         return Mean(x.sum(-1), self.count)
 
     def share(self, condition: Tensor) -> Mean:
-        """Return the share of the values that count for which `condition` [.., N] holds."""
+        """Return the share of the counted values for which `condition` [.., N] holds."""
         return Mean((condition & self.mask).sum(-1), self.count)
 
 
@@ -73,10 +73,10 @@ def same_shape(**tensors: Tensor | None) -> None:
 
 
 def sample(x: Tensor, valid: Tensor | None = None, *, dim: int | None = None) -> Sample:
-    """Return the sample of the valid and finite entries of `x` along `dim`; all axes make one row where it is None.
+    """Return the sample of the valid and finite entries of `x` along `dim`; with None all axes make one row.
 
     Raises:
-        ValueError: where `valid` has another shape than `x`.
+        ValueError: `valid` and `x` have different shapes.
     """
     same_shape(x=x, valid=valid)
     rows = rows_of(x, dim).double()
@@ -86,7 +86,7 @@ def sample(x: Tensor, valid: Tensor | None = None, *, dim: int | None = None) ->
 
 
 def keep(rows: Tensor, allowed: Tensor | None) -> Sample:
-    """Return the sample of the finite entries of float64 `rows` [.., N] where `allowed`, bool of the same shape or None for all."""
+    """Return the sample of the finite entries of float64 `rows` [.., N] that are `allowed`, bool of the same shape or None for all."""
     values = rows.nan_to_num(0.0, 0.0, 0.0)
     mask = values == rows
     if allowed is None:
@@ -100,7 +100,7 @@ def keep(rows: Tensor, allowed: Tensor | None) -> Sample:
 
 
 def deviations(s: Sample) -> tuple[Tensor, Tensor]:
-    """Return the mean [..] of the values and their distances from it [.., N], zero where they do not count."""
+    """Return the mean [..] of the values and their distances from it [.., N], zero for values that do not count."""
     mean = s.values.sum(-1) / s.count.clamp(min=1)
     return mean, (s.values - mean.unsqueeze(-1)) * s.weight
 
@@ -117,13 +117,13 @@ def moments_around(count: Tensor, mean: Tensor, d: Tensor) -> Moments:
 
 
 def spread(s: Sample) -> Moments:
-    """Return mean and std only: the third and fourth power sums are NaN, so skew and kurtosis are absent."""
+    """Return only mean and std: the third and fourth power sums are NaN, so skew and kurtosis are absent."""
     mean, d = deviations(s)
     return Moments(s.count, mean, torch.linalg.vecdot(d, d), math.nan, math.nan)
 
 
 def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
-    """Return y_t = x_t + factors_t y_{t+1}, [T, ...] as `factors`, with nothing after the last step.
+    """Return y_t = x_t + factors_t y_{t+1}, [T, ...] as `factors`, with zero after the last step.
 
     It takes log2 T passes over all steps at once: a loop over 2048 steps takes forty times as long.
     """
@@ -136,15 +136,15 @@ def discounted_sums(x: Tensor, factors: Tensor) -> Tensor:
 
 
 def where_any(x: Tensor, count: Tensor) -> Tensor:
-    """Return `x` [..] where anything counts, NaN elsewhere."""
+    """Return `x` [..], or NaN where the count is 0."""
     return x / (count > 0)
 
 
 def ascending(s: Sample) -> Tensor:
-    """Return the values of all rows in ascending order, [rows * N], with NaN at the end for those that do not count."""
+    """Return the values of all rows in ascending order, [rows * N], with NaN at the end for values that do not count."""
     x = s.where(math.nan).reshape(-1)
     if x.is_cpu:
-        return torch.from_numpy(np.sort(x.numpy()))  # 4x faster than torch.sort; reading costs no synchronisation here
+        return torch.from_numpy(np.sort(x.numpy()))  # 4x faster than torch.sort; reading does not synchronise here
     return x.sort().values
 
 
@@ -185,7 +185,7 @@ PER_DECADE = 5
 
 
 def symmetric_edges(lowest: int, highest: int) -> tuple[float, ...]:
-    """Return edges from -10^highest to 10^highest, five per decade down to ±10^lowest, between which one bin holds zero."""
+    """Return edges from -10^highest to 10^highest, five per decade down to ±10^lowest, with one bin around zero between these."""
     steps = range(lowest * PER_DECADE, highest * PER_DECADE + 1)
     positive = [float(f"{10 ** (step / PER_DECADE):.3g}") for step in steps]
     return (*(-edge for edge in reversed(positive)), *positive)
@@ -195,10 +195,10 @@ LOG_RATIOS = symmetric_edges(-4, 1)
 """For log-ratios: from a change of 0.01 % to a factor of e^10."""
 
 REWARDS = symmetric_edges(-3, 4)
-"""For advantages, returns and errors in units of reward, whatever their scale."""
+"""For advantages, returns and errors in units of reward, on any scale."""
 
 SHARES = tuple(index / 20 for index in range(21))
-"""For what lies between 0 and 1."""
+"""For values between 0 and 1."""
 
 
 def bin_counts(s: Sample, edges: tuple[float, ...]) -> Tensor:
@@ -222,7 +222,7 @@ def defined_together(*values: Tensor) -> tuple[Mean, ...]:
 
 
 def defined(values: Tensor) -> Mean:
-    """Return the mean over the finite values; absent where there are none."""
+    """Return the mean over the finite values; absent without any."""
     finite = torch.isfinite(values)
     return Mean(torch.where(finite, values, values.new_zeros(())), finite)
 
@@ -240,9 +240,9 @@ NAMED: Final = {
 }
 """Levels that can be reported."""
 COARSE: Final = (0.0, *NAMED.values(), 1.0)
-"""On an accelerator, where each number is a tensor of its own."""
+"""On an accelerator, where each number is a separate tensor."""
 FINE: Final = tuple(sorted({*COARSE, *(step / 64 for step in range(65))}))
-"""On the host, where numbers cost nothing."""
+"""On the host, where numbers are cheap."""
 LEVELS: Final = {len(COARSE): COARSE, len(FINE): FINE}
 
 
@@ -266,11 +266,11 @@ class Quantiles(Reduction):
     """Quantiles of `count` values.
 
     Ranks are merged from quantiles at a fixed grid of levels, not from histograms: the scale of rewards is unknown before the run, and
-    equal shares of the rows are as fine where values are dense as where they are not.
+    equally spaced levels resolve dense and sparse values alike.
 
     Attributes:
-        count: how many values there are.
-        values: at the levels of `COARSE` or `FINE`, the smallest and the largest included; undefined where there are none.
+        count: number of values.
+        values: values at the levels of `COARSE` or `FINE`, including the smallest and the largest; undefined without any.
     """
 
     count: Slot
@@ -284,7 +284,7 @@ class Quantiles(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Return the quantiles of all samples together; equal samples leave theirs unchanged."""
+        """Return the quantiles of all samples together; equal samples leave them unchanged."""
         levels = LEVELS[rows.shape[-1] - 1]
         fields = [rows[:, field] for field in range(rows.shape[1])]
         distinct = {field.tobytes(): field for field in fields}  # minibatches of one rollout carry the same quantiles
@@ -301,11 +301,11 @@ def as_quantiles(at_levels: Tensor, count: Tensor) -> Quantiles:
     """Return the reduction of quantiles [levels] of all rows together, with `count` [..] values of each row."""
     return Quantiles(
         count, tuple(at_levels.tolist() if at_levels.is_cpu else at_levels.unbind())
-    )  # on the host nothing is waited for
+    )  # on the host this does not wait
 
 
 def _merged(rows: Array, levels: tuple[float, ...]) -> Array:
-    """Merge the quantiles of several samples [rows, 1 + levels] into [1 + levels]: each value stands for the rows around its level."""
+    """Merge the quantiles of several samples [rows, 1 + levels] into [1 + levels]: each value represents the rows around its level."""
     counts = rows[:, 0]
     present = rows[counts > 0]
     if not len(present) or (present[:, 1:] == present[0, 1:]).all():

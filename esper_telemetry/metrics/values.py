@@ -37,7 +37,7 @@ from esper_telemetry.metrics.statistics import (
 _std = Moments.statistics["std"]
 
 
-CRITIC_MOVED = "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
+CRITIC_MOVED = "Lower the learning rate or the number of epochs; if values are clipped, match clip_value to the scale of the returns."
 """Advice that several metrics share."""
 
 CRITIC_FAMILY = MetricFamily(
@@ -45,7 +45,7 @@ CRITIC_FAMILY = MetricFamily(
     "Critic",
     "The critic predicts the return from each state. Explained variance compares its errors with the variation of "
     "the returns: 1 is perfect, 0 no better than a constant, below 0 worse. A critic that is wrong by a constant "
-    "still explains all variance: read R² and the bias beside it.",
+    "still explains all variance: read R² and the bias too.",
     place=50,
     question="Is the critic useful?",
     first=("value/explained_variance", "value/r2", "value/bias_over_std", "value/loss_norm"),
@@ -54,7 +54,7 @@ CRITIC_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class ValueFit(MetricGroup):
-    """Estimates of the critic against their regression targets; errors are V - R.
+    """The critic's estimates compared with their regression targets; errors are V - R.
 
     Explained variance, R² and the normalised error are functions of `value/err/std`, `value/bias` and `ret/std`.
     """
@@ -109,7 +109,7 @@ class ValueFit(MetricGroup):
             of="std",
             level=Level.MINIMAL,
         )
-        .asks("How much do the returns vary that the critic is compared with?")
+        .asks("How much do the critic's targets vary?")
         .absent("no valid, finite pair of value and return")
     )
     quantiles: Quantiles = reports(
@@ -118,14 +118,14 @@ class ValueFit(MetricGroup):
         .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic")
         .absent("no valid, finite pair of value and return"),
         Metric.quantity("value/err/p25", 407, "25 % quantile of the critic's errors", unit="return", of="p25")
-        .asks("Below which error lies a quarter of the estimates?")
+        .asks("Which error do a quarter of the estimates stay below?")
         .absent("no valid, finite pair of value and return"),
         Metric.quantity("value/err/p50", 408, "median of the critic's errors", unit="return", of="p50")
         .asks("What is the critic's typical (median) error?")
         .bounds(healthy="about 0")
         .absent("no valid, finite pair of value and return"),
         Metric.quantity("value/err/p75", 409, "75 % quantile of the critic's errors", unit="return", of="p75")
-        .asks("Above which error lies a quarter of the estimates?")
+        .asks("Which error do a quarter of the estimates exceed?")
         .absent("no valid, finite pair of value and return"),
         Metric.quantity("value/err/p95", 410, "95 % quantile of the critic's errors", unit="return", of="p95")
         .asks("How large are the critic's worst 5 % of overestimates?")
@@ -154,12 +154,12 @@ class ValueFit(MetricGroup):
 def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
     """Return moments and quantiles of the critic's errors, and the variation of its estimates and of the returns.
 
+    Explained variance, R², correlation and related metrics need earlier updates; `history.critic` derives them on the host.
+
     Args:
         values: critic's estimates at collection, [T, B] or [N].
         returns: regression targets, same shape.
-        valid: bool, same shape; None where every entry is.
-
-    Explained variance, R², correlation and their relatives need earlier updates and are derived from these on the host (`history.critic`).
+        valid: bool, same shape; None if every entry is valid.
     """
     values = as_tensor(values)
     returns, valid = as_tensor(returns, values), as_mask(valid, values)
@@ -183,7 +183,7 @@ def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMean(Reduction):
-    """Mean of `total` over the standard deviation of other values of the same rows."""
+    """Mean of `total`, relative to the standard deviation of other values of the same rows."""
 
     total: Slot
     count: Slot
@@ -212,7 +212,7 @@ class ValueMovement(MetricGroup):
 
     clip_frac: Mean | None = reports(
         Metric.fraction("value/clip_frac", 421, "clip fraction of values")
-        .asks("Which share of the value estimates is held back by value clipping? Depends on the scale of returns.")
+        .asks("What share of the value estimates is held back by value clipping? Depends on the scale of returns.")
         .bounds(healthy="< 0.2", warn="> 0.5", source="SB3#1426")
         .absent("value clipping is off")
         .advises(CRITIC_MOVED)
@@ -249,13 +249,13 @@ def value_movement(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> ValueMovement:
-    """Return the share of clipped value estimates, and their mean movement over the returns' standard deviation.
+    """Return the share of clipped value estimates, and their mean movement relative to the returns' standard deviation.
 
     Args:
         values: critic's estimates now, [N] or [M, N].
         old_values, returns: at collection, same shape.
-        clip: ε of the value clip; None where values are not clipped.
-        valid: bool, same shape; None where every entry is.
+        clip: ε of the value clip; None if values are not clipped.
+        valid: bool, same shape; None if every entry is valid.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
     values = as_tensor(values)
@@ -277,7 +277,7 @@ class TdErrors(MetricGroup):
 
     delta: Moments = reports(
         Metric.quantity("value/td/mean", 431, "mean of one-step surprises", unit="reward")
-        .asks("Does the critic's next step contradict it on average? Above 0: it promises too little.")
+        .asks("Does the critic's next estimate contradict it on average? Above 0: it promises too little.")
         .bounds(healthy="about 0")
         .absent("no valid, finite step"),
         Metric.quantity(
@@ -309,7 +309,7 @@ def td_errors(
         rewards, values: [T, B].
         next_values: critic's estimate of the state that follows, 0 after termination, [T, B].
         gamma: discount factor.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     same_shape(rewards=rewards, values=values, next_values=next_values, valid=valid)
     s = sample(rewards.detach().double() + gamma * next_values.detach().double() - values.detach().double(), valid)
@@ -337,7 +337,7 @@ def terminal_error(
     Args:
         values, rewards: [T, B].
         terminated: [T, B] bool.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     same_shape(values=values, rewards=rewards, terminated=terminated, valid=valid)
     last = terminated.bool() if valid is None else terminated.bool() & valid.bool()
@@ -352,30 +352,30 @@ class EndingBias(MetricGroup):
     truncated: Mean = reports(
         Metric.quantity("value/bias_truncated", 437, "bias of the critic at time limits", unit="return")
         .asks(
-            "Does the critic promise too much where a time limit cuts an episode? Far above value/bias: what would "
-            "have followed is left out of the returns, as if the episode had ended."
+            "Does the critic promise too much when a time limit cuts an episode? Far above value/bias: the rewards that would "
+            "have followed are left out of the returns, as if the episode had ended."
         )
         .bounds(
             healthy="near value/bias",
             warn="> value/bias + 0.5 of ret/std",
-            source="heuristic; V - R is V - r where the value of the final observation is missing",
+            source="heuristic; V - R is V - r if the value of the final observation is missing",
         )
         .absent("no episode was cut by a time limit")
     )
     terminated: Mean = reports(
         Metric.quantity("value/bias_terminated", 438, "bias of the critic at terminations", unit="return")
         .asks(
-            "Does the critic promise too much where an episode ends by itself? Far below value/bias: something is "
-            "said to follow where nothing can."
+            "Does the critic promise too much when an episode terminates? Far below value/bias: the returns "
+            "wrongly continue after the end."
         )
         .bounds(
             healthy="near value/bias",
             warn="< value/bias - 0.5 of ret/std",
-            source="heuristic; V - R is V - r - γ V(next) where a termination is taken for a time limit",
+            source="heuristic; V - R is V - r - γ V(next) if a termination is treated as a time limit",
         )
         .absent("no episode terminated")
         .advises(
-            "Do not bootstrap where an episode terminates: check that the environment tells terminated from truncated."
+            "Do not bootstrap when an episode terminates: check that the environment separates terminated from truncated."
         )
     )
 
@@ -384,13 +384,13 @@ class EndingBias(MetricGroup):
 def ending_bias(
     values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> EndingBias:
-    """Return the mean V - R over the steps at which a time limit cut an episode, and over those at which one terminated.
+    """Return the mean V - R over the steps at which a time limit cut an episode, and over the steps that terminated one.
 
     Args:
         values: critic's estimates at collection, [T, B].
         returns: regression targets, [T, B].
-        ended, terminated: [T, B] bool: the step ended its episode; it did so by termination.
-        valid: bool, same shape; None where every entry is.
+        ended, terminated: [T, B] bool: the step ended its episode, and did so by termination.
+        valid: bool, same shape; None if every entry is valid.
     """
     same_shape(values=values, returns=returns, ended=ended, terminated=terminated, valid=valid)
     error, by_itself = values.detach().double() - returns.detach().double(), terminated.bool()
@@ -431,7 +431,7 @@ class MonteCarloFit(MetricGroup):
             "value/ev_mc", 436, "explained variance of finished episodes", unit="1", high=1.0, cost="update"
         )
         .asks(
-            "Does the critic explain the returns of complete episodes, which unlike its targets do not contain itself?"
+            "Does the critic explain the returns of complete episodes, which, unlike its targets, do not contain its own estimates?"
         )
         .bounds(healthy="at least value/explained_variance - 0.2", source="λ-returns contain the critic")
         .absent("no episode terminated in the rollout, or their returns do not vary")
@@ -446,9 +446,9 @@ def monte_carlo_fit(
 
     Args:
         values, rewards: [T, B].
-        ended, terminated: [T, B] bool: the step ended its episode; it did so by termination.
+        ended, terminated: [T, B] bool: the step ended its episode, and did so by termination.
         gamma: discount factor.
-        valid: bool, same shape; None where every entry is.
+        valid: bool, same shape; None if every entry is valid.
     """
     same_shape(values=values, rewards=rewards, ended=ended, terminated=terminated, valid=valid)
     goes_on = (~ended.bool()).double()

@@ -1,10 +1,10 @@
 """Messages from the trainer to its worker, and replies.
 
-A message is a pickle, which goes through a pipe, and the bytes of its tensors, which lie in memory that both processes share as long as
-there is room, and follow through the pipe where there is none. Since one update is like the next, what they have in common is sent once:
-the shapes of the tensors, and the types that a pickle would describe. To pack a tensor is then to copy it to where one like it lay before.
-Replies come through another pipe: small pickles behind their lengths. A counter in the shared memory says how many messages are answered,
-so most answers need no reply.
+A message is a pickle, sent through a pipe, and the bytes of its tensors, which are in shared memory if there is room, and
+otherwise follow through the pipe. Consecutive updates are similar, so their common parts are sent once: the shapes of the
+tensors, and the types that a pickle would describe. Packing a tensor then means copying it to where a similar one was before.
+Replies are small pickles with their lengths, sent through another pipe. A counter in the shared memory says how many messages are answered,
+so most answers are sent without a reply.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from torch import Tensor
 from esper_telemetry.core.containment import NOTE_BYTES
 
 ALIGNMENT: Final = 64
-"""Bytes at whose multiples buffers begin: a cache line, more than any number needs."""
+"""Buffers begin at multiples of this many bytes: a cache line, which is enough for any number."""
 
 TAIL_BYTES: Final = 256
 """Bytes after a ring: its counters, and a `CallNote` from `NOTE_OFFSET` on."""
 NOTE_OFFSET: Final = 64
 
 WARM_BYTES: Final = 4 << 20
-"""Bytes of a ring whose pages are mapped from the beginning, or the first messages would pay for them."""
+"""Bytes of a ring whose pages are mapped from the beginning, so that the first messages do not pay for them."""
 
 
 class Ring:
-    """A block of shared memory in which one process writes and another reads.
+    """A block of shared memory that one process writes and another reads.
 
-    The writer alone knows what is in use: it tells the reader where to read, and the reader says when it has. After the block are counters
-    that the reader sets, so that the writer need not ask the system, and that outlive the reader.
+    Only the writer knows which parts are in use: it tells the reader where to read, and the reader says when it is done. Counters after the
+    block are set by the reader, so that the writer need not make a system call. They outlive the reader.
 
     Args:
-        descriptor: of the shared file, from `shared_file`.
-        size: bytes; pages are allocated up to where messages have stood so far.
+        descriptor: shared file from `shared_file`.
+        size: size in bytes; pages are allocated when messages first reach them.
 
     Attributes:
         used_bytes: bytes in use now.
@@ -71,7 +71,7 @@ class Ring:
 
     @property
     def replies(self) -> int:
-        """Replies that come through a pipe, of those and of the next."""
+        """Replies through the pipe to these messages and to the next one."""
         return self._counters[1]
 
     @property
@@ -85,17 +85,17 @@ class Ring:
         return self._counters[3]
 
     def begin(self) -> None:
-        """Count one more message that is being worked on; the reader calls it."""
+        """Count another message that is being worked on; the reader calls it."""
         self._counters[2] += 1
 
     def answer(self, *, replied: bool = False, missing_records: int = 0) -> None:
-        """Count one more answer; the reader calls it after its reply if it has `replied`."""
+        """Count another answer; the reader calls it, after its reply if it has `replied`."""
         self._counters[3] = missing_records
         self._counters[1] += replied
         self._counters[0] += 1
 
     def take(self, size: int) -> int | None:
-        """Reserve so many bytes, from an aligned place on; returns where they begin, or None where there is no room now."""
+        """Reserve this many bytes at an aligned offset; returns the offset, or None if there is not enough room now."""
         size = padded(size)
         start = self._room(size)
         if start is not None:
@@ -104,16 +104,16 @@ class Ring:
         return start
 
     def release(self) -> None:
-        """Give back what was reserved first."""
+        """Release the oldest reservation."""
         start, end = self._used.popleft()
         self.used_bytes -= end - start
 
     def view(self, start: int, size: int) -> memoryview:
-        """Return the bytes there, until they are given back."""
+        """Return the bytes there, valid until they are released."""
         return self._memory[start : start + size]
 
     def _room(self, size: int) -> int | None:
-        """Return where so many bytes fit: at the very beginning as soon as they fit there, because those pages are warm."""
+        """Return an offset for this many bytes, preferring the beginning of the ring, whose pages are warm."""
         if not self._used:
             return 0 if size <= len(self._memory) else None
         first, last = self._used[0][0], self._used[-1][1]
@@ -125,19 +125,19 @@ class Ring:
 
 
 def aligned(size: int) -> int:
-    """Return the bytes from one buffer of that size to the next."""
+    """Return the distance from one buffer of that size to the next, in bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def padded(size: int) -> int:
-    """Return the size rounded up by an eighth at most: updates that differ by a few rows take the same places again."""
+    """Return the size rounded up by at most an eighth, so that updates that differ by a few rows reuse the same offsets."""
     return aligned(-(-size >> (step := max(0, size.bit_length() - 4))) << step)
 
 
 def shared_file(size: int) -> int:
-    """Return the descriptor of a file in memory for a ring of that size, a multiple of `ALIGNMENT`.
+    """Return the descriptor of a memory file for a ring of that size, a multiple of `ALIGNMENT`.
 
-    A file on a disk would not do: where the disk is full, writing into its mapping kills the process.
+    A file on a disk cannot be used: if the disk is full, writing into its mapping kills the process.
     """
     descriptor = os.memfd_create("esper-telemetry")
     try:
@@ -154,10 +154,10 @@ Reduction = Callable[[Any], tuple[type, tuple[Any, ...]]]
 class Vocabulary:
     """Types and other objects that pickles need not describe; the same on both sides.
 
-    Between two updates the trainer fills the processor's caches, and then each type that a pickle describes costs more than its numbers.
+    Between two updates the trainer fills the processor's caches. Each type that a pickle describes then costs more than its numbers.
 
     Args:
-        types: named tuples, and dataclasses of at least two fields that are made of these alone.
+        types: named tuples, and dataclasses of at least two fields that contain only these types.
         others: objects that live as long as the process, such as members of enumerations.
 
     Attributes:
@@ -178,7 +178,7 @@ class Vocabulary:
 
 
 def _reduction(kind: type) -> Reduction:
-    """Return a function to the type and its fields, in order."""
+    """Return a function that reduces an object to its type and its fields, in order."""
     content: Callable[[Any], tuple[Any, ...]] = tuple
     if not issubclass(kind, tuple):
         content = attrgetter(*[field.name for field in fields(kind)])  # type: ignore[arg-type]  # a dataclass
@@ -191,31 +191,31 @@ Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size], ...]
 """Types and shapes of the tensors of a message, in its order."""
 
 HEAD: Final = struct.Struct(">5Q")
-"""Bytes of the pickle, of the shapes (0 where they were sent before) and of the block; number of the shapes; place of the block."""
+"""Bytes of the pickle, of the shapes (0 if they were sent before) and of the block; number of the shapes; offset of the block."""
 IN_PIPE: Final = (1 << 64) - 1
-"""Place of a block that comes through the pipe."""
+"""Offset of a block that is sent through the pipe."""
 LENGTH: Final = struct.Struct(">I")
-"""Length of a reply, before it."""
+"""Length of a reply, sent before it."""
 PARENT_SECONDS: Final = 0.5
 """Time between two checks of the worker that its parent lives, while a reply waits."""
 POLL_SECONDS: Final = 0.01
-"""Time between two polls of the worker for the next message. A worker that slept until it comes would have to be woken by the training
-thread: measured, 170 us of that thread instead of 20, because a core is called back from idleness."""
+"""Time between two polls of the worker for the next message. If the worker slept until then, the training thread would have to wake it,
+which takes 170 us of that thread instead of 20, because an idle core must be woken."""
 MAX_LAYOUTS: Final = 256
 """Shapes and blocks that are remembered: more than a small run has."""
 
 
 class Message(NamedTuple):
-    """A pickle with a placeholder for each tensor, and the block in which the tensors lie.
+    """A pickle with a placeholder for each tensor, and the block with the tensors.
 
     Attributes:
-        pickle: all but the tensors.
-        shapes: of the tensors.
-        block: their bytes.
-        place: where the block lies in the shared memory; None where it lies elsewhere.
-        number: of the shapes.
-        new: whether the reader does not know them yet.
-        vocabulary: what the pickle leaves out.
+        pickle: everything except the tensors.
+        shapes: shapes of the tensors.
+        block: bytes of the tensors.
+        place: offset of the block in the shared memory; None if it is elsewhere.
+        number: number of the shapes.
+        new: whether the reader does not know the shapes yet.
+        vocabulary: objects that the pickle leaves out.
     """
 
     pickle: bytes
@@ -235,17 +235,17 @@ class Message(NamedTuple):
         return [memoryview(part) for part in parts if part]
 
     def load(self) -> Any:
-        """Return what was packed."""
+        """Return the object that was packed."""
         return _Unpickler(self.pickle, tensor_views(self.block, self.shapes), self.vocabulary).load()
 
 
 def placeholder() -> Tensor:
-    """Stand in a pickle for the next tensor."""
+    """Represent the next tensor in a pickle."""
     raise AssertionError("only a message knows its tensors")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors where the placeholders are; has read the preamble."""
+    """Replaces placeholders by tensors; has read the preamble."""
 
     def __init__(self, content: bytes, tensors: Sequence[Tensor], vocabulary: Vocabulary) -> None:
         super().__init__(io.BytesIO(vocabulary.preamble + content))
@@ -253,17 +253,17 @@ class _Unpickler(pickle.Unpickler):
         self.load()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names."""
+        """Return the object that a pickle names."""
         stands_in = (module, name) == (__name__, placeholder.__name__)
         return self._tensors.__next__ if stands_in else super().find_class(module, name)
 
 
 class MessagePacker:
-    """Makes messages.
+    """Packs objects into messages.
 
     Args:
-        ring: shared with the reader; whoever knows that a message is read releases its place.
-        vocabulary: what the reader knows too.
+        ring: shared with the reader; its places are released by the caller once a message is read.
+        vocabulary: objects that the reader knows too.
     """
 
     def __init__(self, ring: Ring | None = None, vocabulary: Vocabulary = NO_VOCABULARY) -> None:
@@ -278,7 +278,7 @@ class MessagePacker:
         self._pickler.dispatch_table = {**reductions, Tensor: self._leave_out}
 
     def pack(self, message: object) -> Message:
-        """Return a message, anything that can be pickled, with copies of its tensors."""
+        """Return a message of any object that can be pickled, with copies of its tensors."""
         self._stream.seek(0)
         self._stream.truncate()
         self._vocabulary.prime(self._pickler)
@@ -309,7 +309,7 @@ class MessagePacker:
         return layout
 
     def _block(self, number: int, place: int | None, shapes: Shapes, size: int) -> tuple[memoryview, list[Tensor]]:
-        """Return room for these tensors, and tensors that lie in it."""
+        """Return room for these tensors, and tensors in it."""
         if place is None or self._ring is None:
             block = memoryview(bytearray(size))
             return block, tensor_views(block, shapes)
@@ -323,7 +323,7 @@ class MessagePacker:
 
 
 def tensor_views(block: memoryview, shapes: Shapes) -> list[Tensor]:
-    """Return tensors of these shapes in a block, one behind the other, each on an aligned place."""
+    """Return tensors of these shapes in a block, one after the other, each at an aligned offset."""
     views, start = [], 0
     for dtype, shape in shapes:
         count = shape.numel()
@@ -334,16 +334,16 @@ def tensor_views(block: memoryview, shapes: Shapes) -> list[Tensor]:
 
 
 def block_bytes(shapes: Shapes) -> int:
-    """Return the bytes of the block in which tensors of these shapes lie."""
+    """Return the size of a block for tensors of these shapes, in bytes."""
     return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in shapes)
 
 
 def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NO_VOCABULARY) -> Iterator[Message]:
-    """Yield whole messages from standard input; one that a killed trainer left half written is dropped.
+    """Yield whole messages from standard input; drop one that a killed trainer has left incomplete.
 
     Args:
-        parent: process that they come from.
-        ring, vocabulary: as the packer has them.
+        parent: process that sends them.
+        ring, vocabulary: as for the packer.
     """
     os.set_blocking(0, False)
     layouts: dict[int, Shapes] = {}
@@ -356,14 +356,16 @@ def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NO_
                     layouts.clear()
                 layouts[number] = pickle.loads(shapes)
             shared = ring.view(place, size) if ring and place != IN_PIPE else None
-            block = _read_exactly(size, parent) if shared is None else bytearray(shared)  # whose place is used again
+            block = (
+                _read_exactly(size, parent) if shared is None else bytearray(shared)
+            )  # a copy, because its place is reused
             yield Message(content, layouts[number], memoryview(block), vocabulary=vocabulary)
 
 
 def _read_exactly(count: int, parent: int) -> bytearray:
-    """Return that many bytes of standard input; raises EOFError where the parent is gone and nothing more comes.
+    """Return that many bytes of standard input; raises EOFError if the parent is gone and no data follows.
 
-    The end of the input alone does not tell: processes that the trainer has forked hold the pipe open too.
+    The end of the input alone is not reliable, because processes that the trainer has forked also hold the pipe open.
     """
     content = bytearray(count)
     rest = memoryview(content)
@@ -383,10 +385,10 @@ def _read_exactly(count: int, parent: int) -> bytearray:
 
 
 def reply(descriptor: int, items: Sequence[Any], parent: int) -> None:
-    """Answer a message through a pipe that does not block; what a parent that is gone would not read is dropped."""
+    """Answer a message through a non-blocking pipe; drop the answer if the parent is gone."""
     content = pickle.dumps(items, protocol=5) if items else b""
     rest = LENGTH.pack(len(content)) + content
-    poll = select.poll()  # select takes no descriptor above 1023
+    poll = select.poll()  # select cannot use descriptors above 1023
     poll.register(descriptor, select.POLLOUT)
     while rest:
         if poll.poll(1000 * PARENT_SECONDS):
@@ -396,13 +398,13 @@ def reply(descriptor: int, items: Sequence[Any], parent: int) -> None:
 
 
 class Replies:
-    """Puts replies together again, whatever pieces they come in."""
+    """Reassembles replies from the pieces in which they arrive."""
 
     def __init__(self) -> None:
         self._received = b""
 
     def take(self, piece: bytes) -> Iterator[Sequence[Any]]:
-        """Yield the replies that are complete with this piece, in order; empty ones too."""
+        """Yield the replies that are complete with this piece, in order, including empty ones."""
         self._received += piece
         while len(self._received) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._received)

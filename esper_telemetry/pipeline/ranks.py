@@ -1,13 +1,12 @@
-"""The ranks of a distributed run as telemetry sees them: what each measured becomes what one process would have measured.
+"""The ranks of a distributed run: merges what each rank measured into what one process would have measured.
 
-At every flush the ranks make one all-gather of one packed vector. They do so where their numbers have reached the host, over a gloo group
-of telemetry's own: nothing mixes with the trainer's collectives, NCCL's streams included, and inside `flush` ranks have just agreed on a
-gradient, so whoever waits there would wait a moment later.
+At every flush the ranks make one all-gather of one packed vector. They do so when their numbers have reached the host, over telemetry's own
+gloo group, so that it does not mix with the trainer's collectives or NCCL's streams. Inside `flush` the ranks have just agreed on a
+gradient, so that a rank that waits there would wait a moment later anyway.
 
-A vector begins with a hash of its layout. Where all hashes agree that is all; otherwise the ranks exchange the layouts, once per
-combination, and share every field that several measure. A rank that lacks a group is no mistake, because an episode may end on one rank
-only; ranks that measure one key in different ways are (`LayoutMismatch`). A vector longer than the length that all ranks allot raises that
-length, and all gather once more.
+A vector begins with a hash of its layout. If the hashes differ, the ranks exchange the layouts, once per combination, and share every field
+that several measure. A rank may lack a group, because an episode may end on one rank only. Ranks that measure one key in different ways
+raise `LayoutMismatch`. If a vector is longer than the length that all ranks allocate, that length is raised, and all gather again.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from esper_telemetry.pipeline.window import Table, Tables
 Result = TypeVar("Result")
 
 RowKey = tuple[int, int, int]
-"""Place of a row: its epoch, its optimizer step, and how many rows of that step came before it."""
+"""Key of a row: its epoch, its optimizer step, and the number of earlier rows of that step."""
 
 
 def comparable(tables: Tables) -> Tables:
-    """Return the tables by layouts that are equal on all ranks that measure the same: which slots are plain numbers does not matter."""
+    """Return the tables by layouts that are equal on all ranks with the same measurements, regardless of which slots are plain numbers."""
     result: Tables = {}
     for layout, table in tables.items():
         plain = replace(layout, constant=(False,) * len(layout.constant))
@@ -44,7 +43,7 @@ def comparable(tables: Tables) -> Tables:
 
 
 def by_field(tables: Tables) -> Tables:
-    """Return the tables with a layout for every field under every label: ranks then share what they both measure, and lack the rest."""
+    """Return the tables with a layout for every field under every label, so that ranks share the fields that both measure."""
     result: Tables = {}
     for layout, table in tables.items():
         width = len(layout.constant)
@@ -70,7 +69,7 @@ def _merged(layout: SlotLayout, tables: Sequence[Table]) -> Table:
     keys = [_row_keys(table) for table in tables]
     if all(key == keys[0] for key in keys):
         return tables[0]._replace(rows=_over_ranks(layout, np.stack([table.rows for table in tables])))
-    # ranks measured at different steps: each row merges those that belong to it
+    # Ranks measured at different steps: each merged row combines the rows with its key.
     by_key = [dict(zip(key, table.rows, strict=True)) for key, table in zip(keys, tables, strict=True)]
     every = sorted({key for rows in by_key for key in rows})
     rows = [_over_ranks(layout, np.stack([rank[key] for rank in by_key if key in rank])[:, None])[0] for key in every]
@@ -117,14 +116,14 @@ Signature = tuple[SignatureEntry, ...]
 
 
 def packed(tables: Tables) -> tuple[Signature, Array]:
-    """Return the tables as one vector, and what is in it, in an order that does not depend on which group was observed first."""
+    """Return the tables as one vector, and its contents, in an order that does not depend on which group was observed first."""
     items = sorted(tables.items(), key=lambda item: (item[0].name, item[0].labels, item[0].fields_text))
     signature = tuple(SignatureEntry(layout, tuple(t.steps.tolist()), tuple(t.epochs.tolist())) for layout, t in items)
     return signature, np.concatenate([np.empty(0), *(table.rows.reshape(-1) for _, table in items)])
 
 
 def unpacked(signature: Signature, vector: Array) -> Tables:
-    """Return the tables of a rank from its vector; what stands behind them is padding."""
+    """Return the tables of a rank from its vector; the rest of the vector is padding."""
     tables: Tables = {}
     for layout, steps, epochs in signature:
         columns = len(layout.constant) * max(1, len(layout.labels))
@@ -142,7 +141,7 @@ def digest(signature: Signature) -> float:
 
 
 def dumped(signature: Signature) -> bytes:
-    """Return the signature as bytes, without what its layouts have cached; the reason where it cannot be pickled."""
+    """Return the signature as bytes, without the caches of its layouts; the reason if it cannot be pickled."""
     try:
         return pickle.dumps(tuple(SignatureEntry(replace(layout), *rest) for layout, *rest in signature))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -161,10 +160,10 @@ def loaded(message: bytes, rank: int) -> Signature:
 
 
 def check_layouts(parts: Sequence[Tables]) -> None:
-    """Raise LayoutMismatch, naming the ranks and what differs, where two of them measure one key in different ways.
+    """Raise LayoutMismatch, naming the ranks and the difference, if two of them measure one key in different ways.
 
     Args:
-        parts: what each rank measured, field by field. What is missing on a rank is no mismatch: an episode may end on one only.
+        parts: what each rank measured, field by field. A missing field is not a mismatch, because an episode may end on one rank only.
     """
     first: dict[str, tuple[int, SlotLayout]] = {}
     for rank, part in enumerate(parts):
@@ -187,7 +186,7 @@ def _layout_text(layout: SlotLayout) -> str:
 MEETING_TIMEOUT: Final = timedelta(seconds=60)
 """Time that a rank waits for the others to make their `Telemetry`."""
 HEADER_NUMBERS: Final = 4
-"""Numbers before the packed ones: the hash of the layout, how many follow, and the rank's note."""
+"""Numbers before the packed ones: the hash of the layout, their count, and the rank's note."""
 MAX_KNOWN_SIGNATURES: Final = 256
 """Layouts that are remembered."""
 
@@ -196,8 +195,8 @@ class RankZeroDecision(NamedTuple):
     """Decisions of rank 0 for all ranks.
 
     Attributes:
-        sample_every: one update in so many is sampled.
-        debug_updates: updates at DEBUG that alarms ask for.
+        sample_every: period of sampled updates.
+        debug_updates: number of updates at DEBUG that alarms ask for.
     """
 
     sample_every: int
@@ -209,8 +208,8 @@ class Peers:
     """The ranks that report together.
 
     Attributes:
-        rank, size: of this process, and how many there are.
-        group: over which they exchange what they measured.
+        rank, size: rank of this process, and number of ranks.
+        group: process group that exchanges the measurements.
     """
 
     rank: int
@@ -221,10 +220,10 @@ class Peers:
 
     @classmethod
     def meet(cls) -> Peers | None:
-        """Return the ranks of the process group that is initialised; None where there is none, or one process.
+        """Return the ranks of the initialised process group; None without one, or with a single process.
 
         Raises:
-            RuntimeError: a rank did not come within a minute.
+            RuntimeError: a rank did not arrive within a minute.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
@@ -234,19 +233,19 @@ class Peers:
         except RuntimeError as error:
             raise RuntimeError(
                 f"not all {dist.get_world_size()} ranks made a Telemetry within {MEETING_TIMEOUT.seconds} s: make one on every rank, "
-                "or pass ranks='alone' to the one that is to report its own numbers only"
+                "or pass ranks='alone' to the rank that should report only its own numbers"
             ) from error
         dist.destroy_process_group(meeting)
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
     def from_rank_zero(self, make: Callable[[], Result]) -> Result:
-        """Return on every rank what `make` returns on rank 0; what it raises there ends the group and is raised on every rank."""
+        """Return the result of `make` on rank 0 on every rank; its exception ends the group and is raised on every rank."""
         outcome: list[Result | Exception | None] = [None]
         error: Exception | None = None
         if self.rank == 0:
             try:
                 outcome = [make()]
-            except Exception as raised:  # whatever it is, the other ranks wait to hear of it
+            except Exception as raised:  # any exception: the other ranks wait for it
                 error, outcome = raised, [_portable(raised)]
         dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         (result,) = outcome
@@ -256,14 +255,14 @@ class Peers:
         return result  # type: ignore[return-value]  # rank 0 has put its result there
 
     def join(self, tables: Tables, decision: RankZeroDecision) -> tuple[Tables, RankZeroDecision]:
-        """Return what all ranks measured of one update, and rank 0's decision; all of them must call it.
+        """Return the measurements of all ranks of one update, and rank 0's decision; all ranks must call it.
 
         Args:
-            tables: what this one measured.
-            decision: of this rank; rank 0's counts.
+            tables: measurements of this rank.
+            decision: decision of this rank; only rank 0's is used.
 
         Raises:
-            LayoutMismatch: they do not measure the same; on every rank.
+            LayoutMismatch: the ranks do not measure the same; raised on every rank.
             RuntimeError: a rank has gone.
         """
         own = comparable(tables)
@@ -278,14 +277,14 @@ class Peers:
         return joined, RankZeroDecision(*map(int, gathered[0][2:HEADER_NUMBERS]))
 
     def leave(self) -> None:
-        """End the group; nothing is exchanged, because a rank that has failed calls it, and the others may be gone."""
+        """End the group without any exchange: a rank that has failed calls it, and the others may be gone."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
-            with suppress(RuntimeError, ValueError):  # where the whole process group is gone already
+            with suppress(RuntimeError, ValueError):  # the whole process group may be gone already
                 dist.destroy_process_group(group)
 
     def _gather(self, vector: Array) -> Sequence[Array]:
-        """Return every rank's vector, [at least its length] each."""
+        """Return every rank's vector, each of [at least its length]."""
         gathered = self._exchange(vector[: self._length])
         longest = HEADER_NUMBERS + int(max(row[1] for row in gathered))
         if longest > self._length:
@@ -301,7 +300,7 @@ class Peers:
         return [row.numpy() for row in gathered]
 
     def _signatures(self, own: Signature, digests: Sequence[float]) -> list[Signature]:
-        """Return what every rank's vector holds. All ranks know the same signatures, so all or none exchange them."""
+        """Return the contents of every rank's vector. All ranks know the same signatures, so all or none exchange them."""
         if len(set(digests)) == 1:
             return [own] * self.size
         if not self._signature_by_digest.keys() >= set(digests):
@@ -315,7 +314,7 @@ class Peers:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the exception itself if it can go to another process, else one with its text."""
+    """Return the exception itself if it can be sent to another process, else one with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # an exception's own pickling may raise anything

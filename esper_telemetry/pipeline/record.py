@@ -1,11 +1,11 @@
 """From one flushed update to the journal: measure, derive, detect, append.
 
-`InProcessPipeline` does so in the process that calls it. `WorkerPipeline` (`worker.py`) hands the same calls to an `InProcessPipeline` in
-a process of its own, and takes them back where that process dies.
+`InProcessPipeline` does this in the calling process. `WorkerPipeline` (`worker.py`) hands the same calls to an `InProcessPipeline` in
+another process, and takes them back if that process dies.
 
-Detectors get exactly what the journal holds, at the place where the record is made: so reading a journal raises the same alarms again, and
-a run that is resumed, or a training process that replaces its worker, feeds them the journal first. A record, its alarms and its events
-are one append, so no reader sees a record without its alarms.
+Detectors run where the record is made and see exactly what the journal holds, so that reading a journal raises the same alarms again. A
+resumed run, or a training process that replaces its worker, feeds the journal to the detectors first. A record, its alarms and its events
+are one append, so that readers never see a record without its alarms.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ from esper_telemetry.updates.groups import measure, without_many_layers
 from esper_telemetry.updates.update import Update, copied
 
 MAX_READ_BACK_BYTES: Final = 1 << 20
-"""End of the journal that a run without a snapshot evaluates again when it resumes: some 200 records, a second."""
+"""End of the journal that a resumed run without a snapshot evaluates again: about 200 records, which take a second."""
 EARLIER_SAMPLES: Final = 200
-"""Records before that, from all of the run, which show the course of its return."""
+"""Records before that, spread over the whole run, which show the course of its return."""
 DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
-"""Beginnings of the keys that the detector adds to a record."""
+"""Prefixes of the keys that the detector adds to a record."""
 DETECTOR = "detector"
 """Name of the detector in warnings."""
 FAILURE = "failure"
-"""The type of the event that names the exception which ended the run."""
+"""The type of the event with the exception that ended the run."""
 INTERVENTION = "intervention"
-"""The type of the event that says that someone has changed the run on purpose."""
+"""The type of the event for a deliberate change of the run."""
 
 
 class Judgement(Protocol):
@@ -91,11 +91,11 @@ class Judgement(Protocol):
 
     @property
     def remaining(self) -> int:
-        """Updates for which the level is to be DEBUG; 0 for none."""
+        """Number of updates that should be measured at DEBUG; 0 for none."""
 
     @property
     def values(self) -> Mapping[str, float]:
-        """Values that join the record."""
+        """Values that are added to the record."""
 
     @property
     def events(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
@@ -109,10 +109,10 @@ class Detector(Protocol):
         """Judge the next record."""
 
     def intervention(self) -> None:
-        """Note that someone has changed the run on purpose."""
+        """Note that the run was changed on purpose."""
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Judgement:
-        """Judge the exception that ended the run, by the data of its `failure` event; records follow where the run is resumed."""
+        """Judge the exception that ended the run, from the data of its `failure` event; records follow if the run is resumed."""
 
     def rule(self, kind: str) -> EvidenceChoice | None:
         """Return the declaration of a type of alarm, which chooses its evidence."""
@@ -123,7 +123,7 @@ class SupportsEnd(Protocol):
     """A detector that judges a whole run at its end."""
 
     def end(self, status: RunStatus) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """Return the events, by type, of a run that ends so."""
+        """Return the events, by type, of a run that ends with this status."""
 
 
 @runtime_checkable
@@ -132,16 +132,16 @@ class SupportsSnapshot(Protocol):
 
     @property
     def references(self) -> Mapping[str, Any]:
-        """What the state refers to, by name, and a detector of the same run has itself."""
+        """Objects that the state refers to, by name; a detector of the same run has its own copies."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return all that follows from the records so far."""
+        """Return everything that follows from the records so far."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
 
     def note(self, record: Record) -> None:
-        """Take a record that was judged when it was written."""
+        """Receive a record that was judged when it was written."""
 
 
 @runtime_checkable
@@ -149,11 +149,11 @@ class SupportsBan(Protocol):
     """A detector that calls code of users."""
 
     def ban(self, name: str) -> None:
-        """Never call again what has ended a process, nor any code of users."""
+        """Never call the code again that has ended a process, nor any code of users."""
 
 
 DetectorFactory = Callable[[Facts], Detector]
-"""Makes the detector of a run from its facts; it can be pickled, because the process that writes the journal calls it."""
+"""Makes the detector of a run from its facts. It must be picklable, because the process that writes the journal calls it."""
 
 
 def made_detector(factory: DetectorFactory, facts: Facts) -> Detector:
@@ -163,19 +163,19 @@ def made_detector(factory: DetectorFactory, facts: Facts) -> Detector:
         name for name in ("step", "intervention", "failure", "rule") if not callable(getattr(detector, name, None))
     ]
     if missing:
-        raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which has no {missing[0]}")
+        raise TypeError(f"detect={factory!r} must return a detector, got {detector!r}, which lacks {missing[0]}")
     return detector
 
 
 class AlarmReport(NamedTuple):
-    """News of one record for the training thread: its alarms, and the number of updates for which the level is to be DEBUG."""
+    """News of one record for the training thread: its alarms, and the number of updates that should be measured at DEBUG."""
 
     alarms: tuple[Alarm, ...]
     remaining: int
 
 
 class SinkBacklog(NamedTuple):
-    """Records that the sinks have not taken yet, and failures of sinks: all together, and each."""
+    """Records that the sinks have not taken yet, and failures of sinks: in total, and for each sink."""
 
     queue_depth: int = 0
     errors: int = 0
@@ -186,7 +186,7 @@ class FlushCost(NamedTuple):
     """Time that telemetry took since the last record.
 
     Attributes:
-        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None where it was not measured.
+        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None if it was not measured.
         elapsed: wall time since the last record.
         metric_errors: metric functions that raised on the training thread.
     """
@@ -201,18 +201,18 @@ class FlushedUpdate(NamedTuple):
     """One update on its way through the pipeline.
 
     Attributes:
-        axes, partial: of the record.
-        level: at which this update is measured.
-        logged: plain numbers; they stand where they share a key with a measured value.
-        updates: what is still to be measured.
-        evidence_updates: updates that are measured already and from which evidence is taken; of several ranks rank 0's.
+        axes, partial: fields of the record.
+        level: level at which this update is measured.
+        logged: plain numbers; they override a measured value with the same key.
+        updates: data that are still to be measured.
+        evidence_updates: updates that are measured already and provide evidence; rank 0's if there are several ranks.
         seq: number of the journal line.
         measured: values of the groups that were observed.
-        cost: of telemetry on the training thread.
-        backlog: of the sinks.
-        unmeasured: what was to be measured was left out, because the worker was too far behind.
-        minibatch_stride: one minibatch in so many was shipped; 1 if all were.
-        copies: from a device to the host, of its tensors.
+        cost: cost of telemetry on the training thread.
+        backlog: backlog of the sinks.
+        unmeasured: whether measurements were skipped because the worker was too far behind.
+        minibatch_stride: one in this many minibatches was shipped; 1 if all were.
+        copies: number of copies of its tensors from a device to the host.
         devices: memory of the devices that the trainer uses, which only its own process can see.
     """
 
@@ -232,11 +232,11 @@ class FlushedUpdate(NamedTuple):
     devices: DeviceUsage = DeviceUsage()
 
     def without_summary(self) -> FlushedUpdate:
-        """Return the same without what is still to be measured."""
+        """Return this update without the data that are still to be measured."""
         return self._replace(updates=(), unmeasured=bool(self.updates))
 
     def with_copies(self) -> FlushedUpdate:
-        """Return the same with copies of the tensors that the trainer writes to when it goes on."""
+        """Return this update with copies of the tensors that the trainer will overwrite."""
         return self._replace(updates=copied(self.updates), evidence_updates=copied(self.evidence_updates))
 
 
@@ -245,8 +245,8 @@ class PipelineSettings:
     """Arguments of a pipeline, which can be pickled.
 
     Attributes:
-        level: at which the run is measured while nothing is wrong.
-        detector_factory: makes what judges the records; None where no alarms are raised.
+        level: the level without escalation.
+        detector_factory: makes the detector that judges the records; None if no alarms are raised.
         health: telemetry's numbers about itself, as `metrics.performance.telemetry_health`.
     """
 
@@ -256,14 +256,14 @@ class PipelineSettings:
 
 
 class InProcessPipeline:
-    """Measures, derives, detects and appends in the process that calls it.
+    """Measures, derives, detects and appends in the calling process.
 
     Args:
-        journal: where records are appended.
+        journal: journal to append to.
         settings: as for `WorkerPipeline`.
-        trainer: number of the training process, whose memory is sampled; this process by default.
-        banned: names of contained functions that are not called, as they may have ended another process; with any of them, user alarms are
-            off.
+        trainer: process ID of the trainer, whose memory is sampled; this process by default.
+        banned: names of contained functions that are not called, because they may have ended another process. If there are any, user alarms
+            are off.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class InProcessPipeline:
         self._environments = EnvironmentTable()
         self._reports: list[AlarmReport] = []
         self._remaining = 0
-        self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
+        self._axes: Axes | None = None  # of the last record; None for earlier parts of the run
         self._causes: dict[str, str] = {}
         self._snapshots: SnapshotFile | None = None
         self._contents: JournalContents | None = None
@@ -288,12 +288,12 @@ class InProcessPipeline:
         self._containment = Containment(banned)
         self._banned: Collection[str] = ()
         self._begin({})
-        self._banned = banned  # from here on: it says which alarms are off
+        self._banned = banned  # set now, because it says which alarms are off
 
     def start(self, info: RunInfo) -> None:
-        """Append the head of the journal: the run, and after it what its keys mean.
+        """Append the head of the journal: the run, followed by the meaning of its keys.
 
-        A run that is killed at its start is then known by a line of a few hundred bytes, and not by one of 200 kB that is torn.
+        If a run is killed at its start, readers then find a line of a few hundred bytes instead of a torn line of 200 kB.
         """
         self._begin(info.facts)
         self._keep_snapshots(info.run_dir)
@@ -301,16 +301,16 @@ class InProcessPipeline:
         self._journal.write(encode_metrics(info.metrics))
 
     def resume(self, info: RunInfo) -> None:
-        """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
+        """Continue a run whose journal holds this head and earlier records; history and detector read them."""
         self._begin(info.facts)
         self._keep_snapshots(info.run_dir)
         self._environments = EnvironmentTable(resumed=True)
         if info.run_dir:
-            with suppress(OSError):  # a journal that cannot be read costs the history, never the run
+            with suppress(OSError):  # if the journal cannot be read, only the history is lost
                 self._read_back(info.run_dir)
 
     def learn(self, secrets: Sequence[str]) -> None:
-        """Mask these secrets from now on; the worker knows what the training process knows."""
+        """Mask these secrets from now on, as the training process does."""
         remember(secrets)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
@@ -345,7 +345,7 @@ class InProcessPipeline:
         self._axes = update.axes
         self._journal.write(*self._judged(record, update))
         groups = self._series.gradients.rebaselined
-        if groups:  # what was out of range has become the rule: the thresholds of gradients restart
+        if groups:  # values that were out of range have become normal: the thresholds of gradients restart
             self._append_event("rebaseline", {"keys": [f"grad/{group}/norm_preclip" for group in groups]}, update)
         self._capture(update)
         self._unsaved_records += 1
@@ -353,7 +353,7 @@ class InProcessPipeline:
             self._save_snapshot()
 
     def event(self, event: JournalEvent) -> None:
-        """Append something that happened besides records, and the alarms that it raises."""
+        """Append an event other than a record, and the alarms that it raises."""
         lines: list[Line] = [encode_event(event)]
         verdict = self._heed(event)
         if verdict is not None:
@@ -363,7 +363,7 @@ class InProcessPipeline:
 
     @property
     def is_late(self) -> bool:
-        """False: the training thread waits for its records."""
+        """False, because the training thread waits for its records."""
         return False
 
     @property
@@ -372,7 +372,7 @@ class InProcessPipeline:
         return self._journal.missing_records
 
     def take_reports(self) -> Sequence[AlarmReport]:
-        """Return what the detector has reported since the last call."""
+        """Return the detector's reports since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -382,7 +382,7 @@ class InProcessPipeline:
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """Append the outcome of the run and the last line."""
-        self._save_snapshot()  # before the end changes the state: a resumed run has not ended
+        self._save_snapshot()  # before the end changes the state, because a resumed run has not ended
         lines: list[Line] = []
         detector = self._detector
         if isinstance(detector, SupportsEnd) and self._axes is not None:
@@ -454,7 +454,7 @@ class InProcessPipeline:
         self._reports = [AlarmReport((), self._remaining)]
 
     def _measure(self, update: FlushedUpdate) -> Values:
-        """Return the values of the updates that are still to be measured; of what raises nothing."""
+        """Return the values of the updates that are still to be measured; a measurement that raises is left out."""
         window, results = Window(), list[Values]()
         for snapshot in update.updates:
             for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, update.level)):
@@ -473,7 +473,7 @@ class InProcessPipeline:
         return verdicts
 
     def _judged(self, record: Record, update: FlushedUpdate) -> Sequence[Line]:
-        """Return the line of the record, with the detector's values, and after it the lines of its alarms and events."""
+        """Return the line of the record, with the detector's values, followed by the lines of its alarms and events."""
         lines: list[Sequence[Line]] = [[encode_record(record)]]
         for verdict in self._judge(record):
             judged = partial(self._judged_lines, verdict, record, update)
@@ -494,7 +494,7 @@ class InProcessPipeline:
     def _verdict_lines(
         self, verdict: Judgement, alarms: Iterable[Alarm], remaining: int, seq: int, axes: Axes | None
     ) -> list[Line]:
-        """Return the lines of a verdict's alarms and events, and keep for the training thread what the journal holds of them."""
+        """Return the lines of a verdict's alarms and events, and keep the alarms in the journal for the training thread."""
         alarm_lines = [encode_alarm(alarm) for alarm in alarms]
         events = [encode_event(JournalEvent(kind, data, seq, axes)) for kind, data in verdict.events]
         self._report(tuple(alarm for line in alarm_lines if isinstance(alarm := decode(line), Alarm)), remaining)
@@ -504,7 +504,7 @@ class InProcessPipeline:
         return [encode_event(JournalEvent(kind, data, seq, self._axes)) for kind, data in detector.end(status)]
 
     def _with_evidence(self, alarm: Alarm, alarmed: AlarmedUpdate) -> Alarm:
-        """Return an alarm with the evidence of the update that raised it; without it if that raises, or if it is not raised now."""
+        """Return an alarm with the evidence of the update that raised it; without evidence if that fails, or the alarm is not new."""
         if alarm.event is not AlarmEvent.RAISE:
             return alarm
         choice = self._detector.rule(alarm.type) if self._detector else None
@@ -517,7 +517,7 @@ class InProcessPipeline:
         return replace(alarm, evidence=evidence[-1])
 
     def _report(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
-        """Keep what is new to the training thread: it need not hear of a record in which all is as it was."""
+        """Keep news for the training thread, which need not hear about records that change nothing."""
         if alarms or remaining != self._remaining:
             self._reports.append(AlarmReport(alarms, remaining))
             self._remaining = remaining
@@ -535,7 +535,7 @@ class InProcessPipeline:
     def _capture(self, update: FlushedUpdate) -> None:
         """Append the events of plugins, and the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
 
-        Without a run directory there is no reader for it.
+        Without a run directory they would not have a reader.
         """
         if self._journal.run_dir is None:
             return
@@ -558,7 +558,7 @@ class InProcessPipeline:
                     self._containment.attempt(partial(self._append_evidence, capture, update), lambda _: None)
 
     def _append_evidence(self, capture: Capture, update: FlushedUpdate) -> None:
-        """Append evidence; of several ranks it shows rank 0's rows."""
+        """Append evidence; it shows rank 0's rows if there are several ranks."""
         rank = {"rank": 0} if self._facts.ranks > 1 else {}
         self._append_event(f"evidence/{capture.type}", {**capture.data, **rank}, update)
 
@@ -580,7 +580,7 @@ class OpenUpdate:
         window: groups that were observed.
         logged: plain numbers.
         updates: whole updates of a trainer, still to be measured.
-        evidence_updates: those that are measured already.
+        evidence_updates: whole updates that are measured already.
     """
 
     def __init__(self) -> None:
@@ -594,11 +594,11 @@ class OpenUpdate:
 
     @property
     def gradient_steps(self) -> int:
-        """Optimizer steps that it has seen."""
+        """Number of optimizer steps in this update so far."""
         return self.window.gradient_steps + sum(update.gradient_steps for update in self.updates)
 
     def flush(self, axes: Axes, level: Level, *, partial: bool) -> FlushedUpdate:
-        """Return all but the observed groups, which `window.send` has; the next update begins with nothing."""
+        """Return everything except the observed groups, which `window.send` returns; the next update begins empty."""
         updates, evidence_updates = tuple(self.updates), tuple(self.evidence_updates)
         self.updates.clear()
         self.evidence_updates.clear()

@@ -1,7 +1,7 @@
 """Response to alarms on the training thread: call the user's callbacks, and measure the next updates at DEBUG.
 
-Alarms come back some updates after their record, where a worker makes it: nobody waits for them. Which updates are measured at DEBUG
-may therefore differ between two runs of one seed; weights do not.
+If a worker makes the records, alarms arrive some updates after their record, because training does not wait for them. The updates that
+are measured at DEBUG may therefore differ between two runs with one seed; the weights do not.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 class AlarmResponse:
-    """Keeps alarms until the training thread comes by, and decides on the level of each update.
+    """Keeps alarms until the training thread calls, and decides on the level of each update.
 
     Args:
-        level: at which the run is measured while nothing is wrong; alarms raise no level that is MINIMAL.
-        clock: which the time of callbacks does not count on.
-        together: whether other ranks must raise the level with this one, which `agree` says.
+        level: the level without escalation; alarms do not raise MINIMAL.
+        clock: telemetry's clock, which excludes the time of callbacks.
+        together: whether other ranks must raise the level together with this one; `agree` then sets it.
 
     Attributes:
-        level: of the update under way.
-        requested: updates at DEBUG that the last record has asked for.
-        remaining: updates at DEBUG that are still to come, the one under way included.
+        level: level of the update under way.
+        requested: number of updates at DEBUG that the last record has asked for.
+        remaining: number of updates at DEBUG that are still to come, including the one under way.
     """
 
     def __init__(self, level: Level, clock: Clock, *, together: bool = False) -> None:
@@ -54,7 +54,7 @@ class AlarmResponse:
         return self.level > self._configured
 
     def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
-        """Call back with every alarm from now on; returns the function that ends this. Raises TypeError for what cannot be called."""
+        """Call back with every alarm from now on; returns a function that stops this. Raises TypeError if `callback` is not callable."""
         if not callable(callback):
             raise TypeError(f"on_alarm takes a function of one alarm, got {callback!r}")
         self._callbacks.append(callback)
@@ -66,10 +66,10 @@ class AlarmResponse:
         return remove
 
     def receive(self, reports: Iterable[AlarmReport]) -> None:
-        """Take in the reports of records, the latest last.
+        """Receive the reports of records, the latest last.
 
-        A report may come late, so it counts from here on: more updates than before open a window, fewer are that window going by, and a
-        sudden end is a detector's that forgot its alarms.
+        A report may be late, so its updates are counted from now. A larger number than before opens a window, and a smaller one means that
+        the window passes. A sudden end means that a detector has forgotten its alarms.
         """
         for report in reports:
             self._alarms.extend(report.alarms)
@@ -81,14 +81,14 @@ class AlarmResponse:
             self.requested = report.remaining
 
     def agree(self, remaining: int) -> None:
-        """Set what rank 0 has asked for, now that all ranks know."""
+        """Set the number that rank 0 has asked for, once all ranks know it."""
         self.remaining = remaining
 
     def begin_update(self, *, late: bool = False) -> Level:
-        """Return the level of the update that begins now; asked again before `end_update`, the same.
+        """Return the level of the update that begins now; further calls before `end_update` return the same.
 
         Args:
-            late: whether the worker is behind, so that it gets NORMAL at most.
+            late: whether the worker is behind, which limits the level to NORMAL.
         """
         if not self._begun:
             self._begun = True
@@ -98,7 +98,7 @@ class AlarmResponse:
         return self.level
 
     def end_update(self, *, recorded: bool = True) -> None:
-        """End the update; one that is recorded is one of those that were asked for."""
+        """End the update; a recorded update is one of the requested updates."""
         self._begun = False
         if recorded:
             self.remaining = max(0, self.remaining - 1)
@@ -106,21 +106,21 @@ class AlarmResponse:
     def call(self) -> None:
         """Call back with the alarms so far, in order.
 
-        What a callback raises is logged once and goes no further, like a sink's errors: people first run a callback when training is
-        in trouble. KeyboardInterrupt and SystemExit end training, as they do anywhere else.
+        An exception of a callback is logged once and caught, like a sink's errors, because callbacks often run for the first time when
+        training is in trouble. KeyboardInterrupt and SystemExit end training, as they do anywhere else.
         """
         while (alarm := self._next_alarm()) is not None:
             with self._clock.paused():
                 for callback in tuple(self._callbacks):
                     try:
                         callback(alarm)
-                    except Exception as error:  # whatever a callback raises
+                    except Exception as error:  # a callback may raise anything
                         if is_interrupt(error):
                             raise
                         self._warn(callback, error)
 
     def _next_alarm(self) -> Alarm | None:
-        """Return the next alarm to report; threads may call this side by side."""
+        """Return the next alarm to report; several threads may call this at once."""
         with suppress(IndexError):
             return self._alarms.popleft()
         return None

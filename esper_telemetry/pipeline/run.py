@@ -43,12 +43,12 @@ from esper_telemetry.pipeline.snapshot import known_contents
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 MAX_HELPER_SECONDS: Final = 60.0
-"""How long a resumed run waits for the helpers of a killed trainer, which deliver what it left."""
+"""How long a resumed run waits for the helpers of a killed trainer, which deliver its last records."""
 
 INVALID_PATH_ERRORS: Final = frozenset(
     {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
 )
-"""Error numbers for a path that can be no run directory, on any disk; others come and go with the machine."""
+"""Error numbers for a path that cannot be a run directory on any disk; other errors depend on the machine."""
 
 NOT_IN_FILE_NAMES: Final = re.compile(r"[\x00-\x1f\x7f-\x9f/\\]+")
 MAX_LABEL_CHARACTERS: Final = 50
@@ -58,11 +58,11 @@ SYNC_SECONDS: Final = 20.0
 """Time that a checkpoint waits for the journal."""
 
 PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
-"""Packages whose versions the run line tells."""
+"""Packages whose versions are in the run line."""
 
 NO_WORKER: Final = (
-    "esper-telemetry: cannot start the process that summarises updates (%s): training continues and does it itself, which takes more of its"
-    " time"
+    "esper-telemetry: cannot start the process that summarises updates (%s): training continues and summarises them itself, which takes"
+    " more of its time"
 )
 
 _logger = logging.getLogger("esper_telemetry")
@@ -73,10 +73,10 @@ class RunOptions:
     """Arguments of `Telemetry` that concern the journal.
 
     Attributes:
-        run_dir: where its journal lives; `auto` for a new directory, None for none.
-        name: what people call the run; by default the name of the directory.
-        tags, notes: for the sinks.
-        resume: whether the run that `run_dir` holds goes on.
+        run_dir: directory of the journal; `auto` for a new directory, None for none.
+        name: display name of the run; by default the name of the directory.
+        tags, notes: sent to the sinks.
+        resume: whether to continue the run in `run_dir`.
     """
 
     run_dir: str | Path | Literal["auto"] | None = "auto"
@@ -87,11 +87,11 @@ class RunOptions:
 
 
 class RunPosition(NamedTuple):
-    """Place of the run's journal, and its last record; the same on every rank.
+    """Directory of the run's journal, and its last record; the same on every rank.
 
     Attributes:
-        run_dir: where it lives; None without one.
-        axes: of its last record when the run was resumed; None for a new run.
+        run_dir: directory of the journal; None without one.
+        axes: axes of its last record when the run was resumed; None for a new run.
     """
 
     run_dir: Path | None = None
@@ -103,14 +103,14 @@ class RunPosition(NamedTuple):
 
 
 class RecordTotals(NamedTuple):
-    """Records of a run: how many were made, how many of them the journal lacks, and whether someone has deleted the journal."""
+    """Records of a run: how many were made, how many of them the journal lacks, and whether the journal was deleted."""
 
     made: int = 0
     missing: int = 0
     is_deleted: bool = False
 
     def loss(self, taken: Mapping[str, int] = MappingProxyType({})) -> str:
-        """Return the sentence on what is missing, empty if nothing is; `taken` says how many records each sink has."""
+        """Return the sentence on missing records, empty if the journal is complete; `taken` is the number of records of each sink."""
         if not self.missing:
             return ""
         why = "the journal was deleted" if self.is_deleted else "the disk did not take them"
@@ -123,27 +123,28 @@ class RecordTotals(NamedTuple):
 class RunRecorder:
     """Writes the journal of a run.
 
-    The run directory is claimed at once, so that a mistake shows before training starts; the journal's first line waits for `start`, when
-    the trainer's facts are known. There a run chooses its pipeline, in this process or in a worker.
+    The run directory is claimed at once, so that a mistake shows before training starts. The first line of the journal waits for `start`,
+    when the trainer's facts are known. The run then chooses its pipeline, in this process or in a worker.
 
-    A resumed run goes on in its journal, after a `run` line of its own. Backends cannot take back what they were sent, so the first record
-    of an update stands: what is trained again, from the checkpoint to where the journal stops, is not recorded again.
+    A resumed run continues its journal after a new `run` line. Backends cannot retract records, so the first record of an update is kept:
+    updates that are trained again, from the checkpoint to the end of the journal, are not recorded again.
 
     Attributes:
-        journal: of the run; sinks read it.
-        run: what the sinks know of the run; None before `start`.
-        earlier: what the journal held when the run was resumed; None for a new run.
-        settings: of its pipeline.
+        journal: journal of the run, which sinks read.
+        run: description of the run for sinks; None before `start`.
+        earlier: contents of the journal when the run was resumed; None for a new run.
+        settings: settings of its pipeline.
         pipeline: appends to the journal.
         totals: number of records, known at the end.
 
-    Raises as `lease_new_run` and `lease_existing_run`.
+    Raises:
+        OSError, ValueError: as `lease_new_run` and `lease_existing_run`.
     """
 
     def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
         run_dir = options.run_dir
         if options.resume and (run_dir is None or (isinstance(run_dir, str) and run_dir == "auto")):
-            raise ValueError("resume needs the run directory to go on in: pass run_dir")
+            raise ValueError("resume needs the directory of the run to continue: pass run_dir")
         if options.resume and run_dir is not None and not is_abandoned(_directory(run_dir)):
             self._lease = lease_existing_run(run_dir)
         else:
@@ -167,14 +168,14 @@ class RunRecorder:
 
     @property
     def position(self) -> RunPosition:
-        """The run directory, and where the journal stood when the run was resumed."""
+        """The run directory, and the last record of the journal when the run was resumed."""
         return RunPosition(self.run_dir, self.earlier.axes if self.earlier else None)
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes, *, worker: bool) -> None:
-        """Write the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`.
+        """Write the run line, which opens the sinks, and `config.json`; a resumed run continues from `axes`.
 
         Args:
-            worker: whether a worker process makes the records, where this system can run one.
+            worker: whether a worker process makes the records, if this system can run one.
         """
         if worker:
             self._use_worker()
@@ -183,7 +184,7 @@ class RunRecorder:
         options = self._options
         name = options.name or "run"
         if self.run_dir is not None and (options.run_dir == "auto" or options.name is None):
-            name = self.run_dir.name  # a new directory has the given name in it, and the time
+            name = self.run_dir.name  # the name of a new directory contains the given name and the time
         run = RunInfo(
             run_id=secrets.token_hex(6),
             name=plain(name),
@@ -210,7 +211,7 @@ class RunRecorder:
             _write_config(self.run_dir, self.run)
 
     def report_changed_settings(self) -> None:
-        """Append an intervention where a resumed run goes on with other settings."""
+        """Append an intervention if a resumed run continues with other settings."""
         if self.run is None or self.earlier is None or self.earlier.axes is None:
             return
         before = self.earlier.info.config
@@ -220,7 +221,7 @@ class RunRecorder:
             self.event(INTERVENTION, self.earlier.axes, {"reason": reason, "changed": changed})
 
     def describe(self, layouts: Iterable[SlotLayout]) -> None:
-        """Write the descriptions of keys that the run line did not have: those of user-made groups."""
+        """Write descriptions that the run line did not have, of the keys of user-made groups."""
         infos: dict[str, MetricInfo] = {}
         for layout in layouts:
             if layout not in self._described_layouts:
@@ -232,24 +233,24 @@ class RunRecorder:
             self.pipeline.describe(infos, self._next_seq())
 
     def record(self, update: FlushedUpdate) -> None:
-        """Append the record of an update; the sinks find it in the journal."""
+        """Append the record of an update; the sinks read it from the journal."""
         self._records += 1
         self.pipeline.record(update._replace(seq=self._next_seq()))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
-        """Append something that happened besides records."""
+        """Append an event other than a record."""
         self.pipeline.event(JournalEvent(kind, plain(data), seq=self._next_seq(), axes=axes))
 
     def take_reports(self) -> Sequence[AlarmReport]:
-        """Return what the detector has reported since the last call, as far as this process knows by now; never waits."""
+        """Return the detector's reports that this process has received since the last call; never waits."""
         return self.pipeline.take_reports()
 
     def sync(self) -> None:
-        """Return when the journal holds everything so far, on the disk; at the latest after `SYNC_SECONDS`."""
+        """Wait until the journal holds everything so far on the disk, for at most `SYNC_SECONDS`."""
         self.pipeline.sync(SYNC_SECONDS)
 
     def end(self, status: RunStatus, timeout: float) -> None:
-        """Append the end line; the journal holds everything when this returns, if `timeout` seconds and the disk allow."""
+        """Append the end line; the journal is complete on return, if `timeout` seconds and the disk allow."""
         self.pipeline.end(status, self._next_seq(), timeout)
         made = self._records
         missing = made if self.journal.is_deleted else min(made, self.pipeline.missing_records)
@@ -261,7 +262,7 @@ class RunRecorder:
         self._lease.release()
 
     def _use_worker(self) -> None:
-        """Make the records in a worker; a warning where the system refuses what it needs."""
+        """Make the records in a worker; log a warning if the system lacks resources for it."""
         if not isinstance(self.journal, Journal) or not can_use_worker(self.settings):
             return
         try:
@@ -275,7 +276,7 @@ class RunRecorder:
 
 
 def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:
-    """Return the run as it goes on: what identifies it is as it was, settings and facts that are given now win."""
+    """Return the resumed run: its identity does not change, and settings and facts that are given now override earlier ones."""
     info = earlier.info
     resumed_from = {"update": axes.update, "env_step": axes.env_step, "gradient_step": axes.gradient_step}
     return replace(
@@ -321,9 +322,7 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
     try:
         replace_file(run_dir / "config.json", json.dumps(plain(settings), indent=2) + "\n")
     except OSError as error:
-        message = (
-            "esper-telemetry: cannot write config.json in %s (%s); training continues, and the journal holds it too"
-        )
+        message = "esper-telemetry: cannot write config.json in %s (%s); training continues, and the journal also holds the config"
         _logger.warning(message, run_dir, error.strerror)
 
 
@@ -332,7 +331,7 @@ class RunLease:
     """The right to write a run's journal.
 
     Attributes:
-        journal: of the run, open for appending.
+        journal: journal of the run, open for appending.
         earlier: contents of the journal before this process; None for a new run.
     """
 
@@ -342,7 +341,7 @@ class RunLease:
 
     @property
     def run_dir(self) -> Path | None:
-        """Directory of the run; None for a run without."""
+        """Directory of the run; None for a run without one."""
         return self.journal.run_dir
 
     def release(self) -> None:
@@ -355,9 +354,11 @@ class RunLease:
 def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> RunLease:
     """Create a run directory; "auto" makes one below `runs`, named after the run and the time.
 
-    Where nothing can be written, a warning says so and the run has no journal.
+    If it cannot be written, a warning is logged and no journal is kept.
 
-    Raises FileExistsError where the directory holds a journal already, another OSError where the path can be no directory.
+    Raises:
+        FileExistsError: the directory holds a journal already.
+        OSError: the path cannot be a directory.
     """
     if run_dir is None:
         return RunLease(MemoryJournal())
@@ -370,7 +371,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
         if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in INVALID_PATH_ERRORS:
             raise
         message = (
-            "esper-telemetry: %s: training continues without journal, and sinks that need a run directory get nothing;"
+            "esper-telemetry: %s: training continues without journal, and sinks that need a run directory receive nothing;"
             " pass a run directory that can be written"
         )
         _logger.warning(message, error)
@@ -379,10 +380,10 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
 
 
 def lease_existing_run(run_dir: str | Path) -> RunLease:
-    """Take a run directory whose run goes on, after the helpers of a killed trainer have ended.
+    """Take over a run directory to continue its run, after the helpers of a killed trainer have ended.
 
     Raises:
-        FileNotFoundError: it holds no journal.
+        FileNotFoundError: the directory does not contain a journal.
         ValueError: the journal does not say which run it is.
         BlockingIOError: the run is still being trained, or delivered.
     """
@@ -394,7 +395,7 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
         for helper in HELPER_ROLES:
             if not await_release(directory, helper, MAX_HELPER_SECONDS):
                 raise BlockingIOError(
-                    f"a process of {run_dir} still delivers what was measured before the run stopped: try again later"
+                    f"a process of {run_dir} still delivers records from before the run stopped: try again later"
                 )
         contents = read_contents(run_dir, known=contents, values=False)
         journal = Journal.open(run_dir)
@@ -407,7 +408,7 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
 
 
 def _directory(run_dir: str | Path) -> Path:
-    """Return the path, `~` expanded; raises TypeError or ValueError for what is none, NotADirectoryError for a file."""
+    """Return the path, `~` expanded; raises TypeError or ValueError if it is not a path, NotADirectoryError for a file."""
     if not isinstance(run_dir, str | os.PathLike):
         raise TypeError(f"run_dir must be a path, 'auto' or None, got {shown(run_dir)}")
     if not os.fspath(run_dir).strip():
@@ -421,19 +422,19 @@ def _directory(run_dir: str | Path) -> Path:
 
 
 def _locked(directory: Path, name: str) -> TrainerLock | None:
-    """Return the lock of the run; None, and a warning, where the system refuses it. Raises BlockingIOError where another process has it."""
+    """Return the lock of the run; None, with a warning, if the system refuses it. Raises BlockingIOError if another process has it."""
     try:
         return TrainerLock(directory)
     except BlockingIOError:
-        raise BlockingIOError(f"{name} is still being trained: a run goes on in one process at a time") from None
+        raise BlockingIOError(f"{name} is still being trained: only one process at a time can continue a run") from None
     except OSError as error:
-        message = "esper-telemetry: cannot lock run directory %s (%s): training continues; let no other process resume this run"
+        message = "esper-telemetry: cannot lock run directory %s (%s); training continues; do not resume this run in another process"
         _logger.warning(message, directory, error.strerror)
         return None
 
 
 def _named_journal(run_dir: Path) -> tuple[Journal, TrainerLock | None]:
-    """Create a journal; one that a killed trainer has left without a line is taken, with the lock that allows it."""
+    """Create a journal; take over an empty one of a killed trainer, with the lock that allows it."""
     if not is_abandoned(run_dir):
         return Journal.create(run_dir), None
     try:

@@ -1,11 +1,11 @@
-"""Choice of the updates that are sampled, so that telemetry stays within its share of the wall time.
+"""Choice of the updates that are sampled, so that telemetry stays within its fraction of the wall time.
 
-Metrics of the cost class "free" are measured in every update. Those that cost a pass over gradients or over the optimizer's state are
-measured in every k-th, their hooks unregistered in between. k is the smallest power of two that the budget allows, by the cost of sampled
-and other updates so far. A part of the budget is for samples alone: telemetry of a trainer that must be asked in every minibatch
-uses all of it, and still samples.
+Metrics of the cost class "free" are measured in every update. Metrics that need a pass over gradients or over the optimizer's state are
+measured in every k-th update, and their hooks are removed in between. k is the smallest power of two that the budget allows, given the
+cost of sampled and other updates so far. A part of the budget is only for samples, so that telemetry still samples if a trainer with
+calls in every minibatch uses the whole budget.
 
-A worker that falls behind makes samples rarer too, at DEBUG as well: k doubles with every update until the worker keeps up.
+If the worker falls behind, samples become rarer too, even at DEBUG: k doubles with every update until the worker keeps up.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from dataclasses import dataclass, field
 from esper_telemetry.core.record import Level
 
 BUDGET = 0.02
-"""Share of the wall time that telemetry may take on the training thread."""
+"""Fraction of the wall time that telemetry may take on the training thread."""
 
 INITIAL_PERIOD = 8
-"""Every how many updates one is sampled until the costs are known: the first update warms up, and samples of a fast run are costly."""
+"""Period of samples until the costs are known: the first update warms up, and samples of a fast run are expensive."""
 
 MAX_PERIOD = 64
-"""At least one update in this many is sampled, whatever it costs."""
+"""Maximum period of samples, regardless of the cost."""
 
 EARLY_MAX_PERIOD = 16
-"""The same in the first updates: a short script would be over before a second look. It grows to `MAX_PERIOD` with the updates so far."""
+"""The maximum period in the first updates, since a short script would end before a second sample. It grows to `MAX_PERIOD`."""
 
 EARLY_SHARE = 4
-"""The updates so far over the longest period, from there on."""
+"""Number of updates so far, divided by the maximum period from there on."""
 
 UNCLOCKED_FACTOR = 2.0
-"""An update that is not sampled costs the trainer about this many times what telemetry's clock measures: the trainer builds events, and
+"""Cost of an unsampled update to the trainer, relative to the time on telemetry's clock: the trainer also builds events, and
 finds its caches colder."""
 
 MIN_SAMPLES_SHARE = 0.25
-"""Share of the budget that is for samples: what telemetry costs in every update may have used all of it."""
+"""Fraction of the budget that is reserved for samples, even if telemetry's cost in every update has used all of it."""
 
 AVERAGE_WEIGHT = 0.1
 """Weight of the latest update in the averages."""
 
 
 class Average:
-    """An exponentially weighted average without the bias of its start."""
+    """An exponentially weighted average, corrected for the bias of its start."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -66,13 +66,13 @@ class Sampling:
 
     Attributes:
         level: DEBUG samples every update that its worker can follow, NORMAL every k-th, MINIMAL none.
-        budget: share of the wall time, over 0 and at most 1.
+        budget: fraction of the wall time, over 0 and at most 1.
         every: k.
-        proposed: the k that the costs so far allow; `adopt` sets it, at the same update on all ranks.
-        late_factor: times that k is larger because the worker is behind.
+        proposed: k for the costs so far; `adopt` sets it, at the same update on all ranks.
+        late_factor: factor by which k is increased because the worker is behind.
 
     Raises:
-        ValueError: for a budget outside of that range.
+        ValueError: for a budget outside that range.
     """
 
     level: Level
@@ -90,7 +90,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
-            raise ValueError(f"budget must be a share of the wall time over 0 and at most 1, got {self.budget}")
+            raise ValueError(f"budget must be a fraction of the wall time over 0 and at most 1, got {self.budget}")
         if self.level is Level.DEBUG:
             self.every = self.proposed = 1
 
@@ -98,7 +98,7 @@ class Sampling:
         """Return whether the update that begins now is sampled; call it once per update.
 
         Args:
-            raised: whether an alarm has raised its level; then it is sampled at any cost, unless the worker is behind.
+            raised: whether an alarm has raised its level; it is then sampled regardless of the cost, unless the worker is behind.
         """
         raised = raised and not self.is_late
         self._sampled, self._escalated = self.due, raised
@@ -114,14 +114,14 @@ class Sampling:
 
     @property
     def due(self) -> bool:
-        """True where the update that begins next is sampled; its period may still change until then."""
+        """True if the next update will be sampled; its period may still change until then."""
         return self.level >= Level.NORMAL and (
             not self._last_sample or self._updates + 1 >= self._last_sample + self.every
         )
 
     @property
     def period(self) -> int | None:
-        """Every how many updates one is sampled; None where none is."""
+        """Period of sampled updates; None if no updates are sampled."""
         return self.every if self.level >= Level.NORMAL else None
 
     def state(self) -> list[int]:
@@ -137,18 +137,18 @@ class Sampling:
         """Set k, counted from the last sampled update.
 
         Args:
-            every: k by the costs so far.
+            every: k for the costs so far.
             late: whether the worker is behind.
         """
         self.late_factor = min(MAX_PERIOD, 2 * self.late_factor) if late else max(1, self.late_factor // 2)
         self.every = min(MAX_PERIOD, every * self.late_factor)
 
     def learn(self, seconds: float, elapsed: float) -> None:
-        """Add the cost of telemetry since the last call; the first update, which warms up, does not count.
+        """Add the cost of telemetry since the last call; the first update, which warms up, is ignored.
 
         Args:
-            seconds: on the training thread.
-            elapsed: of wall time.
+            seconds: time on the training thread.
+            elapsed: wall time.
         """
         if self._updates < 2 or self._escalated:
             return
@@ -158,7 +158,7 @@ class Sampling:
             self.proposed = self._affordable()
 
     def _affordable(self) -> int:
-        """Return the smallest power of two that keeps the average cost within the budget, or samples within their share of it."""
+        """Return the smallest power of two that keeps the average cost within the budget, or samples within their fraction of it."""
         budget = self.budget * self._elapsed.value
         left = budget - UNCLOCKED_FACTOR * self._usual_cost.value
         extra = self._sampled_cost.value - self._usual_cost.value

@@ -1,7 +1,7 @@
-"""Copies of an update's tensors from a GPU to the host, which the training thread begins and does not wait for.
+"""Copies of an update's tensors from a GPU to the host, which the training thread starts without waiting for them.
 
-To measure an update on a GPU takes a thousand small kernels, to copy its columns some thirty copies; the worker then measures on the CPU.
-The copies are enqueued on the trainer's stream, so the trainer cannot overwrite a tensor before it has been copied.
+Measuring an update on a GPU takes a thousand small kernels, and copying its columns about thirty copies; the worker then measures on the
+CPU. The copies are enqueued on the trainer's stream, so the trainer cannot overwrite a tensor before it has been copied.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from esper_telemetry.pipeline.record import FlushedUpdate
 from esper_telemetry.updates.update import Update, mapped
 
 MAX_MINIBATCH_ROWS: Final = 1 << 16
-"""Rows of minibatches that travel, of an update on a GPU: a core measures about 500,000 in a second, and updates take a fifth of that."""
+"""Rows of minibatches copied from one update on a GPU: a core measures about 500,000 a second, and an update takes a fifth of that."""
 
 
 class Shipment(NamedTuple):
     """An update whose tensors are on the host, or on their way there.
 
     Attributes:
-        update: with tensors on the host.
-        arrival: event after which they may be read; None at once.
+        update: update with tensors on the host.
+        arrival: event after which they may be read; None if they may be read at once.
     """
 
     update: FlushedUpdate
@@ -64,7 +64,7 @@ class _Copier:
         if known is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             host.copy_(tensor.detach(), non_blocking=True)
-            self._copied[id(tensor)] = known = tensor, host  # keeps the tensor, and so its number
+            self._copied[id(tensor)] = known = tensor, host  # keeps the tensor alive, so that its id stays unique
             self.copies += 1
         return known[1]
 
@@ -74,9 +74,9 @@ def _stride(counts: Sequence[int]) -> int:
 
 
 def thinned(update: Update, stride: int) -> Update:
-    """Return the update with the first minibatch, every `stride`-th after it, and the last one; without the numbers of their rows.
+    """Return the update with the first minibatch, every `stride`-th after it, and the last one, without their row numbers.
 
-    Minibatches stay whole, because their ratios, losses and normalisation do. Which rows come again can no longer be told.
+    Minibatches stay whole for the sake of their ratios, losses and normalisation. Repeated rows can no longer be identified.
     """
     minibatches = update.minibatches
     if stride <= 1 or minibatches is None:

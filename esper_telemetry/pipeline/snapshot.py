@@ -1,10 +1,10 @@
 """The state of a run's histories and alarms in `history.snapshot`, so that a resumed run need not judge all of its records again.
 
-To judge 10,000 records again takes half a minute. The file is written every `SNAPSHOT_RECORDS` records and at the end. If it is missing, or
-of other rules, the last records of the journal are judged again instead.
+Judging 10,000 records again takes half a minute. The file is written every `SNAPSHOT_RECORDS` records and at the end. If it is missing, or
+belongs to other rules, the last records of the journal are judged again instead.
 
-A snapshot is a pickle that is read as data: it can name classes of histories and alarms that are loaded already, and no function. Functions
-and rules among the state are numbers, places in a list that writer and reader make from a state that is new.
+A snapshot is a pickle that is read as data: it can name loaded classes of histories and alarms, but no function. Functions
+and rules in the state are replaced by numbers: their positions in a list that writer and reader both make from a new state.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from esper_telemetry.journal.read import JournalContents
 
 SNAPSHOT_NAME: Final = "history.snapshot"
 SNAPSHOT_RECORDS: Final = 200
-"""Records between two snapshots: to judge so many again takes less than a second."""
+"""Records between two snapshots: judging this many again takes less than a second."""
 CHECKED_BYTES: Final = 4096
-"""Bytes of the journal before the position of a snapshot that must be as they were."""
+"""Bytes of the journal before the position of a snapshot that must be unchanged."""
 STATIC: Final = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, re.Pattern),
     *(AlarmRule, Ramp),
 )
-"""Types of what a state refers to and does not contain."""
+"""Types of objects that a state refers to and does not contain."""
 STATE_MODULES: Final = ("esper_telemetry.alarms.", "esper_telemetry.history.", "esper_telemetry.equations.")
-"""Beginnings of the names of modules whose classes a snapshot may name, and whose sources must be as they were."""
+"""Prefixes of modules whose classes a snapshot may name, and whose sources must be unchanged."""
 DATA_MODULES: Final = ("esper_telemetry.core.record", "esper_telemetry.journal.lines", "esper_telemetry.journal.read")
 OTHER_CLASSES: Final = frozenset(
     [
@@ -54,7 +54,7 @@ OTHER_CLASSES: Final = frozenset(
         *[(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")],
     ]
 )
-"""Names of what makes plain containers and arrays."""
+"""Names of the functions that make plain containers and arrays."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -63,8 +63,8 @@ class RunState(NamedTuple):
     """State of histories and alarms.
 
     Attributes:
-        values: by name; pickled.
-        references: objects that the values refer to and that a resumed run has itself, by name.
+        values: values by name, which are pickled.
+        references: objects that the values refer to and that a resumed run makes itself, by name.
     """
 
     values: Mapping[str, Any]
@@ -75,7 +75,7 @@ class SnapshotFile:
     """The snapshot of one run.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         new_state: makes the state of a run without records.
     """
 
@@ -85,7 +85,7 @@ class SnapshotFile:
         self._new_state = new_state
 
     def write(self, contents: JournalContents, state: RunState) -> None:
-        """Replace the snapshot; a disk that does not take it costs the time that it would have saved."""
+        """Replace the snapshot; if the disk refuses it, only the time that it would have saved is lost."""
         try:
             checksum = _checksum(self._run_dir, contents.offset)
             head = {"fingerprint": self._fingerprint, "offset": contents.offset, "checksum": checksum}
@@ -105,7 +105,7 @@ class SnapshotFile:
                     return None
                 modules = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
                 return contents, _StateUnpickler(file, self._static, references, modules).load()
-        except Exception as error:  # someone may have edited the file
+        except Exception as error:  # the file may have been edited
             _logger.debug("the snapshot of the histories cannot be used: %s", error)
             return None
 
@@ -119,7 +119,7 @@ class SnapshotFile:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        """Versions and sources that must be the same for a state to be understood, and the types of the run's alarms."""
+        """Versions and sources that must be unchanged for a state to be readable, and the types of the run's alarms."""
         judges = {type(item.judge).__module__ for item in self._static if isinstance(item, AlarmRule)}
         names = [name for name in sys.modules if name.startswith(STATE_MODULES)]
         checksum = 0
@@ -168,7 +168,7 @@ def _checksum(run_dir: Path, offset: int) -> int:
 
 
 class _StatePickler(pickle.Pickler):
-    """Leaves out what the reader has itself.
+    """Leaves out objects that the reader has itself.
 
     Args:
         static: functions and rules in the reader's order.
@@ -186,7 +186,7 @@ class _StatePickler(pickle.Pickler):
         self.met: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | str | None:
-        """Return the name of a reference, the place of a function or rule, -1 for a function that was made for one update."""
+        """Return the name of a reference, the position of a function or rule, or -1 for a function that was made for one update."""
         if (name := self._names.get(id(obj))) is not None:
             return name
         if not isinstance(obj, STATIC) or str(getattr(obj, "__module__", "")).startswith("numpy"):
@@ -205,7 +205,7 @@ class _StateUnpickler(pickle.Unpickler):
         self._static, self._references, self._modules = static, references, modules
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what the writer has left out; None for a function that was made for one update."""
+        """Return the object that the writer has left out; None for a function that was made for one update."""
         if isinstance(pid, str):
             return self._references[pid]
         return None if pid < 0 else self._static[pid]

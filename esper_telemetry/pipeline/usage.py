@@ -9,7 +9,7 @@ from typing import Final
 from esper_telemetry.core.record import Axes
 
 AFTER_CLOSE: Final = (
-    "esper-telemetry: %s was called after close, and what is measured from here on is not recorded: close telemetry when training is over, "
+    "esper-telemetry: %s was called after close, so further measurements are not recorded: close telemetry when training is over, "
     "or make another Telemetry"
 )
 NEVER_FLUSHED: Final = (
@@ -22,8 +22,8 @@ OVERDUE: Final = (
 )
 BACKWARDS: Final = "esper-telemetry: flush was given %s=%d after %d, so curves over it run backwards: pass the number since the run began"
 REPEATED: Final = (
-    "esper-telemetry: flush was given update=%d after %d, and of an update that comes twice only the first record is shown: leave out "
-    "update, or count on"
+    "esper-telemetry: flush was given update=%d after %d, and only the first record of a repeated update is shown: leave out "
+    "update, or keep counting"
 )
 RECOMMENDATION: Final = (
     "esper-telemetry: records take %.1f %% of the time of this loop, more than the budget of %.1f %%: Telemetry(offload=True) makes them in"
@@ -32,7 +32,7 @@ RECOMMENDATION: Final = (
 
 RECOMMENDATION_RECORDS: Final = 100
 RECOMMENDATION_SECONDS: Final = 10.0
-"""Records and wall time after which the cost of records in process is compared with the budget."""
+"""Records and wall time after which the cost of in-process records is compared with the budget."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -41,7 +41,7 @@ class UsageWarnings:
     """Logs each warning once.
 
     Args:
-        budget: share of the wall time that telemetry may take on the training thread.
+        budget: fraction of the wall time that telemetry may take on the training thread.
     """
 
     def __init__(self, budget: float) -> None:
@@ -56,7 +56,7 @@ class UsageWarnings:
             _logger.warning(message, *args)
 
     def check_order(self, axes: Axes, last: Axes) -> None:
-        """Warn where an update does not come after the last one."""
+        """Warn if an update does not come after the last one."""
         if axes.update <= last.update:
             self.warn(REPEATED, axes.update, last.update)
         if axes.env_step < last.env_step:
@@ -65,7 +65,7 @@ class UsageWarnings:
             self.warn(BACKWARDS, "gradient_step", axes.gradient_step, last.gradient_step)
 
     def add_record(self, seconds: float, elapsed: float, *, can_use_worker: Callable[[], bool]) -> None:
-        """Count the time that a record took, of `elapsed` since the one before; recommend a worker where records exceed the budget."""
+        """Count the time that a record took, out of `elapsed` since the previous one; recommend a worker if records exceed the budget."""
         self._records += 1
         self._seconds += seconds
         self._elapsed += elapsed

@@ -21,13 +21,13 @@ from esper_telemetry.core.record import Level, check_key
 from esper_telemetry.core.reduction import Array
 
 MAX_EPOCH_RESTARTS: Final = 10
-"""Times that the epochs of one update may restart: once for each of several policies that are trained in turn."""
+"""How often the epochs of one update may restart: once for each of several policies that are trained in turn."""
 
 MAX_ROWS: Final = 10_000
 """Rows of one kind in one update, beyond which the user has probably forgotten to call `flush`."""
 
 MAX_CHECKED_KEYS: Final = 100_000
-"""Keys that are remembered as checked: a loop that logs more of them makes up new ones for every record."""
+"""Keys that are remembered as checked; a loop that logs more of them invents new ones for every record."""
 
 NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
@@ -48,7 +48,7 @@ class ObservedRows(Generic[Block]):
     epoch_restarts: int = 0
 
     def add(self, block: Block, epochs: Sequence[int], step: int | Sequence[int] | None) -> bool:
-        """Add a block with a row for each epoch, from `step` on, or at `step`, or behind the rows so far.
+        """Add a block with one row per epoch: from `step` on, or at the given steps, or after the rows so far.
 
         Returns whether the rows seem to belong to several updates.
         """
@@ -68,7 +68,7 @@ class Window:
     """Observed groups by layout.
 
     Attributes:
-        overdue: whether several updates have been observed since the window was sent, as far as rows and epochs tell.
+        overdue: whether rows and epochs suggest that several updates have been observed since the window was sent.
     """
 
     def __init__(self) -> None:
@@ -81,20 +81,20 @@ class Window:
 
     @property
     def gradient_steps(self) -> int:
-        """Largest number of optimizer steps that any group has been observed for, where it was observed per step."""
+        """Maximum number of optimizer steps for which any group was observed, among groups observed per step."""
         steps = [rows.steps for part in (self._rows, self._postponed) for rows in part.values()]
         return max((max(each) + 1 for each in steps if max(each) > 0), default=0)
 
     def postpone(self, measured: Postponed, epoch: int | Sequence[int], step: int | None) -> None:
-        """Keep a measurement until the window is sent; it stands at `step`, or after those of its kind."""
+        """Keep a measurement until the window is sent; it belongs to `step`, or follows earlier ones of its kind."""
         epochs = _epoch_of_each_row(epoch, 1)
         self.overdue |= self._postponed.setdefault(measured.kind, ObservedRows()).add(measured, epochs, step)
 
     def add(self, group: MetricGroup | Postponed, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
-        """Pack a group; its first row stands at `step`, or after the rows that its layout has already; or its rows at `step`.
+        """Pack a group. Its first row belongs to `step`, or follows earlier rows of its layout; a sequence gives the step of each row.
 
         It is packed now and not when the window is sent, because the owner of its tensors may change them. A group in which everything is
-        undefined has no rows. A postponed measurement is kept as `postpone` does.
+        undefined adds no rows. A postponed measurement is kept, as by `postpone`.
         """
         if isinstance(group, Postponed):
             self.postpone(group, epoch, step if isinstance(step, int) else None)
@@ -209,11 +209,11 @@ class LoggedValues:
         return bool(self._values or self._nonfinite)
 
     def add(self, values: Mapping[str, SupportsFloat]) -> None:
-        """Add numbers, the last one of a key counts; non-finite ones are counted under `<key>_nonfinite`.
+        """Add numbers; the last number of a key counts, and non-finite ones are counted under `<key>_nonfinite`.
 
         Raises:
-            ValueError: for a key that not every backend accepts; then nothing is added.
-            TypeError: for what is no mapping, and for a value that is not one number.
+            ValueError: for a key that some backend would not accept; then nothing is added.
+            TypeError: if `values` is not a mapping, or a value is not a single number.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"log takes a mapping from keys to numbers, such as {{'my/key': 0.3}}, got {shown(values)}")
@@ -237,7 +237,7 @@ class LoggedValues:
 
 
 def flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:
-    """Yield the groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
+    """Yield single groups, also from tuples, lists and generators; a postponed measurement is yielded as one."""
     for group in groups:
         if isinstance(group, MetricGroup | Postponed):
             yield group
@@ -245,7 +245,7 @@ def flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:
             yield from flattened(group)
         else:
             raise TypeError(
-                f"observe takes what metric functions return, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
+                f"observe takes the results of metric functions, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
             )
 
 

@@ -1,15 +1,15 @@
-"""`WorkerPipeline`: the pipeline in a process beside the trainer, behind a pipe and shared memory.
+"""`WorkerPipeline`: the pipeline in a worker process, connected by a pipe and shared memory.
 
-A record takes some five hundred small operations, a seventh of a fast CPU trainer's time on its own thread; to pack the update takes about
-a millisecond. The price is a second interpreter with torch, some 200 MB. Tensors lie in shared memory because the system finds fresh pages
-for every write to a pipe, half a millisecond per update, and because a pipe takes a megabyte at a time.
+A record takes about five hundred small operations, a seventh of a fast CPU trainer's time on its own thread; packing the update takes about
+a millisecond. The price is a second interpreter with torch, about 200 MB. Tensors are in shared memory because the system allocates fresh
+pages for every write to a pipe, half a millisecond per update, and because a pipe takes a megabyte at a time.
 
-Two cases of a dying process lose nothing. If the trainer is killed, the worker still finds the finished updates in the pipe, and ends
-the run as killed. If the worker dies or hangs, the training process reads in the journal how far it came, and does the rest itself.
+A dying process loses nothing in two cases. If the trainer is killed, the worker still finds the finished updates in the pipe, and ends
+the run as killed. If the worker dies or hangs, the training process finds the worker's progress in the journal, and does the rest itself.
 
-What has killed the worker must not kill the trainer. The call that the worker was working on is not repeated as it was: a function that the
-worker was in, as its `CallNote` says, is never called again, and if there is none, the record of that update is written without what was
-still to be measured. Alarms of users are off from then on, whatever the reason: they were promised a process of their own.
+A call that has killed the worker must not kill the trainer, so it is not repeated unchanged. If its `CallNote` names a function, that
+function is never called again. Otherwise the record of that update is written without the data that were still to be measured. Alarms of
+users are off from then on in any case: they were promised a separate process.
 """
 
 from __future__ import annotations
@@ -81,35 +81,35 @@ ENTRY: Final = "from esper_telemetry.pipeline.worker import main; main()"
 
 MAX_WORKER_THREADS: Final = 4
 RING_BYTES: Final = 256 << 20
-"""Size of the shared memory, several times `MAX_WAITING_BYTES`. A small run uses the first megabytes alone."""
+"""Size of the shared memory, several times `MAX_WAITING_BYTES`. A small run uses only the first megabytes."""
 PIPE_BYTES: Final = 1 << 20
-"""Size of the pipe: the descriptions of all metrics, and several updates besides their tensors."""
+"""Size of the pipe: the descriptions of all metrics, and several updates without their tensors."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Bytes that may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
+"""Bytes that may wait for a slow worker; beyond it updates are recorded without the data that are still to be measured."""
 MAX_LATE_MESSAGES: Final = 32
 LATE_SECONDS: Final = 2.0
-"""A worker that has had more messages to answer for so long is late: a fast run may send several between two of its looks."""
+"""A worker with several unanswered messages for this long is late; a fast run may send several messages between two of its polls."""
 MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""
 POLL_SECONDS: Final = 0.01
-"""Time between two looks of `sync` and `end` at the worker's counter: not every answer comes through the pipe."""
+"""Time between two polls of the worker's counter in `sync` and `end`, because not every answer comes through the pipe."""
 MAX_MESSAGE_SECONDS: Final = 60.0
 """Time that the worker may take for one message; a user's alarm that hangs takes longer."""
 AWAITED_SHARE: Final = 0.75
-"""Share of the time at the end of a run that the worker gets; the rest is for doing in this process what it did not do."""
+"""Fraction of the time at the end of a run that the worker gets; the rest is for finishing its work in this process."""
 USER_ALARM: Final = "alarm "
-"""Beginning of the notes of alarms."""
+"""Prefix of the notes of alarms."""
 EXIT_SECONDS: Final = 5.0
 """Time that the worker may take to exit when everything is done."""
 NICENESS: Final = 10
-"""The trainer goes first where cores are scarce; the sinks' process is nicer still."""
+"""Gives the trainer priority if cores are scarce; the sink process has an even lower priority."""
 
 AWAITED: Final = ("sync", "end")
-"""Calls that the trainer waits for: the worker replies through the pipe though it has nothing to report."""
+"""Calls that the trainer waits for: the worker replies through the pipe even without a report."""
 PAYLOAD: Final = Vocabulary(
     (FlushedUpdate, Axes, SinkBacklog, FlushCost, SinkLag, DeviceUsage, Values, *KINDS), tuple(Level)
 )
-"""Types of which an update's payload is made."""
+"""Types in an update's payload."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -117,7 +117,7 @@ _logger = logging.getLogger("esper_telemetry")
 def can_use_worker(settings: PipelineSettings) -> bool:
     """Return whether a worker can make the records: on Linux (memory files), with a second core, and with settings that it can import.
 
-    A worker cannot import what the script itself defines, such as a detector or an alarm.
+    A worker cannot import definitions of the script itself, such as a detector or an alarm.
     """
     if not hasattr(os, "memfd_create"):
         return False
@@ -126,24 +126,24 @@ def can_use_worker(settings: PipelineSettings) -> bool:
         return False
     try:
         return b"__main__" not in pickle.dumps(settings)
-    except (Exception, SystemExit):  # pickling runs code of detectors and alarms, which need not be made for it
+    except (Exception, SystemExit):  # pickling runs code of detectors and alarms, which may not support it
         return False
 
 
 def worker_threads() -> int:
-    """Return the threads of a worker: one for a trainer on the CPU, more if a GPU leaves cores idle and makes large updates."""
+    """Return the number of threads of a worker: one for a trainer on the CPU, more if a GPU leaves cores idle and makes large updates."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKER_THREADS, cores // 4)) if torch.cuda.is_initialized() else 1
 
 
 class WorkerPipeline:
-    """A pipeline whose work is done by a process of its own; calls as `InProcessPipeline`, none of which waits but `sync` and `end`.
+    """A pipeline whose work is done in another process, with the calls of `InProcessPipeline`; only `sync` and `end` wait.
 
     Args:
-        journal: of a run with a directory; nobody else appends to it meanwhile.
+        journal: journal of a run with a directory; only the worker appends to it meanwhile.
         settings: sent to the worker.
 
-    Raises OSError or MemoryError where the system refuses what the worker needs; nothing of it is left open then.
+    Raises OSError or MemoryError if the system lacks resources for the worker; everything is then closed.
     """
 
     def __init__(self, journal: Journal, settings: PipelineSettings) -> None:
@@ -181,14 +181,12 @@ class WorkerPipeline:
                 remove_lock(self._run_dir, Role.WRITER)
                 raise
         os.set_blocking(self._supervisor.input, False)
-        with suppress(
-            OSError, AttributeError
-        ):  # where the system allows less, or has no such call, more waits in memory
+        with suppress(OSError, AttributeError):  # if the system allows less, or lacks this call, more waits in memory
             fcntl.fcntl(self._supervisor.input, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def pid(self) -> int:
-        """Number of the worker process."""
+        """Process ID of the worker."""
         assert self._supervisor.pid is not None
         return self._supervisor.pid
 
@@ -221,7 +219,7 @@ class WorkerPipeline:
 
     @property
     def is_late(self) -> bool:
-        """True while updates wait for the worker: it should get less to do. A sampled update that it works on may have 20 MB itself."""
+        """True while updates wait for the worker, which should then get less work. A single sampled update may have 20 MB."""
         behind = len(self._unanswered) > MAX_LATE_MESSAGES and time.monotonic() - self._in_time_at > LATE_SECONDS
         return self._fallback is None and (behind or self._waiting_bytes > MAX_WAITING_BYTES // 2)
 
@@ -230,11 +228,11 @@ class WorkerPipeline:
         return self._ring.used_bytes + sum(map(len, self._outbox))
 
     def event(self, event: JournalEvent) -> None:
-        """Append something that happened besides records."""
+        """Append an event other than a record."""
         self._send("event", event)
 
     def take_reports(self) -> Sequence[AlarmReport]:
-        """Return what the detector has reported since the last call, as far as this process knows by now."""
+        """Return the detector's reports that this process has received since the last call."""
         if self._fallback is None and not self._closed:
             with self._changing():
                 self._write()
@@ -262,7 +260,7 @@ class WorkerPipeline:
         self._await_answers(timeout)
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
-        """Append the last line; all lines are in the journal when this returns, updates without summary if time is short."""
+        """Append the last line. All lines are in the journal on return, without summaries if time is short."""
         self._send("end", status, seq, timeout)
         wait = timeout * AWAITED_SHARE
         self._await_answers(wait)
@@ -270,18 +268,18 @@ class WorkerPipeline:
             self._take_over("is too slow", blame=self._hangs(wait / 2), seconds=timeout - wait)
         self._closed = True
         if self._fallback is None:
-            self._supervisor.stop(EXIT_SECONDS)  # it has written everything, and only exits slowly
+            self._supervisor.stop(EXIT_SECONDS)  # it has written everything, and may only exit slowly
             remove_lock(self._run_dir, Role.WRITER)
 
     def idle(self) -> bool:
-        """Return whether everything is done that was asked for, here if the worker is gone; never waits for it."""
+        """Return whether all calls are done, by this process if the worker is gone; never waits for the worker."""
         if self._fallback is None:
             self._poll()
         return not self._unanswered
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state of the pipe and the ring: what an exception has left half done, of a signal handler say, ends their use."""
+        """Change the state of the pipe and the ring. If an exception, as from a signal handler, interrupts this, their use ends."""
         if self._is_changing and self._fallback is None:
             self._take_over("was interrupted", blame=False)
         self._is_changing = True
@@ -289,7 +287,7 @@ class WorkerPipeline:
         self._is_changing = False
 
     def _hangs(self, seconds: float) -> bool:
-        """Return whether the worker has been at one message for so long; a pause of both processes does not count."""
+        """Return whether the worker has worked on one message for so long, without pauses of both processes."""
         now, begun = time.monotonic(), self._ring.begun
         pause = max(0.0, self._pauses.seconds() - MIN_PAUSE_SECONDS)
         if begun != self._begun or begun == self._ring.answers:
@@ -311,7 +309,7 @@ class WorkerPipeline:
             getattr(self._fallback, method)(*arguments)
 
     def _packed(self, method: str, arguments: tuple[Any, ...]) -> Message | None:
-        """Return the message of a call, of a record without summary if that cannot be pickled; nothing if the rest cannot."""
+        """Return the message of a call; of a record without summary if that cannot be pickled; None if the rest cannot."""
         try:
             return self._packer.pack((method, arguments))
         except Exception as error:  # pickling runs code of plugins
@@ -320,7 +318,7 @@ class WorkerPipeline:
             return self._packed(*_without_summary(method, arguments)) if is_summary else None
 
     def _write(self) -> None:
-        """Write what the pipe takes, which never waits; `take_reports` does so again."""
+        """Write as much as the pipe takes without waiting; `take_reports` continues."""
         try:
             with suppress(BlockingIOError):
                 while self._outbox:
@@ -334,7 +332,7 @@ class WorkerPipeline:
             self._take_over("has died" if isinstance(error, BrokenPipeError) else f"cannot be reached ({error})")
 
     def _release_answered(self) -> None:
-        """Let go of the messages that are answered by now, and of their shared memory."""
+        """Release the answered messages and their shared memory."""
         answers = self._ring.answers
         for _ in range(answers - self._answers):
             if self._unanswered.popleft().place is not None:
@@ -342,21 +340,21 @@ class WorkerPipeline:
         self._answers = answers
 
     def _poll(self) -> None:
-        """Read what has come back by now, or notice that nothing more will."""
-        has_ended = self._supervisor.has_ended  # before reading: what it wrote comes before its end
+        """Read the replies so far, or notice that no more will come."""
+        has_ended = self._supervisor.has_ended  # before reading: its output comes before its end
         self._read()
         if has_ended and self._unanswered:
             self._take_over("has died")
 
     def _read(self) -> None:
-        """Take in what has come back by now."""
+        """Receive the replies so far."""
         received = b""
-        with suppress(OSError):  # a pipe that cannot be read: the worker's counter says what is answered
+        with suppress(OSError):  # if the pipe cannot be read, the worker's counter says which messages are answered
             while piece := self._supervisor.read():
                 received += piece
         for items in self._replies.take(received):
             self._replies_read += 1
-            for item in items:  # warnings of the worker, whose log nobody sees, and alarms
+            for item in items:  # warnings of the worker, whose own log is not shown, and alarms
                 if isinstance(item, str):
                     _logger.warning("%s", item)
                 else:
@@ -367,7 +365,7 @@ class WorkerPipeline:
         """Wait until everything is answered, at most for that time."""
         deadline = time.monotonic() + timeout
         while self._fallback is None and self._unanswered and time.monotonic() < deadline:
-            poll = select.poll()  # select takes no descriptor above 1023
+            poll = select.poll()  # select cannot use descriptors above 1023
             poll.register(self._supervisor.replies, select.POLLIN)
             if self._outbox:
                 poll.register(self._supervisor.input, select.POLLOUT)
@@ -379,12 +377,12 @@ class WorkerPipeline:
                     self._poll()
 
     def _take_over(self, reason: str, *, blame: bool = True, seconds: float = math.inf) -> None:
-        """Do in this process what the worker did not do, and everything from now on.
+        """Do the worker's unfinished work in this process, and everything from now on.
 
         Args:
-            reason: what has become of the worker.
-            blame: whether the message that it was working on may be the reason.
-            seconds: time after which records are written without what is still to be measured.
+            reason: what has happened to the worker.
+            blame: whether the message under way may be the reason.
+            seconds: time after which records are written without the data that are still to be measured.
         """
         deadline = time.monotonic() + seconds
         was_alive = not self._supervisor.has_ended
@@ -419,7 +417,7 @@ class WorkerPipeline:
         if self._info is not None and last >= 0:
             self._fallback.resume(self._info)
         first = min((number for number in numbers if 0 < number <= last), default=None)
-        if first is not None:  # the worker could not send these alarms; for how long they raise the level is lost
+        if first is not None:  # the worker could not send these alarms, and the duration of their escalation is lost
             lost = tuple(entry for entry in entries if isinstance(entry, Alarm) and entry.seq >= first)
             self._reports.append(AlarmReport(lost, 0))
         for number, (method, arguments) in zip(numbers, calls, strict=True):
@@ -430,7 +428,7 @@ class WorkerPipeline:
                 getattr(self._fallback, method)(*arguments)
 
     def _give_up(self, reason: str, waiting: int) -> None:
-        """Go on without a journal: the worker cannot be ended, and may still write to it."""
+        """Continue without a journal: the worker cannot be ended, and may still write to it."""
         self._warn(
             f"the process that summarises updates {reason} and cannot be ended: nothing is recorded from here on"
         )
@@ -441,7 +439,7 @@ class WorkerPipeline:
     def _last_seq(self, numbers: Sequence[int]) -> tuple[int, Sequence[Entry]]:
         """Return the number of the last line in the journal, -1 without a run line, and the last entries.
 
-        If the journal cannot be read, it is the number of the last answered line: some updates may have two records, of which readers take
+        If the journal cannot be read, use the number of the last answered line: some updates may then have two records, and readers use
         the first.
         """
         try:
@@ -460,16 +458,16 @@ class WorkerPipeline:
 
 def _takeover_sentence(reason: str, culprit: str) -> str:
     blamed = f" in {culprit}, which is not called again in this run" if culprit else ""
-    return f"the process that summarises updates {reason}{blamed}: training continues and does the rest itself"
+    return f"the process that summarises updates {reason}{blamed}: training continues and summarises them itself"
 
 
 def _without_summary(method: str, arguments: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return the call of a record without what is still to be measured; any other call as it is."""
+    """Return the call of a record without the data that are still to be measured; any other call unchanged."""
     return (method, (arguments[0].without_summary(),)) if method == "record" else (method, arguments)
 
 
 def _seq(method: str, arguments: tuple[Any, ...]) -> int:
-    """Return the number of the line that a call becomes; 0 for the run line, which comes before all."""
+    """Return the number of the line that a call becomes; 0 for the run line, which comes first."""
     match method:
         case "record" | "event":
             return int(arguments[0].seq)
@@ -479,7 +477,7 @@ def _seq(method: str, arguments: tuple[Any, ...]) -> int:
 
 
 def main() -> None:
-    """Run the worker: make the calls that come in, in order, and answer each with warnings and alarms, until the input ends."""
+    """Run the worker: make the incoming calls in order, and answer each with warnings and alarms, until the input ends."""
     replies, shared, parent = map(int, sys.argv[1:4])
     run_dir = Path(sys.argv[4])
     become_helper_process(NICENESS)

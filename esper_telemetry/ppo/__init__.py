@@ -1,4 +1,4 @@
-"""The bundled trainer: proximal policy optimisation that emits an event for everything that happens in it.
+"""The bundled trainer: proximal policy optimisation that emits events for telemetry.
 
 Names are imported when they are first used: the command line reads `PPOConfig` and the presets without torch.
 """

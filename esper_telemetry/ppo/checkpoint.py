@@ -1,8 +1,8 @@
 """Saved states: checkpoints in files, the last finite weights in memory, and the global random generators.
 
-A file holds tensors and plain data only, so `torch.load` reads it with `weights_only=True` and runs no code of it. It replaces its
-predecessor whole or not at all. Several ranks have one file: the first rank gathers what differs between them, for which all ranks stop
-once. Files side by side could stem from different updates after a kill.
+A file holds only tensors and plain data, so `torch.load` reads it with `weights_only=True` and runs none of its code. It is replaced
+atomically. Several ranks share one file, because separate files could be from different updates after a kill: rank 0 gathers the parts
+that differ, for which all ranks stop once.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """Anything with a state of tensors and plain data."""
+    """An object with a state of tensors and plain data."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
 
 
 class Checkpointables:
-    """Objects by name that are saved with a trainer and no part of it, such as a schedule; they may join after a checkpoint is loaded."""
+    """Objects by name that are saved with a trainer without being part of it, such as a schedule; they may join after loading."""
 
     def __init__(self) -> None:
         self._members: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] = {}
 
     def join(self, name: str, member: Stateful) -> Callable[[], None]:
-        """Save and load `member` from now on; return a function that ends this. Further members of a name are numbered."""
+        """Save and load `member` from now on; return a function that ends this. Further members with the same name are numbered."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         name = name if name not in self._members else next(other for other in numbered if other not in self._members)
         self._members[name] = member
@@ -63,11 +63,11 @@ class Checkpointables:
         return leave
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all."""
+        """Return the states of all members."""
         return {name: member.state_dict() for name, member in self._members.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the state of each member, now or when it joins; one that was not saved stays as it is."""
+        """Load the state of each member, now or when it joins; a member without a saved state is not changed."""
         self._loaded = dict(states)
         for name, member in self._members.items():
             if name in states:
@@ -75,11 +75,11 @@ class Checkpointables:
 
 
 MAX_ROLLBACKS: Final = 3
-"""Rollbacks in a row at which training ends."""
+"""Number of consecutive rollbacks that ends training."""
 
 
 class Watchdog:
-    """Check of the weights after every update, which waits for the device, and restores the last finite ones.
+    """Checks the weights after every update, which synchronises, and restores the last finite ones.
 
     Attributes:
         rollbacks: number of restorations in the run.
@@ -97,16 +97,16 @@ class Watchdog:
         self._good = {name: tensor.clone() for name, tensor in self._modules.state_dict().items()}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts; the good weights are those of the same checkpoint."""
+        """Return the counts; the good weights are in the same checkpoint."""
         return {"rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting, and store the present weights as the good ones."""
+        """Continue the counts, and store the present weights as the good ones."""
         self.rollbacks, self._in_a_row = state.get("rollbacks", 0), state.get("in_a_row", 0)
         self.remember()
 
     def check(self) -> bool:
-        """Return True where all weights are finite; otherwise restore the good ones and drop the optimizer's moments.
+        """Return True if all weights are finite; otherwise restore the good ones and drop the optimizer's moments.
 
         Raises:
             FloatingPointError: for the third time in a row.
@@ -139,7 +139,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Set the global generators to saved states; those of devices that this machine lacks are left out."""
+    """Set the global generators to saved states, except generators of devices that this machine lacks."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -159,7 +159,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 class TrainingRun(Protocol):
-    """A run that emits events and has checkpoints: a trainer, or a controller that learns nothing."""
+    """A run that emits events and has checkpoints: a trainer, or a controller that does not learn."""
 
     hooks: Hooks
     checkpointables: Checkpointables
@@ -168,13 +168,13 @@ class TrainingRun(Protocol):
     updates: int
 
     def learn(self, total_steps: int) -> None:
-        """Go on until that many environment steps are taken."""
+        """Continue until that many environment steps are taken."""
 
     def stop(self) -> None:
         """Make `learn` return after the update in progress."""
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state: `made_of` holds the properties that must agree when it is loaded, `counts` its progress."""
@@ -183,12 +183,12 @@ class TrainingRun(Protocol):
 class Checkpoints:
     """Writer of `latest.pt`, and of `best.pt` at the highest mean return over the last hundred episodes.
 
-    With several ranks each has one: all save at the same updates, and the first rank writes. Its episodes decide which is the best.
+    Each rank has one: all save at the same updates, and rank 0 writes. Its episodes decide which checkpoint is the best.
 
     Args:
-        trainer: is saved at the ends of its updates, after all other hooks; a file that cannot be written costs one warning.
-        directory: of the files.
-        every: environment steps between two.
+        trainer: saved at the ends of its updates, after all other hooks; a file that cannot be written costs one warning.
+        directory: directory of the files.
+        every: environment steps between two checkpoints.
     """
 
     def __init__(self, trainer: TrainingRun, directory: str | Path, *, every: int) -> None:
@@ -202,7 +202,7 @@ class Checkpoints:
         trainer.checkpointables.join("checkpoints", self)
 
     def save(self) -> bool:
-        """Write `latest.pt` now, and `best.pt` if no mean return was higher; return False where the disk does not take them."""
+        """Write `latest.pt` now, and `best.pt` if the mean return is the highest so far; return False if the disk refuses them."""
         mean = statistics.fmean(self._returns) if len(self._returns) == RECENT_EPISODES else -math.inf
         best, self._highest = mean > self._highest, max(mean, self._highest)
         state = gathered(self._trainer)
@@ -214,32 +214,32 @@ class Checkpoints:
             if not self._warned:
                 self._warned = True
                 message = (
-                    "esper-telemetry: cannot write a checkpoint to %s (%s): training continues; the last one that was written stays,"
-                    " and the next is tried when it is due"
+                    "esper-telemetry: cannot write a checkpoint to %s (%s): training continues; the last checkpoint is kept,"
+                    " and the next one is tried when it is due"
                 )
                 _logger.warning(message, self.latest.parent, error.strerror)
             return False
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the highest mean return, and the returns of the next one."""
+        """Return the highest mean return, and the returns for the next one."""
         return {"highest": self._highest, "returns": list(self._returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; the next checkpoint comes as many steps after the one that was loaded."""
+        """Continue from a saved state; the interval to the next checkpoint starts at the loaded one."""
         self._due, self._highest = self._trainer.env_steps + self._every, state["highest"]
         self._returns.clear()
         self._returns.extend(state["returns"])
 
     def save_when_due(self, event: UpdateEnd) -> None:
-        """Write a checkpoint where enough steps have passed since the last one."""
+        """Write a checkpoint if enough steps have passed since the last one."""
         if event.env_step >= self._due:
             self._due = event.env_step + self._every
             self.save()
 
 
 def state_of(trainer: PPO) -> dict[str, Any]:
-    """Return the state that training continues from, with that of the environment where it can be saved."""
+    """Return the state from which training continues, including the environment's if it can be saved."""
     return {
         "format": FORMAT,
         "config": asdict(trainer.config),
@@ -257,7 +257,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
 
 
 def save(trainer: TrainingRun, path: str | Path) -> Path:
-    """Write a checkpoint, whole or not at all; every rank calls it, and the first one writes."""
+    """Write a checkpoint atomically; every rank calls it, and rank 0 writes."""
     state = gathered(trainer)
     if state is not None:
         write(state, Path(path))
@@ -265,7 +265,7 @@ def save(trainer: TrainingRun, path: str | Path) -> Path:
 
 
 def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
-    """Return the state of a trainer with the parts of the other ranks; None on all ranks but the first."""
+    """Return the state of a trainer with the parts of the other ranks; None on all ranks except rank 0."""
     state = trainer.state_dict()
     parts = trainer.ranks.gather(
         {name: state[name] for name in PARTS_OF_RANKS if name in state} if trainer.ranks.rank else {}
@@ -274,7 +274,7 @@ def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with draft_of(path) as draft, draft.open("wb") as file:
@@ -282,18 +282,18 @@ def write(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch raises its own error over that of the disk
+        if isinstance(error.__context__, OSError):  # torch raises its own error instead of the disk's
             raise error.__context__ from None
         raise
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's content, on the CPU; raise ValueError where the file is not a checkpoint."""
+    """Return a checkpoint's content, on the CPU; raise ValueError if the file is not a checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # the unpickler of a file that holds anything
+    except Exception as error:  # unpickling an arbitrary file may raise anything
         reason = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
         raise ValueError(f"{path} is not a checkpoint: {reason}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -309,11 +309,11 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(trainer: PPO, path: str | Path) -> None:
     """Make a trainer continue from a checkpoint.
 
-    With the environment's state the run continues bit for bit; where it could not be saved, new episodes begin. The global random
-    generators of Python, NumPy and torch are restored too, as an environment may draw from them.
+    With the environment's state the run continues bit for bit; if that could not be saved, new episodes begin. The global random
+    generators of Python, NumPy and torch are restored too, because an environment may use them.
 
     Raises:
-        ValueError: the file does not fit; the sentence says which part differs.
+        ValueError: the file does not fit; the message says which part differs.
     """
     try:
         _load(trainer, path)
@@ -338,7 +338,7 @@ def _load(trainer: PPO, path: str | Path) -> None:
 
 
 def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint; raise ValueError naming the first thing in which it does not fit."""
+    """Return this rank's part of a checkpoint; raise ValueError naming the first mismatch."""
     state = read(path)
     saved_ranks, present_ranks = 1 + len(state.get("others", ())), ranks.size
     if saved_ranks != present_ranks:
@@ -375,6 +375,6 @@ def made_of(trainer: PPO) -> dict[str, Any]:
 
 
 def kind_of(trainer: PPO, part: str) -> str:
-    """Return the kind of the head for that part, with its squash: that has no weights whose shapes could differ."""
+    """Return the kind of the head for that part, with its squash, which the shapes of weights do not show."""
     head = trainer.policy.head(part)
     return head.kind if head.squash is None else f"{head.kind}, squashed"

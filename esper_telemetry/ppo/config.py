@@ -18,18 +18,18 @@ MAX_ROLLOUT_ROWS = 1 << 30
 MAX_WIDTH = 1 << 16
 """Largest width of a layer, and number of layers."""
 MAX_SETTING = 1e6
-"""Largest learning rate, coefficient or limit: products of several stay in the range of float32."""
+"""Largest learning rate, coefficient or limit, so that products of several stay in the range of float32."""
 MAX_LOG_STD = 20.0
 """Largest size of the log standard deviation: e^20 is 5e8."""
 LOG_STD_RANGE = (-5.0, 2.0)
-"""Between which a log standard deviation that depends on the state is held; as in CleanRL's soft actor-critic."""
+"""Bounds of a log standard deviation that depends on the state; as in CleanRL's soft actor-critic."""
 POLICIES = ("mlp", "lstm", "gru")
 PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
-    """Settings of PPO (Schulman et al. 2017, arXiv:1707.06347); a wrong one raises ValueError.
+    """Settings of PPO (Schulman et al. 2017, arXiv:1707.06347); a wrong setting raises ValueError.
 
     Attributes:
         num_steps: steps per environment and rollout.
@@ -37,44 +37,44 @@ class PPOConfig:
         num_minibatches: optimizer steps per pass; a recurrent policy splits environments, others split rows.
         learning_rate: step size of Adam at the start.
         anneal_learning_rate: lower the learning rate linearly to zero over the run.
-        desired_kl: KL divergence that the learning rate is adapted to, instead of annealing: once per update it is divided by 1.5
-            where the KL of the last pass exceeds twice this, and multiplied by 1.5 where that is below half of this (Schulman et
+        desired_kl: KL divergence that the learning rate adapts to, instead of annealing. Once per update the rate is divided by 1.5
+            if the KL of the last pass exceeds twice this value, and multiplied by 1.5 if the KL is below half of it (Schulman et
             al. 2017, §4; as in RSL-RL).
-        target_kl: an update ends after the pass whose mean KL exceeds 1.5 times this.
+        target_kl: an update ends after a pass whose mean KL exceeds 1.5 times this value.
         gamma: discount factor.
         gae_lambda: decay of the advantage estimator's trace (arXiv:1506.02438).
         clip: distance from 1 at which ratios are clipped.
-        clip_value: distance from the old value at which the value loss clips the new one; None clips nothing.
+        clip_value: distance from the old value at which the value loss clips the new one; None disables it.
         entropy_coef: weight of the entropy bonus, at the start.
-        final_entropy_coef: weight of the entropy bonus at the end of the run, reached linearly; None keeps the first.
+        final_entropy_coef: weight of the entropy bonus at the end of the run, reached linearly; None keeps the initial weight.
         value_coef: weight of the value loss, 0.5 MSE.
-        max_grad_norm: limit of the global gradient norm; None clips nothing.
+        max_grad_norm: limit of the global gradient norm; None disables clipping.
         normalize_advantages: bring the advantages to mean 0 and (unbiased) standard deviation 1.
         normalize_minibatches: normalise advantages in each minibatch instead of over the rollout.
         advantage_std_floor: smallest standard deviation that advantages are divided by.
         normalize_observations: bring observations to mean 0 and standard deviation 1, by running statistics.
         normalize_rewards: divide rewards by the running standard deviation of the discounted return.
-        policy: `mlp`, or `lstm` or `gru`, which remember the episode. The command line also takes a controller of a registered
-            environment, which learns nothing; `PPO` refuses it.
+        policy: `mlp`, or `lstm` or `gru`, which remember the episode. The command line also accepts a controller of a registered
+            environment, which does not learn; `PPO` refuses it.
         hidden_sizes: widths of the hidden layers of actor and critic; in a recurrent policy they follow the memory.
         encoder_sizes: widths of the hidden layers before the memory of a recurrent policy.
         lstm_size: width of the recurrent state, for `lstm` and `gru`.
         lstm_layers: number of stacked recurrent cells.
         activation: `tanh` or `relu`.
-        shared_trunk: actor and critic share their hidden layers and their memory.
+        shared_trunk: let actor and critic share their hidden layers and their memory.
         log_std: initial log standard deviation of continuous actions.
         state_dependent_std: compute the log standard deviation from the state, between -5 and 2, instead of learning one number per
             dimension.
-        squash: keep continuous actions within their bounds by a tanh instead of cutting them off there. Entropy, as it is
-            reported and as a bonus, is that before the tanh.
+        squash: keep continuous actions within their bounds by a tanh instead of clipping them. The entropy, both as reported and as
+            a bonus, is the entropy before the tanh.
         precision: `fp32`, or `bf16` by autocast for hidden layers and convolutions, in acting and in training; heads, losses,
             memories, weights and optimizer stay in float32.
         compile: compile the passes of the update with `torch.compile`, which takes up to minutes at first; a memory is not compiled.
-        watchdog: put the last good weights back after an update that leaves some that are not finite, and clear the
+        watchdog: restore the last good weights after an update that leaves non-finite ones, and clear the
             optimizer; training ends after three such updates in a row.
         seed: seed of initial weights, sampling and shuffling, and of environments that were made without one.
         stop_on_nonfinite: end training with FloatingPointError at the first gradient that is not finite, in the order of the backward
-            pass. On a GPU each check waits for the device.
+            pass. On a GPU each check synchronises.
     """
 
     num_steps: int = 128
@@ -128,7 +128,7 @@ class PPOConfig:
         for name in ("entropy_coef", "value_coef", "advantage_std_floor", "final_entropy_coef"):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), low=0.0, high=MAX_SETTING)
-        limit = self.max_grad_norm  # an infinite one clips nothing
+        limit = self.max_grad_norm  # an infinite limit disables clipping
         require(limit is None or limit > 0, "max_grad_norm must be positive", limit)
         if self.policy not in POLICIES:
             names = (*POLICIES, *controllers())
@@ -151,9 +151,9 @@ class PPOConfig:
         require(0 <= self.seed <= MAX_SEED, f"seed must be between 0 and {MAX_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
-        """Raise ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`.
+        """Raise ValueError, with counts that would work, unless the minibatches divide a rollout of `num_envs`.
 
-        A recurrent policy learns from whole sequences: it needs an environment for every minibatch.
+        A recurrent policy learns from whole sequences and needs an environment for every minibatch.
         """
         rows = self.num_steps * num_envs
         require(
@@ -171,13 +171,13 @@ class PPOConfig:
             near = sorted(sorted(divisors, key=lambda count: abs(count - self.num_minibatches))[:4])
             raise ValueError(
                 f"num_minibatches must divide the rollout of {num_envs} x {self.num_steps} = {rows} rows, "
-                f"got {self.num_minibatches}; the nearest that do are {', '.join(map(str, near))}"
+                f"got {self.num_minibatches}; the nearest divisors are {', '.join(map(str, near))}"
             )
 
     def check_ranks(self, num_envs: int, ranks: int) -> None:
-        """Raise ValueError where one of several ranks, each with `num_envs`, might have rows for fewer minibatches than another.
+        """Raise ValueError if one of several ranks, each with `num_envs`, might have fewer minibatches than another.
 
-        Every second row may be a reset. Ranks that do not take the same number of steps would wait for each other for ever.
+        Up to every second row may be a reset. Ranks with different numbers of steps would wait for each other forever.
         """
         if ranks > 1:
             require(self.num_steps >= 2, "num_steps of several ranks must be at least 2", self.num_steps)
@@ -198,16 +198,16 @@ MEMORY: Mapping[str, Any] = {
     "hidden_sizes": (64,),
     "lstm_size": 64,
 }
-"""Policies with memory get normalised observations and rewards: unscaled, the critic's gradient fills the norm that both share with the
-clip limit, and CartPole-v1 behind a shared LSTM learns nothing."""
+"""Policies with memory get normalised observations and rewards. Otherwise the critic's gradient dominates the norm that both share with the
+clip limit, and CartPole-v1 with a shared LSTM learns nothing."""
 
 PRESETS: Mapping[tuple[str, str, bool], PresetSettings] = {
     ("CartPole-v1", "mlp", False): (8, {}),
-    # Returns down to -500: unscaled, the critic's gradient fills the norm that both share with the clip limit, and where no episode
-    # ends early the policy learns nothing for long.
+    # Returns down to -500: unscaled, the critic's gradient dominates the norm that both share with the clip limit, and if no episode
+    # ends early the policy learns nothing for a long time.
     ("Acrobot-v1", "mlp", False): (8, {"normalize_rewards": True}),
-    # Rewards down to -16: unscaled, the critic's gradient fills the norm that both share with the clip limit. Episodes take
-    # 200 steps and begin together: a shorter rollout sees a part of them only. Ten passes, as the updates are few.
+    # Rewards down to -16: unscaled, the critic's gradient dominates the norm that both share with the clip limit. Episodes take
+    # 200 steps and begin together, so a shorter rollout sees only a part of them. Ten passes, because the updates are few.
     ("Pendulum-v1", "mlp", False): (8, {"num_steps": 256, "num_epochs": 10, "gamma": 0.9, "normalize_rewards": True}),
     ("CartPole-v1", "lstm", True): (
         8,
@@ -240,9 +240,9 @@ class Preset:
     """Settings for a task.
 
     Attributes:
-        name: what it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` for a task without tuned settings.
+        name: the task it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` for a task without tuned settings.
         num_envs: environments that step together.
-        settings: of `PPOConfig`, where they differ from the defaults.
+        settings: fields of `PPOConfig` that differ from the defaults.
     """
 
     name: str = "none"
@@ -250,14 +250,14 @@ class Preset:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, **changes: Any) -> PPOConfig:
-        """The settings; `changes` win."""
+        """The settings; `changes` override them."""
         return replace(PPOConfig(), **{**self.settings, **changes})
 
 
 def preset(env_id: str, policy: str = "mlp", *, mask_velocity: bool = False) -> Preset:
     """Return the preset for that task, policy and view.
 
-    A task without tuned settings gets the defaults without memory, and with memory what did well on all tuned tasks:
+    A task without tuned settings gets the defaults; with memory, it gets the settings that worked on all tuned tasks:
     normalised observations and rewards.
     """
     tuned = PRESETS.get((env_id, policy, mask_velocity))

@@ -1,12 +1,13 @@
-"""Heads of the policy: each chooses one part of an action and computes the log-probability of what it chose.
+"""Heads of the policy: each chooses one part of an action and computes the log-probability of its choice.
 
-A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian. The rollout keeps the scores that were acted on,
+A head's linear layer computes its *scores*: logits of a categorical, means of a Gaussian. The rollout keeps the scores used for acting,
 so the log-probability at collection belongs to the distribution that was really sampled.
 
-A Gaussian's action is stored as it was drawn. Beyond the bounds the environment cuts it, without the policy's knowledge. A squashed one
-reaches the environment as the tanh of the draw, stretched to the bounds: the inverse of a tanh near 1 has lost its digits. Its
-probability is that of the tanh in (-1, 1), as the stretch cancels in the ratio. Its entropy, also as a bonus, is that of the Gaussian
-before the tanh, in closed form: a bonus therefore widens σ without seeing that actions pile up at the bounds.
+A Gaussian action is stored as it was sampled. If it is beyond the bounds, the environment clips it, which the policy does not see. A
+squashed action reaches the environment as the tanh of the sample, stretched to the bounds. The sample is stored because the inverse of a
+tanh near 1 has lost its digits. Its probability is the probability of the tanh in (-1, 1), since the stretch cancels in the ratio. Its
+entropy, also as a bonus, is the closed-form entropy of the Gaussian before the tanh. A bonus therefore widens σ even if actions
+pile up at the bounds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Squash(nn.Module):
         self.register_buffer("bounds", torch.from_numpy(rows), persistent=False)
 
     def forward(self, draws: Tensor) -> Tensor:
-        """Actions within the bounds [..., D], from what was drawn [..., D]."""
+        """Actions within the bounds [..., D], from samples [..., D]."""
         low, high, middle, reach = self.bounds
         actions: Tensor = (middle + reach * draws.tanh()).clamp(low, high)
         return actions
@@ -70,7 +71,7 @@ class Squash(nn.Module):
 
 
 def bounds_of(spec: ActionSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Lower and upper bounds of a continuous part, infinite where it has none."""
+    """Lower and upper bounds of a continuous part, infinite if it is unbounded."""
     unbounded = (math.inf,) * spec.size
     return spec.low or tuple(-bound for bound in unbounded), spec.high or unbounded
 
@@ -79,15 +80,15 @@ Sampler: TypeAlias = Callable[[Array, Array], Array]
 
 
 class PolicyHead(nn.Module):
-    """A linear layer from trunk features to scores, and the distribution over actions that the scores stand for.
+    """A linear layer from trunk features to scores, and the distribution over actions given by the scores.
 
     Args:
         features: width of the trunk's output.
         size: number of choices or of dimensions.
-        width: number of scores; `size` unless said otherwise.
+        width: number of scores; `size` by default.
 
     Attributes:
-        squash: from what was chosen to what the environment takes; None where these are the same.
+        squash: maps chosen actions to the environment's; None if they are the same.
     """
 
     kind: str
@@ -97,7 +98,7 @@ class PolicyHead(nn.Module):
         super().__init__()
         self.size, self.width = size, width or size
         self.squash = None
-        # the first actions hardly depend on the observation (Andrychowicz et al. 2021, arXiv:2006.05990)
+        # with this gain the first actions hardly depend on the observation (Andrychowicz et al. 2021, arXiv:2006.05990)
         self.linear = orthogonal(nn.Linear(features, self.width), gain=0.01)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
-        """Entropy in nats, mean over the rows, 0-d; rows [N] where the head is irrelevant have none."""
+        """Entropy in nats, mean over the rows, 0-d; rows [N] in which the head is irrelevant add 0."""
         raise NotImplementedError
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -122,7 +123,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def sampler(self) -> Sampler:
-        """A function of scores [B, width] and noise [B, size], in NumPy, that returns actions; holds until weights change."""
+        """A function of scores [B, width] and noise [B, size], in NumPy, that returns actions; valid until weights change."""
         raise NotImplementedError
 
     def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
-        """Return an array for actions, `shape` of them."""
+        """Return an array for `shape` actions."""
         raise NotImplementedError
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
@@ -144,7 +145,7 @@ class Categorical(PolicyHead):
     kind = "categorical"
 
     def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Log-probabilities [N, size] of all choices; a large negative finite number where one is forbidden."""
+        """Log-probabilities [N, size] of all choices; a large negative finite number for forbidden ones."""
         return torch.log_softmax(mask_logits(scores, mask), -1)
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
@@ -187,23 +188,23 @@ def sample_categorical(scores: Array, noise: Array) -> Array:
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 NEAR_BOUND = math.atanh(0.99)
-"""A squashed action never reaches its bounds; from 99 % of the way it counts as if it did."""
+"""A squashed action never reaches its bounds; from 99 % of the way on it is considered to be there."""
 
 
 class Gaussian(PolicyHead):
-    """`size` real numbers, independent; scores are means, the standard deviation does not depend on the state.
+    """`size` independent real numbers; scores are means, and the standard deviation does not depend on the state.
 
-    Squashed, its log-probability is that of tanh(u) in (-1, 1). Its entropy is always that of the Gaussian itself, before
-    any squash: that of a squashed one has no closed form.
+    If it is squashed, its log-probability is that of tanh(u) in (-1, 1). Its entropy is always the Gaussian's own, before
+    any squash, because the entropy of a squashed Gaussian is not available in closed form.
 
     Args:
-        features: width of what it reads.
-        spec: of the part, with its bounds.
-        log_std: where the log standard deviation begins.
+        features: width of the input.
+        spec: specification of the part, with its bounds.
+        log_std: initial log standard deviation.
         squash: how to keep actions within bounds; None leaves this to the environment.
 
     Attributes:
-        bounds: [2, D], lower and upper: from where an action, as it is stored, counts as at the bounds; None without any.
+        bounds: [2, D], lower and upper: stored actions beyond these are considered to be at the bounds; None without bounds.
     """
 
     kind = "continuous"
@@ -228,7 +229,7 @@ class Gaussian(PolicyHead):
         return log_prob if self.squash is None else log_prob - self.squash.log_slope(actions)
 
     def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
-        """Return the entropy, which depends on the standard deviation alone."""
+        """Return the entropy, which depends only on the standard deviation."""
         entropy = self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
         return entropy if relevance is None else entropy * relevance.to(entropy.dtype).mean()
 
@@ -303,6 +304,6 @@ class StateDependentGaussian(Gaussian):
 def make_gaussian(
     part: str, spec: ActionSpec, features: int, log_std: float, *, state_dependent: bool, squashed: bool
 ) -> Gaussian:
-    """The head of a continuous part; raises ValueError where it cannot be squashed."""
+    """The head of a continuous part; raises ValueError if it cannot be squashed."""
     kind = StateDependentGaussian if state_dependent else Gaussian
     return kind(features, spec, log_std, Squash(part, spec) if squashed else None)

@@ -1,8 +1,8 @@
 """Events of the trainer: one method per event, which does nothing without a listener.
 
-Between two minibatches as little is done as can be: by the next one the trainer has pushed this code out of the processor's caches, and a
-line takes several times as long as when the update is over. So `MinibatchEnd` and `BackwardEnd` are built and emitted after the last step,
-unless a hook wants them at once.
+As little as possible happens between two minibatches: the trainer pushes this code out of the processor's caches, so that a line takes
+several times as long as after the update. So `MinibatchEnd` and `BackwardEnd` are built and emitted after the last step, unless a hook
+wants them immediately.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EmittingEnvironment(Protocol):
-    """An environment that emits events of its own; its trainer emits on the same hooks."""
+    """An environment that emits its own events; its trainer emits on the same hooks."""
 
     @property
     def hooks(self) -> Hooks:
@@ -63,7 +63,7 @@ class EmittingEnvironment(Protocol):
 
 
 def hooks_of(env: Environment) -> Hooks:
-    """Return the environment's hooks, so that listeners of a trainer hear both; new ones where it has none."""
+    """Return the environment's hooks, so that listeners of a trainer hear both; new hooks if it has none."""
     return env.hooks if isinstance(env, EmittingEnvironment) and isinstance(env.hooks, Hooks) else Hooks()
 
 
@@ -71,7 +71,7 @@ class TrainerEvents:
     """Emits the events of a trainer, built from its state."""
 
     def __init__(self, trainer: PPO) -> None:
-        # a cycle would keep the tensors of a trainer that is no longer used
+        # a reference cycle would keep the tensors of a trainer that is no longer used
         self._trainer: PPO = weakref.proxy(trainer)
         self._backwards: list[tuple[int, int, tuple[str, ...], Tensor]] = []
         self._minibatches: list[tuple[int, int, tuple[Any, ...], ObjectiveResult, Mapping[str, Tensor]]] = []
@@ -83,7 +83,7 @@ class TrainerEvents:
 
     @property
     def _hooks(self) -> Hooks:
-        return self._trainer.hooks  # whichever the trainer has now: a test or a user may replace them
+        return self._trainer.hooks  # looked up now, because a test or a user may replace them
 
     def run_start(self, total_steps: int) -> None:
         """Emit `RunStart`."""
@@ -93,19 +93,19 @@ class TrainerEvents:
             self._hooks.emit(RunStart(asdict(trainer.config), trainer.facts(total_steps), *counts))
 
     def update_start(self) -> None:
-        """Store when the update began, and the learning rates that it begins with."""
+        """Store when the update began, and its initial learning rates."""
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         self._rates = group_rates(self._trainer.optimizer)
 
     @property
     def numbers_rows(self) -> bool:
-        """True if minibatches have to say which transitions their rows are."""
+        """True if minibatches must number the transitions of their rows."""
         return self._hooks.wants(MinibatchEnd)
 
     def rollout_end(self, rollout: Rollout, acted: Rollout, advantages: Tensor, returns: Tensor) -> None:
-        """Emit `RolloutEnd`, `RecurrentForward` of a policy with a memory, and `EpisodeEnd` if an episode finished.
+        """Emit `RolloutEnd`, `RecurrentForward` for a policy with a memory, and `EpisodeEnd` if an episode finished.
 
-        The update reads `rollout` and was collected as `acted`; masks and relevance are those of acting.
+        The update reads `rollout`, which was collected as `acted`; masks and relevance are those used for acting.
         """
         hooks, trainer = self._hooks, self._trainer
         if hooks.wants(RolloutEnd):
@@ -122,7 +122,7 @@ class TrainerEvents:
             hooks.emit(EpisodeEnd(trainer.env_steps, episodes.returns, episodes.lengths, episodes.times))
 
     def before_update(self, replay: Callable[[], TrainerReplay]) -> None:
-        """Emit `BeforeUpdate`; `replay` builds what shows the policy its rollout once more."""
+        """Emit `BeforeUpdate`; `replay` builds an object that passes the rollout through the policy again."""
         wanted = self._hooks.wants(BeforeUpdate) or self._hooks.wants(AfterUpdate)
         self._replay = replay() if wanted else None
         event, self._collected = self._collected, None
@@ -152,7 +152,7 @@ class TrainerEvents:
         rows: Callable[[ActorCritic], AbstractContextManager[LossRows]],
         learning_rate: float | None,
     ) -> None:
-        """Emit `MinibatchObjective`; gradients of several ranks are averages, which no rank can recompute alone."""
+        """Emit `MinibatchObjective`; not with several ranks, whose averaged gradients a single rank cannot recompute."""
         trainer = self._trainer
         if self._hooks.wants(MinibatchObjective) and trainer.ranks.alone:
             event = MinibatchObjective(
@@ -177,7 +177,7 @@ class TrainerEvents:
         gradients: Callable[[Batch, Tensor], Mapping[str, Tensor]],
         batch: Batch,
     ) -> None:
-        """Emit `HeadsBackward` of a policy with several heads, while the graph below the trunk's output is there."""
+        """Emit `HeadsBackward` for a policy with several heads, while the graph below the trunk's output exists."""
         policy = self._trainer.policy
         if self._hooks.wants(HeadsBackward) and len(policy.heads) > 1 and output.requires_grad:
             trunk = {f"actor.{name}": parameter for name, parameter in policy.actor.named_parameters()}
@@ -194,7 +194,7 @@ class TrainerEvents:
         """Emit `BackwardEnd`.
 
         Args:
-            gradients: of all ranks, before clipping, by the names of their parameters.
+            gradients: gradients over all ranks, before clipping, by the names of their parameters.
             norms: [K], L2 norm of each; None if nothing is clipped.
         """
         hooks = self._hooks
@@ -227,7 +227,7 @@ class TrainerEvents:
                 self._emit_minibatches()
 
     def minibatches_end(self) -> None:
-        """Emit what no hook wanted at once, also where the update breaks off."""
+        """Emit the postponed events, even if the update was interrupted."""
         self._emit_backwards()
         self._emit_minibatches()
 
@@ -331,8 +331,8 @@ def minibatch_event(
     Args:
         epoch, step: pass over the rollout, and optimizer step within the update.
         columns: as `columns_of` returns them.
-        result: of the objective.
-        log_std: of heads whose standard deviation does not depend on the state, before the step.
+        result: result of the objective.
+        log_std: log standard deviations of heads for which they do not depend on the state, before the step.
         policy: describes the heads.
     """
     advantages, old_values, returns, masks, old_log_probs, relevance, rows = columns
@@ -361,7 +361,7 @@ def minibatch_event(
 def without_graph(result: ObjectiveResult, batch: Batch) -> ObjectiveResult:
     """Return the same tensors without their graphs, which hold the outputs of the trunk and their gradients.
 
-    Log-probabilities of heads are left out if there is one head.
+    With a single head, its log-probabilities are left out.
     """
     log_ratio, values, scores, head_log_probs, losses = result
     return ObjectiveResult(

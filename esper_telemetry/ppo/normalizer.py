@@ -1,7 +1,7 @@
 """Running statistics of observations and of the discounted return, on the device of the policy.
 
-They are updated once per rollout, after it is collected: what was acted on is what is stored and trained on, so the
-ratio of an update's first minibatch is 1.
+They are updated once per rollout, after it is collected. Stored and trained observations are thus the ones used for acting,
+and the ratio of an update's first minibatch is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPSILON, LIMIT = 1e-8, 10.0  # as in Stable-Baselines3 and Gymnasium
 
 
 class RunningMoments(nn.Module):
-    """Mean and (population) variance of all rows seen, in float64; 0 and 1 before the first.
+    """Mean and (population) variance of all rows so far, in float64; 0 and 1 before the first.
 
     Saved and loaded as buffers: `mean`, `variance` and `count`.
     """
@@ -61,14 +61,14 @@ class RunningMoments(nn.Module):
 
 
 class ObservationNormalizer(RunningMoments):
-    """Observations less their mean, divided by their standard deviation, cut at ±10."""
+    """Observations minus their mean, divided by their standard deviation, clipped at ±10."""
 
     def forward(self, observations: Tensor) -> Tensor:
         """Normalised observations [..., *shape]."""
         return ((observations - self.mean.float()) / self.scale()).clamp(-LIMIT, LIMIT)
 
     def as_numpy(self) -> Callable[[Array], Array]:
-        """Return the normalisation as a NumPy function; it holds until the next update."""
+        """Return the normalisation as a NumPy function, valid until the next update."""
         mean, scale = self.mean.float().cpu().numpy(), self.scale().cpu().numpy()
 
         def normalize(observations: Array) -> Array:
@@ -84,7 +84,7 @@ class ObservationNormalizer(RunningMoments):
 
 
 class VectorNormalizer(ObservationNormalizer):
-    """Normaliser of the vectors among observations of several parts; one-hot choices and images stay as they are."""
+    """Normaliser of the vectors among observations with several parts; one-hot choices and images are not changed."""
 
     def __init__(self, layout: ObservationLayout, ranks: Ranks = ALONE) -> None:
         super().__init__((layout.vectors,), ranks)
@@ -102,7 +102,7 @@ class VectorNormalizer(ObservationNormalizer):
         return rows
 
     def as_numpy(self) -> Callable[[Array], Array]:
-        """Return the normalisation as a NumPy function; it holds until the next update."""
+        """Return the normalisation as a NumPy function, valid until the next update."""
         scaled = super().as_numpy()
 
         def normalize(observations: Array) -> Array:
@@ -122,10 +122,10 @@ class VectorNormalizer(ObservationNormalizer):
 
 
 class RewardNormalizer(nn.Module):
-    """Rewards divided by the standard deviation of the discounted return, cut at ±10 (as in VecNormalize).
+    """Rewards divided by the standard deviation of the discounted return, clipped at ±10 (as in VecNormalize).
 
     The return is summed forwards, R_t = r_t + γ R_{t-1}, and restarts with every episode. Rewards are scaled with
-    statistics that already hold them: nothing acts on a reward, so this makes no difference between acting and training.
+    statistics that already include them; this is safe because the policy never acts on a reward.
     """
 
     sums: Tensor
@@ -138,7 +138,7 @@ class RewardNormalizer(nn.Module):
 
     @torch.no_grad()
     def forward(self, rewards: Tensor, ended: Tensor, valid: Tensor | None) -> Tensor:
-        """Scaled rewards [T, B], once they are counted; 0 in invalid rows."""
+        """Return scaled rewards [T, B] after adding them to the statistics; 0 in invalid rows."""
         goes_on = ~ended
         amounts = rewards.double()
         if valid is not None:
@@ -155,7 +155,7 @@ class RewardNormalizer(nn.Module):
 
 
 class Normalizers(nn.Module):
-    """Normalisers of observations and rewards, each None where the settings have none; saved and loaded together."""
+    """Normalisers of observations and rewards, each None if it is switched off; saved and loaded together."""
 
     def __init__(
         self, observations: ObservationNormalizer | None = None, rewards: RewardNormalizer | None = None
@@ -164,7 +164,7 @@ class Normalizers(nn.Module):
         self.observations, self.rewards = observations, rewards
 
     def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """The rollout with its rewards scaled; counts its raw observations [T, B, ...] for the next one."""
+        """Return the rollout with its rewards scaled, and add its raw observations [T, B, ...] to the statistics for the next one."""
         if self.observations:
             self.observations.update(raw.flatten(0, 1) if rollout.valid is None else raw[rollout.valid])
         if self.rewards is None:
@@ -173,12 +173,12 @@ class Normalizers(nn.Module):
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
 
     def forget(self) -> None:
-        """Drop the discounted returns of episodes that will not go on."""
+        """Drop the discounted returns of episodes that will not continue."""
         if self.rewards is not None:
             self.rewards.sums.zero_()
 
     def scales(self, rollout: Rollout) -> dict[str, Scale]:
-        """Return the statistics after this rollout, and what was normalised in it."""
+        """Return the statistics after this rollout, and the data that were normalised in it."""
         scales = {}
         if self.observations is not None:
             vectors = self.observations.vectors(rollout.observations)
@@ -189,15 +189,15 @@ class Normalizers(nn.Module):
         return scales
 
     def frozen(self) -> Normalizers:
-        """Return copies that learn nothing; rewards are not scaled."""
+        """Return copies whose statistics do not change; rewards are not scaled."""
         return Frozen(copy.deepcopy(self.observations))
 
 
 class Frozen(Normalizers):
-    """Normalisers that learn nothing."""
+    """Normalisers whose statistics do not change."""
 
     def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
-        """The rollout as it is."""
+        """Return the rollout unchanged."""
         return rollout
 
 
@@ -213,7 +213,7 @@ def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Norma
 
 
 def observation_normalizer(env: Task, ranks: Ranks) -> ObservationNormalizer | None:
-    """Return the normaliser of the vectors among the observations; None where there are none."""
+    """Return the normaliser of the vectors among the observations; None without vectors."""
     layout = layout_of(env)
     if not layout.vectors:
         return None

@@ -1,6 +1,6 @@
-"""The algorithm of an update: advantages, minibatches, losses, their gradients, and what changes over a run.
+"""The algorithm of an update: advantages, minibatches, losses, their gradients, and schedules over a run.
 
-`UpdateSteps` is the seam for variants of the algorithm and for breaking it on purpose:
+Replace a field of `UpdateSteps` to vary the algorithm, or to break it on purpose:
 
     trainer.steps = replace(trainer.steps, normalize=lambda advantages: advantages)
 """
@@ -27,7 +27,7 @@ from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, remaining_sums
 
 STD_FLOOR: Final = 1e-8  # keeps equal advantages finite; as in Stable-Baselines3 and CleanRL
-STOP_FACTOR: Final = 1.5  # of `target_kl`: Stable-Baselines3 and Spinning Up
+STOP_FACTOR: Final = 1.5  # of `target_kl`; as in Stable-Baselines3 and Spinning Up
 RATE_FACTOR, KL_BAND, RATE_BOUNDS = 1.5, 2.0, (1e-5, 1e-2)  # RSL-RL's adaptive schedule
 
 
@@ -47,7 +47,7 @@ def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) ->
 
 
 def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
-    """Advantages [N] less their mean, divided by their unbiased standard deviation or `floor`; a single one stays as it is."""
+    """Advantages [N] minus their mean, divided by their unbiased standard deviation or `floor`; a single advantage is not changed."""
     if len(advantages) < 2:
         return advantages
     std, mean = torch.std_mean(advantages, correction=1)
@@ -62,9 +62,9 @@ def standardize_globally(advantages: Tensor, floor: float, ranks: Ranks) -> Tens
 
 
 def shuffled_minibatches(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
-    """All rows in random order, in `count` parts whose sizes differ by one at most.
+    """All rows in random order, in `count` parts whose sizes differ by at most one.
 
-    Where the rows have an order in time, all environments in random order: each part holds whole sequences.
+    If the rows have an order in time, the environments are shuffled instead, and each part holds whole sequences.
     """
     if batch.sequences is None:
         rows = torch.randperm(len(batch), generator=generator).to(batch.log_probs.device, non_blocking=True)
@@ -82,7 +82,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float) -> Ten
 
 
 def squared_error(values: Tensor, returns: Tensor, old_values: Tensor | None = None) -> Tensor:
-    """Half the mean squared error, 0-d. Shapes: [N] all; the estimates at collection play no part."""
+    """Half the mean squared error, 0-d. All shapes are [N]; the estimates at collection are ignored."""
     return 0.5 * torch.nn.functional.mse_loss(values, returns)
 
 
@@ -93,7 +93,7 @@ def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, *
 
 
 def identity(value: Any) -> Any:
-    """Return the value as it is."""
+    """Return the value unchanged."""
     return value
 
 
@@ -101,26 +101,26 @@ def identity(value: Any) -> Any:
 class UpdateSteps:
     """The steps of an update; replace a field to change that step.
 
-    The first six decide what an update sees of a rollout; by default all of it, as it was.
+    The first six decide how an update sees a rollout; by default it sees all of it unchanged.
 
     Attributes:
         rewards: [T, B] -> [T, B].
         observations: [T, B, ...] acted on -> the same shape, to train on.
         action_masks: per restricted head [T, B, A] -> the masks to train under.
-        relevance: per head that is not always relevant [T, B], bool -> where it matters in training.
+        relevance: per head that is not always relevant [T, B], bool -> its relevance in training.
         initial_state: per trunk [layers, parts, B, H], stored -> the state in which training begins each rollout.
-        resets: [B], bool: where an episode ended -> where memory is reset, in acting and in training; arrays on the host,
+        resets: ends of episodes [B], bool -> resets of memory, in acting and in training; arrays on the host,
             tensors for tensor environments on a device.
         advantages: (rollout, gamma, gae_lambda) -> [T, B].
         returns: (advantages [T, B], values [T, B]) -> the critic's targets [T, B].
-        normalize: advantages [N] -> [N]: of all transitions, or of a minibatch; called where `normalize_advantages` is on.
+        normalize: advantages [N] -> [N], of all transitions or of a minibatch; called if `normalize_advantages` is on.
         minibatches: (batch, count, generator) -> one pass over the batch.
         scores: per head [N, width] -> the scores that the losses are computed from.
         log_probs: per head [N], of the actions taken -> the same, for the ratio.
         policy_loss: (log_ratio [N], advantages [N], clip) -> 0-d.
         value_loss: (values [N], returns [N], values at collection [N]) -> 0-d, without its coefficient.
-        entropy_loss: mean entropy, 0-d -> 0-d, without its coefficient; called where there is a bonus.
-        learning_rate: rate of the next update by the schedule -> the one to use; not called where the rate follows the KL.
+        entropy_loss: mean entropy, 0-d -> 0-d, without its coefficient; called if there is a bonus.
+        learning_rate: rate of the next update by the schedule -> the rate to use; not called if the rate follows the KL.
     """
 
     rewards: Callable[[Tensor], Tensor] = identity
@@ -168,23 +168,23 @@ def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
 
 
 class TrunkOutputs(NamedTuple):
-    """Trunk outputs [N, F] that the losses are computed from, the same one twice where actor and critic share a trunk."""
+    """Trunk outputs [N, F] that the losses are computed from; the same tensor twice if actor and critic share a trunk."""
 
     actor: Tensor
     critic: Tensor
 
     def leaves(self) -> TrunkOutputs:
-        """Return the outputs cut off from their trunks: what is computed from a leaf leaves its gradient in `.grad`."""
+        """Return the outputs detached from their trunks, as leaves that collect gradients in `.grad`."""
         return TrunkOutputs(self.actor.detach().requires_grad_(), self.critic.detach().requires_grad_())
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of two leaves; zero where no loss reached one."""
+        """Return the gradients of two leaves; zero if no loss reached one."""
         actor, critic = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self)
         return actor, critic
 
 
 class ObjectiveResult(NamedTuple):
-    """The losses of a minibatch and what they were computed from.
+    """The losses of a minibatch and their inputs.
 
     Attributes:
         log_ratio, values: [N].
@@ -203,7 +203,7 @@ class ObjectiveResult(NamedTuple):
 def objective(
     policy: ActorCritic, steps: UpdateSteps, batch: Batch, outputs: TrunkOutputs, *, clip: float, bonus: bool
 ) -> ObjectiveResult:
-    """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
+    """Return the losses of a minibatch as functions of the trunk outputs; the entropy only if there is a bonus for it."""
     return objective_of_scores(
         policy, steps, batch, policy.scores(outputs.actor), outputs.critic, clip=clip, bonus=bonus
     )
@@ -249,9 +249,9 @@ class ActorLoss:
     Attributes:
         objective: `objective`, compiled or not.
         policy, steps: its arguments.
-        weights: of the losses.
+        weights: weights of the losses.
         clip: range of the ratio.
-        bonus: there is an entropy bonus.
+        bonus: whether there is an entropy bonus.
     """
 
     objective: Callable[..., ObjectiveResult]
@@ -262,7 +262,7 @@ class ActorLoss:
     bonus: bool
 
     def __call__(self, batch: Batch, actor: Tensor) -> Tensor:
-        """Return it, 0-d, from the outputs [N, F] of the actor's trunk."""
+        """Return the loss, 0-d, from the outputs [N, F] of the actor's trunk."""
         outputs = TrunkOutputs(actor, actor)
         losses = self.objective(self.policy, self.steps, batch, outputs, clip=self.clip, bonus=self.bonus).losses
         names = [name for name in losses if name != "value" or self.policy.critic is None]
@@ -271,12 +271,12 @@ class ActorLoss:
 
 @contextmanager
 def loss_rows(policy: ActorCritic, batch: Batch, raw_advantages: Tensor, config: PPOConfig) -> Iterator[LossRows]:
-    """Pass a minibatch through the policy, untouched by the steps of the update.
+    """Pass a minibatch through the policy, without the steps of the update.
 
     Args:
         policy: the policy.
         batch: the minibatch.
-        raw_advantages: [N], its advantages before it was normalised itself.
+        raw_advantages: [N], its advantages before normalisation within the minibatch.
         config: settings of the trainer.
     """
     outputs = policy.trunks(batch.observations, batch.grid())
@@ -297,15 +297,15 @@ def loss_rows(policy: ActorCritic, batch: Batch, raw_advantages: Tensor, config:
 
 
 def backward_losses(losses: Tensors, weights: Tensors) -> None:
-    """Back up the weighted sum of the losses, as far as they have a graph, without building the sum."""
+    """Backpropagate the weighted sum of the losses that have a graph, without building the sum."""
     names = [name for name, loss in losses.items() if loss.requires_grad]
     torch.autograd.backward([losses[name] for name in names], [weights[name] for name in names])
 
 
 def backward_trunks(outputs: Sequence[Tensor], leaves: TrunkOutputs) -> None:
-    """Take the gradients of the leaves on to the parameters: their sum where both were cut off the same output.
+    """Propagate the gradients of the leaves to the parameters; if both leaves come from the same output, propagate their sum.
 
-    A trunk whose parameters are all frozen has no graph and is passed over.
+    A trunk whose parameters are all frozen has no graph and is skipped.
     """
     actor, critic = leaves.gradients()
     gradients = [actor + critic] if len(outputs) == 1 else [actor, critic]
@@ -317,11 +317,11 @@ def backward_trunks(outputs: Sequence[Tensor], leaves: TrunkOutputs) -> None:
 def shard_gradients(
     batch: Batch, count: int, loss: Callable[[Batch], Tensor], parameters: Sequence[Tensor]
 ) -> list[Shard]:
-    """Return the gradient of the mean loss of each of `count` parts of a minibatch; `.grad` fields stay as they are.
+    """Return the gradient of the mean loss of each of `count` parts of a minibatch; `.grad` fields are not changed.
 
     Args:
         batch: the minibatch.
-        count: how many parts, fewer where it has fewer independent samples: rows, or for sequences environments.
+        count: number of parts; fewer if it has fewer independent samples (rows, or environments for sequences).
         loss: 0-d, of a part.
         parameters: K tensors.
     """
@@ -336,7 +336,7 @@ def shard_gradients(
 
 
 def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """All gradients one after the other, [d], zero for parameters that are frozen or not reached."""
+    """Return all gradients concatenated, [d], zero for parameters that are frozen or not reached."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad] if loss.requires_grad else []
     gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True) if trainable else ()
     by_parameter = {id(parameter): part for parameter, part in zip(trainable, gradients, strict=True)}
@@ -345,7 +345,7 @@ def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 
 def adapted_rate(rate: float, kl: float, desired: float) -> float:
-    """Rate after an update whose last pass moved the policy by `kl`."""
+    """Return the rate after an update whose last pass moved the policy by `kl`."""
     lowest, highest = RATE_BOUNDS
     if kl > KL_BAND * desired:
         return max(lowest, rate / RATE_FACTOR)
@@ -353,14 +353,14 @@ def adapted_rate(rate: float, kl: float, desired: float) -> float:
 
 
 def entropy_coef(config: PPOConfig, remaining: float) -> float:
-    """Weight of the entropy bonus, where `remaining` of the run, 1 to 0, is left."""
+    """Return the weight of the entropy bonus when a fraction `remaining` of the run, 1 to 0, is left."""
     if config.final_entropy_coef is None:
         return config.entropy_coef
     return config.final_entropy_coef + (config.entropy_coef - config.final_entropy_coef) * remaining
 
 
 def mean_kl(log_ratios: Sequence[Tensor], ranks: Ranks = ALONE) -> float:
-    """Mean of exp(l) - 1 - l over all rows of a pass, of all ranks (Schulman's k3 estimator); waits for the device."""
+    """Return the mean of exp(l) - 1 - l over all rows of a pass, of all ranks (Schulman's k3 estimator); synchronises."""
     log_ratio = torch.cat(list(log_ratios))
     terms = (log_ratio.expm1() - log_ratio).double()
     total, count = ranks.sum(torch.stack([terms.sum(), terms.new_tensor(len(terms))])).tolist()

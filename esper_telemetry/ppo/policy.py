@@ -1,8 +1,8 @@
 """The policy: one or two trunks, a head per part of the action, and a value.
 
-bf16 is autocast of the trunks alone, in acting as in training, so the first minibatch finds the probabilities of collection again. Two
-passes are compiled where the settings ask for it: trunks without a memory, and losses. The cut between them, where the gradients of the
-two losses are kept separate, stays. CUDA graphs are left out: minibatches change their size where rows are invalid, and events outlive a
+bf16 is autocast of the trunks only, both in acting and in training, so the first minibatch reproduces the probabilities of collection. Two
+passes are compiled if the settings ask for it: trunks without a memory, and losses. They stay separate, so that the gradients of the
+two losses do too. CUDA graphs are not used: minibatches change their size if rows are invalid, and events outlive a
 replay.
 """
 
@@ -34,10 +34,10 @@ COMPILERS = ("g++", "clang++")
 
 
 def compiled(function: Callable[Arguments, Outcome]) -> Callable[Arguments, Outcome]:
-    """The function, compiled when it is first called; a second backward pass through what it returns stays possible.
+    """Return the function, compiled at its first call, so that a second backward pass through its results remains possible.
 
-    Compiled backward passes reuse the memory of what they read unless the process tells them not to, and then fail where a
-    hook has looked at gradients on their way.
+    Compiled backward passes reuse the memory of their inputs unless the process tells them not to, and then fail if a
+    hook has read gradients during the pass.
     """
     import torch._functorch.config as functorch
 
@@ -46,7 +46,7 @@ def compiled(function: Callable[Arguments, Outcome]) -> Callable[Arguments, Outc
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise ValueError where nothing on this machine can compile for that device; on the CPU that takes a C++ compiler."""
+    """Raise ValueError if this machine cannot compile for that device; on the CPU that needs a C++ compiler."""
     candidates = (os.environ.get("CXX"), *COMPILERS)
     if device.type == "cpu" and not any(name and shutil.which(name) for name in candidates):
         raise ValueError(
@@ -64,15 +64,15 @@ class ActorCritic(nn.Module):
     """Actor and critic for observations of one layout and any mixture of heads.
 
     Args:
-        observations: their layout; the shape of a vector will do.
+        observations: their layout, or the shape of a vector.
         actions: the parts of an action by name.
-        config: what the networks are like.
+        config: settings of the networks.
 
     Attributes:
-        precision: of the trunks: `fp32` or `bf16`.
-        actor: trunk that the heads read; the only one where `critic` is None.
-        critic: trunk that the value reads; None where the actor's is shared.
-        heads: by name of the action's part.
+        precision: precision of the trunks: `fp32` or `bf16`.
+        actor: trunk of the heads; the only one if `critic` is None.
+        critic: trunk of the value; None if the actor's is shared.
+        heads: heads by name of the action's part.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ActorCritic(nn.Module):
     def trunks(self, observations: Tensor, grid: Grid | None = None) -> tuple[Tensor, ...]:
         """Trunk outputs [N, F] of observations [N, ...]: one if it is shared, else the actor's and the critic's.
 
-        Recurrent trunks need to know where the rows stand in time: `grid`.
+        Recurrent trunks need the positions of the rows in time: `grid`.
         """
         if self.precision == "fp32":
             return self._pass(observations, grid)
@@ -108,13 +108,13 @@ class ActorCritic(nn.Module):
         return tuple(trunk(observations, grid, grid.states[name]) for name, trunk in trunks.items())
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which trunks compute, in acting and in training alike; heads, losses and memories stay in float32."""
+        """The context in which trunks compute, both in acting and in training; heads, losses and memories stay in float32."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.value.weight.device.type, torch.bfloat16)
 
     def named_trunks(self) -> dict[str, Trunk]:
-        """The trunks by name: `actor`, and `critic` where it has its own."""
+        """The trunks by name: `actor`, and `critic` if it has its own."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
     def cores(self) -> dict[str, Core]:
@@ -130,7 +130,7 @@ class ActorCritic(nn.Module):
         return {name: self.head(name).normalize(score, masks.get(name)) for name, score in scores.items()}
 
     def log_probs(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> dict[str, Tensor]:
-        """Log-probability [N] of each part of the action; 0 where the part is irrelevant, whatever it holds."""
+        """Log-probability [N] of each part of the action; 0 if the part is irrelevant."""
         log_probs = {}
         for name, part in normalized.items():
             head, action, relevant = self.head(name), actions[name], relevance.get(name)
@@ -156,12 +156,12 @@ class ActorCritic(nn.Module):
         return values
 
     def bounds(self) -> dict[str, Tensor]:
-        """Per bounded Gaussian head [2, D]: from where an action, as it is stored, counts as at the lower or upper bound."""
+        """Per bounded Gaussian head [2, D]: stored actions beyond these are considered to be at the bound."""
         gaussians = {name: head for name, head in self.heads.items() if isinstance(head, Gaussian)}
         return {name: head.bounds for name, head in gaussians.items() if head.bounds is not None}
 
     def constant_log_std(self) -> Mapping[str, Tensor]:
-        """Per Gaussian head whose standard deviation does not depend on the state its logarithm [D], copied."""
+        """Copies of the log standard deviations [D], per Gaussian head for which they do not depend on the state."""
         return {name: head.log_std.detach().clone() for name, head in self._constant.items()}
 
     def head(self, name: str) -> PolicyHead:
@@ -169,7 +169,7 @@ class ActorCritic(nn.Module):
         return self._head[name]
 
     def groups(self) -> dict[str, list[str]]:
-        """Names of the parameters that serve the actor, the critic or both, and again of each head's and the memory's."""
+        """Names of the parameters of the actor, the critic or both, and separately of each head and the memory."""
         prefixes = {f"head:{name}": f"heads.{name}." for name in self.heads}
         heads = {
             group: [n for n, _ in self.named_parameters() if n.startswith(prefix)] for group, prefix in prefixes.items()
@@ -184,14 +184,14 @@ class ActorCritic(nn.Module):
         )
 
     def check_finite(self) -> None:
-        """Raise FloatingPointError, naming the first, where weights are not finite; synchronises once."""
+        """Raise FloatingPointError for the first weights that are not finite; synchronises once."""
         if not torch.stack([torch.isfinite(weight).all() for weight in self.parameters()]).all():
             name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
 
 
 def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> PolicyHead:
-    """The head for one part of an action; raises ValueError for a continuous one that cannot be squashed."""
+    """Return the head for one part of an action; raise ValueError for a continuous one that cannot be squashed."""
     if spec.kind == "categorical":
         return Categorical(features, spec.size)
     return make_gaussian(
@@ -200,7 +200,7 @@ def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> 
 
 
 def add(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the terms; the term itself where there is one."""
+    """Return the sum of the terms; a single term itself."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -208,7 +208,7 @@ def add(terms: Sequence[Tensor]) -> Tensor:
 
 
 def make_trunk(layout: ObservationLayout, config: PPOConfig) -> Trunk:
-    """A trunk as the config names it: hidden layers, or for a recurrent policy encoder, memory and decoder."""
+    """Return the trunk for these settings: hidden layers, or for a recurrent policy encoder, memory and decoder."""
     if config.policy == "mlp":
         return make_layers(layout, config.hidden_sizes, config.activation)
     encoder = make_layers(layout, config.encoder_sizes, config.activation)
@@ -217,7 +217,7 @@ def make_trunk(layout: ObservationLayout, config: PPOConfig) -> Trunk:
 
 
 def make_layers(layout: ObservationLayout, sizes: Sequence[int], activation: str) -> MLP | Encoded:
-    """Hidden layers that read observations, behind encoders where images are among them."""
+    """Return hidden layers for observations, preceded by encoders if there are images."""
     if layout.images:
         return Encoded(layout, sizes, activation)
     return MLP(layout.numbers, sizes, activation)

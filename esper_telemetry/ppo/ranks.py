@@ -1,8 +1,8 @@
-"""The processes that train together: one alone, or those that `torchrun` started and `torch.distributed` joins.
+"""The processes that train together: a single one, or the processes that `torchrun` started and `torch.distributed` joins.
 
-Environments are split over the ranks. Losses are local sums over the global count, so gradients are summed; moments of
-advantages and of normalisers are global; what decides on the course of training is agreed. On the same data the ranks
-take the step that one process would take.
+Environments are split over the ranks. Losses are local sums divided by the global count, so gradients are summed; moments of
+advantages and of normalisers are global; decisions on the course of training are agreed. On the same data the ranks
+take the same step as a single process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SEED_STRIDE = 10_007
-"""Between the seeds of two ranks; more than environments of a rank, which are seeded one by one."""
+"""Difference between the seeds of two ranks; larger than the number of environments of a rank, which are seeded consecutively."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Number of processes that train together, and which one this is."""
+    """Number of processes that train together, and the rank of this one."""
 
     size: int = 1
     rank: int = 0
@@ -36,15 +36,15 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """True where there is one process."""
+        """True if there is one process."""
         return self.size == 1
 
     def seed(self, seed: int) -> int:
-        """This rank's seed for what must differ between ranks."""
+        """This rank's seed, for everything that must differ between ranks."""
         return seed + SEED_STRIDE * self.rank
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks; with one, the tensor itself."""
+        """The sum over all ranks; with one rank, the tensor itself."""
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -56,9 +56,9 @@ class Ranks:
         return list(counts) if self.alone else self.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, of tensors and plain data, on the first rank, its tensors on the CPU; nothing on the others.
+        """Return every rank's value, of tensors and plain data, on rank 0, with its tensors on the CPU; nothing on other ranks.
 
-        What comes from another rank is read as a checkpoint is: no code of it is run.
+        Data of another rank are read like a checkpoint: their code is not run.
         """
         if self.alone:
             return [value]
@@ -75,7 +75,7 @@ class Ranks:
                 dist.broadcast(tensor, 0)
 
     def average(self, gradients: Sequence[Tensor], rows: int) -> None:
-        """Turn gradients of means over `rows` local rows into those of the mean over the rows of all ranks, in place."""
+        """Turn gradients of means over `rows` local rows into gradients of the mean over the rows of all ranks, in place."""
         if self.alone:
             return
         sums = [gradient.flatten() * rows for gradient in gradients]
@@ -84,7 +84,7 @@ class Ranks:
             gradient.copy_((part / total).view_as(gradient))
 
     def moments(self, values: Tensor, around: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Count, mean and sum of squared deviations of rows [N, ...] of all ranks, float64; `around`: any value near them."""
+        """Count, mean and sum of squared deviations of rows [N, ...] of all ranks, float64; `around` is any value near them."""
         shifted = values.double() - around
         count = torch.full_like(shifted[:1], len(values)).flatten()[:1]
         sums, squares = shifted.sum(0), shifted.square().sum(0)

@@ -1,6 +1,6 @@
 """Outputs of the policy for the rollout of an update, before and after it, for hooks that ask.
 
-Training is not altered: gradients come from `torch.autograd.grad`, which leaves `.grad` alone, and no random number is drawn.
+Training is not altered: gradients come from `torch.autograd.grad`, which does not change `.grad`, and random numbers are not used.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Flags = npt.NDArray[np.bool_]
 def state_gradients(
     policy: ActorCritic, rollout: Rollout, columns: Batch, loss: Callable[[Batch, Tensor], Tensor], *, envs: int
 ) -> StateGradients | None:
-    """Gradients at the actor's h before the first step and after the last, in the first `envs` environments that remember.
+    """Return gradients at the actor's h before the first step and after the last, in the first `envs` environments with memory.
+
+    The result is None if every environment begins the rollout without memory.
 
     Args:
-        policy: with a recurrent actor.
+        policy: policy with a recurrent actor.
         rollout: T steps.
         columns: its rows as [T, B, ...], with the advantages that multiply the ratio.
-        loss: of a batch and the outputs [N, F] of the actor's trunk, 0-d.
-        envs: how many environments.
-
-    None where no environment begins the rollout with memory.
+        loss: 0-d loss of a batch and the outputs [N, F] of the actor's trunk.
+        envs: number of environments.
     """
     trunk, memory = policy.actor, rollout.recurrence
     assert isinstance(trunk, RecurrentTrunk) and memory is not None
@@ -65,9 +65,9 @@ def state_gradients(
 
 
 def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
-    """Features [T x b, F] of observations [T, b, ...], and h [T, b, H] after every step, which they are read off.
+    """Return features [T x b, F] of observations [T, b, ...], and the h [T, b, H] after every step that they are computed from.
 
-    Memory is reset where `fresh` [T, b]. The gradient at an h is that of its own step's features alone: after the last step that is all.
+    Memory is reset at `fresh` [T, b]. The gradient at an h comes only from its own step's features; after the last step that is all.
     """
     inputs = trunk.encoder(observations.flatten(0, 1)).unflatten(0, observations.shape[:2])
     outputs = core_outputs(trunk.core, inputs, state, fresh)
@@ -75,7 +75,7 @@ def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Fl
 
 
 def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
-    """Outputs of the core [T, b, H], in one call from each step in which any memory is reset to the next."""
+    """Return outputs of the core [T, b, H], in one call from each step with a reset to the next."""
     begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
     outputs = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
@@ -95,13 +95,13 @@ class TrainerReplay:
     """A `PolicyReplay` of the bundled trainer.
 
     Args:
-        policy: as it is when a method is called.
-        rollout: as the update sees it.
+        policy: the policy, with its present weights whenever a method is called.
+        rollout: the rollout as the update sees it.
         batch: all transitions of the rollout, with the advantages that multiply the ratio.
         returns: [T, B].
         acted: the rollout as it was collected.
-        loss: of a batch and the outputs [N, F] of the actor's trunk, 0-d.
-        envs: environments of one minibatch.
+        loss: 0-d loss of a batch and the outputs [N, F] of the actor's trunk.
+        envs: number of environments of one minibatch.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TrainerReplay:
         """See `PolicyReplay`."""
         if not isinstance(self._policy.actor, RecurrentTrunk):
             return None
-        empty = torch.zeros_like(self._returns)  # rows that are no transitions have an advantage of 0
+        empty = torch.zeros_like(self._returns)  # rows that are not transitions have an advantage of 0
         advantages = empty.flatten().index_copy(0, self._rows, self._batch.advantages).view_as(empty)
         table = columns(self._rollout, advantages, self._returns)
         return state_gradients(self._policy, self._rollout, table, self._loss, envs=self._envs)
@@ -174,12 +174,12 @@ class TrainerReplay:
         return Copy(network, [p for p in trunk.parameters() if p.requires_grad], self._observations)
 
     def collection(self, event: RolloutEnd) -> CollectionReplay:
-        """Return passes over what the rollout of that event acted on."""
+        """Return passes over the inputs that the rollout of that event acted on."""
         return CollectionReplay(event.values, event.actions, self._rows, self._collected)
 
     @torch.no_grad()
     def _collected(self, hypothesis: str) -> Outputs | None:
-        """Outputs now, with values, for the stored inputs or those of a hypothesis of `equations.replayed_outputs`."""
+        """Outputs now, with values, for the stored inputs or the inputs of a hypothesis of `equations.replayed_outputs`."""
         policy, recurrence = self._policy, self._rollout.recurrence
         if hypothesis == "mask_missing" != self._other_inputs:
             masked = dict(self._rollout.action_masks)
@@ -204,7 +204,7 @@ class TrainerReplay:
 
     @cached_property
     def _other_inputs(self) -> str:
-        """The hypothesis of what the update reads in place of what was acted on; empty where it reads that, or several others."""
+        """The hypothesis that describes how the update's inputs differ from the rollout's; empty without or with several differences."""
         rollout, acted = self._rollout, self._acted
         states, before = ({} if one.recurrence is None else one.recurrence.states for one in (rollout, acted))
         other_memory = any(
@@ -253,7 +253,7 @@ class TrainerReplay:
 
     @cached_property
     def _sample_places(self) -> Tensor:
-        """Places of some of them, evenly spread, [n]."""
+        """Positions of some of them, evenly spread, [n]."""
         count = len(self._batch)
         return torch.linspace(0, count - 1, min(count, SAMPLE_ROWS), device=self._rows.device).round().long()
 
@@ -268,7 +268,7 @@ class TrainerReplay:
         return self._batch.observations[self._sample_places]
 
     def _forward(self) -> tuple[Tensor, Tensor | None]:
-        """The actor's features [N, F] of all transitions, and what its core gave [N, H]."""
+        """The actor's features [N, F] of all transitions, and its core's outputs [N, H]."""
         batch, trunk = self._batch, self._policy.actor
         grid = batch.grid()
         with self._policy.autocast():
@@ -290,21 +290,21 @@ class TrainerReplay:
         memory: Tensor | None,
         rollout: Rollout | None = None,
     ) -> Outputs:
-        """Outputs under the masks and the relevance of a rollout, by default that of the update."""
+        """Outputs under the masks and the relevance of a rollout, by default the update's."""
         rollout = self._rollout if rollout is None else rollout
         logits, log_std, means = describe(self._policy, scores, _select_rows(rollout.action_masks, rows))
         return Outputs(logits, means, log_std, _select_rows(rollout.relevance, rows), memory)
 
 
 class MemoryChange(NamedTuple):
-    """Steps [T, B] in which memory is reset, and whether it begins the rollout empty, under a hypothesis."""
+    """Resets of memory [T, B], and whether memory is empty at the start of the rollout, under a hypothesis."""
 
     fresh: Flags
     empty: bool = False
 
 
 def memory_changes(fresh: Flags) -> dict[str, MemoryChange]:
-    """Return the changes of each hypothesis about memory, of a rollout whose memory is reset where `fresh` [T, B]."""
+    """Return the changes of each hypothesis about memory, for a rollout whose memory is reset at `fresh` [T, B]."""
     none = np.zeros_like(fresh[:1])
     return {
         "memory_zero": MemoryChange(fresh, empty=True),
@@ -326,7 +326,7 @@ def memoryless_features(trunk: RecurrentTrunk, observations: Tensor) -> Tensor:
 
 
 def responses(networks: Mapping[str, torch.nn.Module], rows: Tensor) -> Activations:
-    """Responses of the layers of networks, the one after the other, to rows [n, ...]; none of those that are no MLP."""
+    """Return the responses of the layers of networks in sequence to rows [n, ...], except networks that are not an MLP."""
     layers: dict[str, Tensor] = {}
     last = None
     for name, network in networks.items():

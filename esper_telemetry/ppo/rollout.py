@@ -1,9 +1,9 @@
 """Rollouts, and the batches that an update takes from them.
 
-The rows of a batch stay rows, also for recurrent policies: only inside the recurrent core do they stand in a padded grid, whose columns
-are runs of steps that share a memory. So losses, events and metrics need no mask for padding. Several runs share a column, each behind
-a separator, a cell at which the core forgets everything: one fused call per cell then does with half the cells, or fewer. A GRU and
-cuDNN give every run a column of its own.
+The rows of a batch stay rows even for recurrent policies. Only inside the recurrent core are they arranged in a padded grid, whose columns
+are runs of steps that share a memory. So losses, events and metrics need not mask any padding. Several runs share a column, separated
+by cells at which the core forgets everything, so that one fused call per cell needs at most half the cells. With a GRU and
+cuDNN every run has its own column.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = {"lstm": 2, "gru": 1}
 """Parts of a state: hidden and cell state of an LSTM, the hidden state of a GRU."""
 
 GRID_HEIGHT_STRIDE: Final = 8
-"""Heights of grids are multiples of it: oneDNN prepares each new shape for as long as a pass takes."""
+"""Heights of grids are multiples of it, because oneDNN prepares each new shape for as long as a pass takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Grid:
 
     Attributes:
         cells: [N], int64: index of each row in the flattened grid.
-        separators: [M], int64: indices of the cells at which the core forgets all; None where there are none.
+        separators: [M], int64: indices of the cells at which the core forgets everything; None without separators.
         length, columns: the grid's size.
         states: per trunk [layers, parts, columns, H]: the state in which each column begins.
     """
@@ -54,7 +54,7 @@ class Grid:
         return grid.flatten(0, 1).index_select(0, self.cells)
 
     def marks(self) -> Tensor | None:
-        """[length, columns, 1]: 1 at separators, 0 elsewhere; None where there are none."""
+        """[length, columns, 1]: 1 at separators, 0 elsewhere; None without separators."""
         if self.separators is None:
             return None
         state = next(iter(self.states.values()))
@@ -73,11 +73,11 @@ class EnvironmentPart(NamedTuple):
 class Sequences:
     """R runs of steps that share a memory, in the N rows of a batch; ordered by environment, then by time.
 
-    The arrays live on the host, so that the size of a grid is known without waiting for the device.
+    The arrays are on the host, so that the size of a grid is known without synchronising.
 
     Attributes:
         lengths: [R], int: rows of each run.
-        carried: [R], bool: the run goes on with the state stored when the rollout began.
+        carried: [R], bool: the run continues from the state stored when the rollout began.
         envs: [R], int: its environment, as an index into `states`.
         states: per trunk [layers, parts, B, H], stored when the rollout began.
     """
@@ -101,15 +101,15 @@ class Sequences:
 
     @property
     def separable(self) -> bool:
-        """True where the core can forget within a column: an LSTM on the CPU. cuDNN wants its weights in one piece."""
+        """True if the core can forget within a column, as an LSTM on the CPU can. cuDNN needs its weights in one piece."""
         state = next(iter(self.states.values()))
         return state.is_cpu and state.shape[1] == PARTS["lstm"]
 
     def grid(self, *, shared: bool = False) -> Grid:
-        """The rows in columns.
+        """Return the rows in columns.
 
         Args:
-            shared: runs share columns behind separators, where they fit; otherwise each has its own.
+            shared: let runs share columns, with separators, if they fit; otherwise each has its own.
         """
         lengths = self.lengths
         height = -(-int(lengths.max()) // GRID_HEIGHT_STRIDE) * GRID_HEIGHT_STRIDE
@@ -130,7 +130,7 @@ class Sequences:
         )
 
     def _begin(self, columns: int, carried: Array) -> dict[str, Tensor]:
-        """Per trunk the states in which the columns begin: stored ones in the columns `carried`, zero in the others."""
+        """The states in which the columns begin, per trunk: stored ones in the columns `carried`, zero in the others."""
         device = next(iter(self.states.values())).device
         targets, sources = index_on(carried, device), index_on(self.envs[self.carried], device)
         return {
@@ -142,9 +142,9 @@ class Sequences:
 
 
 def pack(lengths: Array, carried: Array, room: int) -> tuple[Array, Array]:
-    """Column and first position of each run: the longest first, each behind the first that leaves room for it.
+    """Return column and first position of each run: the longest first, each after the first run that leaves room for it.
 
-    A run that goes on with a stored state stands at the top of a column; the others need a separator before them.
+    A run that continues a stored state is at the top of a column; the others need a separator before them.
     """
     columns, offsets = np.zeros_like(lengths), np.zeros_like(lengths)
     ends: list[int] = []
@@ -161,7 +161,7 @@ def pack(lengths: Array, carried: Array, room: int) -> tuple[Array, Array]:
 
 
 def index_on(indices: Array, device: torch.device) -> Tensor:
-    """Indices on a device, without waiting for it."""
+    """Return indices on a device, without synchronising."""
     return torch.from_numpy(indices.astype(np.int64, copy=False)).to(device, non_blocking=True)
 
 
@@ -173,7 +173,7 @@ class RolloutRecurrence:
         states: per trunk [layers, parts, B, H]: the state in which the rollout began.
         fresh: [T, B], bool: the step began without memory, as the first of an episode.
         after: [T, layers, parts, B, H]: state of the actor's core after each step.
-        valid: [T, B], bool; None where every row is a transition.
+        valid: [T, B], bool; None if every row is a transition.
     """
 
     states: Mapping[str, Tensor]
@@ -182,11 +182,11 @@ class RolloutRecurrence:
     valid: Array | None
 
     def before(self, envs: int | None = None) -> Tensor:
-        """State of the actor's core in which each step began, [T, layers, parts, B, H]; of the first `envs` environments."""
+        """State of the actor's core at the beginning of each step, [T, layers, parts, B, H], in the first `envs` environments."""
         begin, after = self.states["actor"][:, :, :envs], self.after[:-1, :, :, :envs]
         shifted = torch.cat([begin.unsqueeze(0), after])
         steps, fresh = (torch.from_numpy(index).to(shifted.device) for index in np.nonzero(self.fresh[:, :envs]))
-        shifted[steps, :, :, fresh] = 0.0  # few: a mask over all of them takes ten times as long
+        shifted[steps, :, :, fresh] = 0.0  # these are few: a mask over all of them takes ten times as long
         return shifted
 
     def sequences(self) -> Sequences:
@@ -208,22 +208,22 @@ class Rollout:
     """T steps of B environments, time-major, on the device of the policy.
 
     Attributes:
-        observations: [T, B, ...] acted on: normalised where normalisation is on.
+        observations: [T, B, ...] as used for acting: normalised if normalisation is on.
         actions: per head [T, B] or [T, B, D].
         log_probs: [T, B] of the joint action, under the distribution it was sampled from.
-        rewards: [T, B], what is learned from: scaled where normalisation is on.
+        rewards: [T, B], as used for learning: scaled if normalisation is on.
         values: [T, B], the critic's estimates.
-        next_values: [T, B], its estimates of the state that follows: after a time limit that of the episode's last
-            observation, after termination 0.
+        next_values: [T, B], its estimates of the next state; after a time limit, of the episode's last
+            observation; 0 after termination.
         ended: [T, B], bool: the step taken at t ended its episode.
         terminated: [T, B], bool: it did so by termination.
-        valid: [T, B], bool; None where every row is a transition.
-        transitions: how many rows are.
-        raw_rewards: [T, B], as the environment gave them; None where they are the `rewards`.
-        head_log_probs: per head [T, B], where there are several heads: the parts of `log_probs`.
-        action_masks: per restricted head [T, B, A], bool: the choices there were.
+        valid: [T, B], bool; None if every row is a transition.
+        transitions: number of transitions.
+        raw_rewards: [T, B], as the environment gave them; None if they equal `rewards`.
+        head_log_probs: the parts of `log_probs`, per head [T, B], if there are several heads.
+        action_masks: per restricted head [T, B, A], bool: the allowed choices.
         relevance: per head that is not always relevant [T, B], bool.
-        scores: per head [T, B, size] that were acted on; see `Head`.
+        scores: per head [T, B, size], as used for acting; see `Head`.
         recurrence: None for a feed-forward policy.
     """
 
@@ -247,7 +247,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N rows to learn from, every one a transition.
+    """N rows to learn from, all of them transitions.
 
     Attributes:
         observations: [N, ...].
@@ -256,11 +256,11 @@ class Batch:
         advantages: [N], the values that multiply the ratio.
         returns: [N], the critic's targets.
         values: [N], the critic's estimates at collection.
-        head_log_probs: per head [N] at collection; empty where there is one head.
+        head_log_probs: per head [N] at collection; empty if there is one head.
         action_masks: per restricted head [N, A], bool.
         relevance: per head that is not always relevant [N], bool.
-        sequences: how the rows follow one another; None for a feed-forward policy.
-        rows: [N], which transitions of the rollout they are, counted time by time; None where they are not needed.
+        sequences: order of the rows in time; None for a feed-forward policy.
+        rows: [N], their transitions in the rollout, counted time by time; None if they are not needed.
     """
 
     observations: Tensor
@@ -279,7 +279,7 @@ class Batch:
         return len(self.log_probs)
 
     def map(self, change: Callable[[Tensor], Tensor], sequences: Sequences | None = None) -> Batch:
-        """The batch with every column changed in the same way."""
+        """Return the batch with every column changed in the same way."""
 
         def each(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: change(column) for name, column in columns.items()}
@@ -299,18 +299,18 @@ class Batch:
         )
 
     def take(self, rows: Tensor) -> Batch:
-        """The rows with these indices, copied, without their order in time."""
+        """Return copies of the rows with these indices, without their order in time."""
         return self.map(lambda column: column.index_select(0, rows))
 
     def split(self, parts: int) -> list[Batch]:
-        """The rows in order, in `parts` batches whose sizes differ by one at most; fewer where there are fewer rows."""
+        """Return the rows in order, in `parts` batches whose sizes differ by at most one; fewer if there are fewer rows."""
         parts = max(1, min(parts, len(self)))
         size, longer = divmod(len(self), parts)
         cuts = [part * size + min(part, longer) for part in range(parts + 1)]
         return [self.map(itemgetter(slice(*cut))) for cut in itertools.pairwise(cuts)]
 
     def whole(self, parts: Sequence[EnvironmentPart]) -> Batch:
-        """The rows of some environments, as `Sequences.environments` names them, with their order in time."""
+        """Return the rows of some environments, as listed by `Sequences.environments`, with their order in time."""
         assert self.sequences is not None
         rows = index_on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
         sequences = self.sequences.take(np.concatenate([part.runs for part in parts]))
@@ -322,10 +322,10 @@ class Batch:
 
 
 def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor, *, numbered: bool = False) -> Batch:
-    """The transitions of a rollout as one batch: [T x B] rows less the invalid ones.
+    """Return the transitions of a rollout as one batch: [T x B] rows minus the invalid ones.
 
-    They are ordered by time, and for a recurrent policy by environment, then by time. Where they are `numbered`, each says which
-    it is.
+    They are ordered by time; for a recurrent policy by environment, then by time. With `numbered`, each row has the number of its
+    transition.
     """
     numbers = torch.arange(advantages.numel(), device=advantages.device) if numbered else None
     table = columns(rollout, advantages, returns, rows=None if numbers is None else numbers.view(advantages.shape))
@@ -340,7 +340,7 @@ def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor, *, numbered: 
 
 
 def columns(rollout: Rollout, advantages: Tensor, returns: Tensor, *, rows: Tensor | None = None) -> Batch:
-    """The rollout as a batch whose columns are [T, B], rows that are no transitions among them."""
+    """Return the rollout as a batch with columns [T, B], including rows that are not transitions."""
     return Batch(
         observations=rollout.observations,
         actions=rollout.actions,
@@ -356,17 +356,17 @@ def columns(rollout: Rollout, advantages: Tensor, returns: Tensor, *, rows: Tens
 
 
 def valid_rows(valid: Tensor, count: int) -> Tensor:
-    """Indices of the `count` rows that hold in the flattened flags, without waiting for the device."""
+    """Return the indices of the `count` true rows in the flattened flags, without synchronising."""
     return torch.nonzero_static(valid.flatten(), size=count).squeeze(-1)
 
 
 def running_sums(amounts: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + d_t y_{t-1} from x and d, [T, B] both; what stands in d_0 does not matter."""
+    """Return y_t = x_t + d_t y_{t-1} from x and d, both [T, B]; d_0 is ignored."""
     return remaining_sums(amounts.flip(0), decay.flip(0)).flip(0)
 
 
 def remaining_sums(amounts: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + d_t y_{t+1} from x and d, [T, B] both; what stands in d_{T-1} does not matter."""
+    """Return y_t = x_t + d_t y_{t+1} from x and d, both [T, B]; d_{T-1} is ignored."""
     sums, decay = amounts.clone(), decay.clone()
     distance = 1
     while distance < len(sums):

@@ -48,9 +48,9 @@ M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 """Numbers of the parameters in `malloc.h` of the GNU C library."""
 MAX_TRIMMED_BYTES: Final = 256 << 20
-"""Freed memory at the end of the heap that stays with the process."""
+"""Freed memory at the end of the heap that the process keeps."""
 MAX_HEAP_BLOCK_BYTES: Final = 32 << 20
-"""Size of a block that stays with the process, which is the most that the library allows."""
+"""Maximum size of a block that the process keeps, the largest that the library allows."""
 
 
 class PPO:
@@ -61,14 +61,14 @@ class PPO:
         collector, generator: collect rollouts and shuffle them.
         watchdog: restores finite weights; None unless the settings ask for it.
         ranks: the processes that train together.
-        hooks: functions that get its events.
+        hooks: functions that receive its events.
         events: emits them.
         checkpointables: objects that are saved and loaded with it.
         parameters: trainable parameters by name.
         coefficients: weights of the losses in this update.
         steps: the steps of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: counts since the run began.
-        joins: types of events that it emits once per update in place of one per minibatch: none.
+        joins: types of events that it emits once per update instead of once per minibatch: none.
 
     Raises:
         ValueError: the minibatches do not divide a rollout, or ranks might take different numbers of steps.
@@ -112,12 +112,12 @@ class PPO:
             ops.stop_at_nonfinite(self.parameters)
         self._device = self.policy.value.weight.device
         self.coefficients: dict[str, float] = {}
-        self._learning_rate: float | None = None  # where it does not follow the KL divergence
+        self._learning_rate: float | None = None  # unless it follows the KL divergence
         self._weights: dict[str, Tensor] = {}
         self._schedule(1.0)
 
     def learn(self, total_steps: int) -> None:
-        """Train until that many environment steps are collected, those of earlier calls included.
+        """Train until that many environment steps are collected, including the steps of earlier calls.
 
         Raises:
             ValueError: they are collected already.
@@ -139,21 +139,21 @@ class PPO:
         self._stopping = True
 
     def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
-        """Return the outcome of one episode in each of these environments with the likeliest actions; training does not change."""
+        """Return the outcome of one episode in each of these environments with the most likely actions; training does not change."""
         evaluation = evaluate(self.policy, env, self.normalizers, seed=seed)
         self.events.evaluation_end(evaluation.returns, evaluation.lengths)
         return evaluation
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training continues from."""
+        """Return the state from which training continues."""
         return checkpoint.state_of(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write a checkpoint, whole or not at all; every rank calls it, and the first writes."""
+        """Write a checkpoint atomically; every rank calls it, and rank 0 writes."""
         return checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, as does attached telemetry; raise ValueError, with what differs, where it does not fit."""
+        """Continue from a checkpoint, as does attached telemetry; raise ValueError, with the difference, if it does not fit."""
         checkpoint.load(self, path)
 
     def facts(self, total_steps: int) -> dict[str, Any]:
@@ -178,10 +178,12 @@ class PPO:
         }
 
     def _unchecked_equations(self) -> dict[str, str]:
-        """Return why equations cannot be checked that the events do not show."""
-        environment = "the bundled trainer keeps no copy of what its environments returned, beside what it stored"
+        """Return why equations that the events do not cover cannot be checked."""
+        environment = "the bundled trainer keeps only what it stored, and no copy of what its environments returned"
         reasons = dict.fromkeys(("transitions", "stored_rewards", "executed_actions"), environment)
-        reasons["total_loss"] = "the bundled trainer adds the gradients of its losses, and computes no total loss"
+        reasons["total_loss"] = (
+            "the bundled trainer adds the gradients of its losses, and does not compute a total loss"
+        )
         if not (self.config.entropy_coef or self.config.final_entropy_coef):
             reasons["entropy_loss"] = "entropy_coef is 0, so there is no entropy loss"
         if self.config.desired_kl is not None:
@@ -189,7 +191,7 @@ class PPO:
         return reasons
 
     def _schedule_fact(self, total_steps: int) -> dict[str, Any]:
-        """Return the fact of the learning rate's schedule; none where the KL adapts it."""
+        """Return the fact of the learning rate's schedule; empty if the KL adapts the rate."""
         config = self.config
         if config.desired_kl is not None:
             return {}
@@ -207,7 +209,7 @@ class PPO:
         return {SCHEDULE_FACT: schedule.fact()}
 
     def _schedule(self, remaining: float) -> None:
-        """Set the learning rate and the weights of the losses, where `remaining` of the run, 1 to 0, is left."""
+        """Set the learning rate and the weights of the losses, when a fraction `remaining` of the run, 1 to 0, is left."""
         config = self.config
         if config.desired_kl is None:
             self._learning_rate = config.learning_rate * (remaining if config.anneal_learning_rate else 1.0)
@@ -219,7 +221,7 @@ class PPO:
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
-        """Collect one rollout and update the policy with it; in the end the ranks agree whether to go on."""
+        """Collect one rollout and update the policy with it; then the ranks agree whether to continue."""
         rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
         (transitions,) = self.ranks.totals(rollout.transitions)
@@ -234,13 +236,13 @@ class PPO:
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, acted: Rollout) -> int:
-        """Learn from a rollout as it was collected, in several passes; return how many, 0 where it holds no transition."""
+        """Learn from a rollout as it was collected, in several passes; return how many, 0 without transitions."""
         config, rollout = self.config, self.steps.transform(acted)
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = self.steps.returns(advantages, rollout.values)
         self.events.rollout_end(rollout, acted, advantages, returns)
         batch = flatten(rollout, advantages, returns, numbered=self.events.numbers_rows)
-        if not len(batch):  # every row of so short a rollout was a reset
+        if not len(batch):  # every row of a very short rollout was a reset
             return 0
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
@@ -269,15 +271,15 @@ class PPO:
         return max(1, self.env.num_envs // self.config.num_minibatches)
 
     def _loss_of_actor(self) -> ActorLoss:
-        """Return the part of the loss that depends on the actor's trunk, with the weights of now."""
+        """Return the part of the loss that depends on the actor's trunk, with the present weights."""
         return ActorLoss(
             self._objective, self.policy, self.steps, self._weights, self.config.clip, self.coefficients["entropy"] > 0
         )
 
     def _finish_pass(self, epoch: int, log_ratios: list[Tensor]) -> bool:
-        """Adapt the learning rate after the last pass; return True where a pass moved the policy so far that it is the last.
+        """Adapt the learning rate after the last pass; return True if a pass moved the policy so far that it is the last.
 
-        It reads the device only where a setting asks for the KL divergence.
+        It reads the device only if a setting needs the KL divergence.
         """
         config, last = self.config, epoch + 1 == self.config.num_epochs
         if config.target_kl is None and (config.desired_kl is None or not last):
@@ -292,8 +294,8 @@ class PPO:
     def _optimize(self, batch: Batch, epoch: int, step: int) -> Tensor:
         """Take one optimizer step; return the log-ratios [N] before it.
 
-        The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic: their
-        gradients there separate the two at no cost, and the trunk is backed up through once.
+        The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic. Their
+        gradients there separate the two at no cost, and one backward pass goes through the trunk.
         """
         raw_advantages = batch.advantages
         if self.config.normalize_advantages and self.config.normalize_minibatches:
@@ -313,7 +315,7 @@ class PPO:
         return result.log_ratio.detach()
 
     def _shards(self, batch: Batch, count: int) -> list[Shard]:
-        """Gradients of `count` parts of a minibatch; `.grad` fields stay as they are."""
+        """Return the gradients of `count` parts of a minibatch; `.grad` fields are not changed."""
 
         def loss(part: Batch) -> Tensor:
             outputs = self.policy.trunks(part.observations, part.grid())
@@ -323,12 +325,12 @@ class PPO:
         return shard_gradients(batch, count, loss, list(self.parameters.values()))
 
     def _head_gradients(self, batch: Batch, output: Tensor) -> dict[str, Tensor]:
-        """Return the gradient of the actor's loss through each head; `.grad` fields stay as they are."""
+        """Return the gradient of the actor's loss through each head; `.grad` fields are not changed."""
         settings: dict[str, Any] = {"clip": self.config.clip, "bonus": self.coefficients["entropy"] > 0}
         return head_gradients(self.policy, self.steps, batch, output, self._weights, **settings)
 
     def _losses(self, batch: Batch, outputs: TrunkOutputs) -> ObjectiveResult:
-        """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
+        """Return the losses of a minibatch as functions of the trunk outputs; the entropy only if it has a weight."""
         bonus = self.coefficients["entropy"] > 0
         return self._objective(self.policy, self.steps, batch, outputs, clip=self.config.clip, bonus=bonus)
 
@@ -358,7 +360,7 @@ class Evaluation(NamedTuple):
     """The first episode of each environment.
 
     Attributes:
-        returns: undiscounted sums of raw rewards; of an episode that did not end in time, up to there.
+        returns: undiscounted sums of raw rewards; up to the step limit for an episode that did not end in time.
         lengths: steps.
     """
 
@@ -369,14 +371,14 @@ class Evaluation(NamedTuple):
 def evaluate(
     policy: ActorCritic, env: Environment, normalizers: Normalizers, *, seed: int = 0, max_steps: int = 10_000
 ) -> Evaluation:
-    """One episode in each environment, with the likeliest choice or the mean of every head.
+    """Run one episode in each environment, with the most likely choice or the mean of every head.
 
     Args:
-        policy: acts; its memory begins empty.
-        env: where; as many episodes as it has environments, so that short ones are not preferred.
-        normalizers: as they are; they learn nothing here.
-        seed: of the episodes, unless the environment has its own.
-        max_steps: when to give up on episodes that do not end.
+        policy: policy to evaluate; its memory begins empty.
+        env: environments; each runs one episode, so that short episodes are not preferred.
+        normalizers: used with their present statistics, which do not change.
+        seed: seed of the episodes, unless the environment has its own.
+        max_steps: limit for episodes that do not end.
     """
     collector = collector_for(env, policy, normalizers.frozen(), num_steps=EVALUATION_STEPS, seed=seed, greedy=True)
     returns, lengths = torch.zeros(env.num_envs, dtype=torch.float64), torch.zeros(env.num_envs, dtype=torch.int64)
@@ -395,22 +397,22 @@ def evaluate(
 
 
 def first_episode(ended: Tensor, unfinished: Tensor) -> Tensor:
-    """Flags [T, B] of the steps that belong to the first episode of environments that are still in it [B]."""
+    """Return flags [T, B] of the steps that belong to the first episode of environments that have not finished it [B]."""
     before = ended.int().cumsum(0) - ended.int()
     return (before == 0) & unfinished
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
-    """Return the policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
+    """Return the policy for these environments; its weights depend only on the seed, and torch's generator is not used."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return ActorCritic(layout_of(env), env.action_specs, config)
 
 
 def retain_freed_memory() -> bool:
-    """Make the GNU C library retain freed blocks in this process; return False where another library is used.
+    """Make the GNU C library retain freed blocks in this process; return False if another library is used.
 
-    By default it returns large blocks to the system when they are freed, and requests them again page by page, zeroed. With minibatches
+    By default it returns large freed blocks to the system, and requests them again page by page, zeroed. With minibatches
     of tens of thousands of rows this takes a fifth of the training time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,16 +1,16 @@
-"""Sinks: where records go. `open(run)`, `write(records)`, `close(status)`, and nothing else.
+"""Sinks: destinations of records, with the methods `open(run)`, `write(records)` and `close(status)`.
 
-Importing this package imports no backend; a sink reports a missing package when it is made, and connects when it is
+Importing this package imports no backend. A sink reports a missing package when it is constructed, and connects when it is
 opened.
 
     TensorBoardSink()                     RUN_DIR/tensorboard
     WandbSink(project="walker")           online with a key, else offline in RUN_DIR/wandb
     WandbSink(run=wandb.run)              joins a run that is open
     MLflowSink()                          sqlite:///RUN_DIR/mlflow.db
-    PrometheusSink()                      last values in RUN_DIR/metrics.prom, or on a port of this machine
+    PrometheusSink()                      latest values in RUN_DIR/metrics.prom, or on a local port
     ConsoleSink()                         a line per update
     print                                 any callable is a sink
-    "wandb:walker?mode=offline"           any of these as text
+    "wandb:walker?mode=offline"           a URI of any of these
 """
 
 from typing import TYPE_CHECKING

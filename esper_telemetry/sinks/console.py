@@ -1,6 +1,6 @@
-"""The console sink: a progress bar on a terminal where the run's length is known, else a line per update, at most one a second.
+"""The console sink: a progress bar on a terminal if the run's length is known, else a line per update, at most one a second.
 
-Numbers that do not fit into the width of a terminal are left out, the least important first.
+Numbers that do not fit into the width of a terminal are left out, least important first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from esper_telemetry.sinks.protocol import Place, check_options
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
-    """Return rich's console, which writes every text `printable`; with NO_COLOR without any escape sequence, even for bold and dim.
+    """Return a rich console that makes every text `printable`; with NO_COLOR it writes no escape sequences, not even bold and dim.
 
     Args:
-        piped_width: columns where the output is no terminal and COLUMNS does not say how many.
-        settings: passed on to `rich.console.Console`.
+        piped_width: width in columns if the output is not a terminal and COLUMNS is not set.
+        settings: passed to `rich.console.Console`.
     """
     from rich.console import Console
     from rich.segment import Segment
 
     class PrintableConsole(Console):
-        """Writes texts without the escape sequences that are in them, and its own with them."""
+        """Removes escape sequences from the texts and writes only its own."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             for part in super().render(renderable, options):
@@ -46,22 +46,22 @@ def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
 
 
 def is_live(console: Any) -> bool:
-    """Return whether a line of that console can be redrawn; FORCE_COLOR in a pipe colours the text and redraws nothing."""
+    """Return whether a line of that console can be redrawn; in a pipe it cannot, even if FORCE_COLOR colours the text."""
     return bool(console.is_terminal and console.file.isatty() and not console.is_dumb_terminal)
 
 
 def takes_output(console: Any) -> bool:
-    """Return whether a line can be written without waiting: the training thread must not wait for a terminal."""
+    """Return whether a line can be written without blocking the training thread."""
     try:
         poll = select.poll()
         poll.register(console.file.fileno(), select.POLLOUT)
-    except (OSError, ValueError, AttributeError):  # no file of the system, such as a notebook's; or Windows
+    except (OSError, ValueError, AttributeError):  # not a file of the system, as in a notebook; or Windows
         return True
     return bool(poll.poll(0))
 
 
 class Column(NamedTuple):
-    """A number of the line: its label, its keys (the first present is shown), and its format; not shown next to `unless`."""
+    """A number of the line: its label, its keys (the first present key is shown), and its format; hidden if `unless` is present."""
 
     label: str
     keys: tuple[str, ...]
@@ -79,21 +79,21 @@ COLUMNS: Final = (
     Column("clipped", ("policy/clip_frac",), ".0%"),
     Column("grad", ("grad/global/norm_preclip",)),
 )
-"""The most important first."""
+"""Most important first."""
 
 NUMBER_GAP_COLUMNS: Final = 2
 """Columns between two numbers."""
 WIDE_BAR_COLUMNS, NARROW_BAR_COLUMNS, WIDE_TERMINAL_COLUMNS = 24, 8, 100
-"""Columns of the bar on a terminal of at least the last, and on a narrower one."""
+"""Width of the bar on a wide and on a narrower terminal, and the minimum width of a wide terminal."""
 TIME_COLUMNS: Final = len("0:00:00")
 
 REDRAW_SECONDS: Final = 0.5
-"""Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
+"""Minimum time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
 
 MAX_STEPS: Final = 10**15
-"""Largest number of environment steps that is taken for the length of a run."""
+"""Largest number of environment steps that is accepted as the length of a run."""
 TOTALS: Final = ("total_steps", "total_timesteps")
-"""Names of the setting that says how many environment steps a run has."""
+"""Names of the setting with the number of environment steps of a run."""
 
 ALARM_COLOURS: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 
@@ -102,10 +102,10 @@ ALARM_COLOURS: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yello
 class ConsoleSink:
     """Shows the progress of the run: steps, speed, return, KL and the like.
 
-    On a terminal one live bar, if the trainer said how many steps the run has; otherwise one compact line per update, at most one per
-    `every_seconds`, and the last update always. An alarm is a line of its own, when it is raised and when it is over.
+    On a terminal it shows one live bar, if the trainer said how many steps the run has. Otherwise it prints one compact line per update, at
+    most one per `every_seconds`, and always the last update. An alarm has its own line when it is raised and when it ends.
 
-    The training thread writes it. Where the terminal takes no output (Ctrl-S, or a pipe without a reader), lines wait.
+    The training thread writes the lines. They wait while the terminal is blocked (Ctrl-S, or a pipe without a reader).
     """
 
     every_seconds: float = 1.0
@@ -120,7 +120,7 @@ class ConsoleSink:
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> ConsoleSink:
-        """Return the sink of `console`, which takes nothing more."""
+        """Return the sink of `console`, which has no options."""
         check_options("console", options)
         if rest:
             raise ValueError(f"sink console takes nothing after its name, got {rest!r}")
@@ -137,16 +137,16 @@ class ConsoleSink:
         import rich.progress  # noqa: F401  # `open` uses them
 
     def open(self, run: RunInfo) -> None:
-        """Take the terminal that stdout is now."""
+        """Use the terminal that stdout is now."""
         self._output = _Output(run, self.every_seconds)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Show the newest of the records, unless a line was printed a moment ago."""
+        """Show the latest record, unless a line was just printed."""
         if self._output and records:
             self._output.show(records[-1])
 
     def alarm(self, alarm: Alarm) -> None:
-        """Print one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
+        """Print one line: red for a critical alarm, yellow for a warning, green at its end; nothing if it gets worse."""
         if alarm.event is AlarmEvent.CLEAR:
             self._active.pop(alarm.type, None)
         else:
@@ -155,7 +155,7 @@ class ConsoleSink:
             self._output.print(alarm_line(alarm))
 
     def outcome(self, event: JournalEvent) -> None:
-        """Print what the run does now; not the same words twice, which a failure brings."""
+        """Print the run's new outcome, unless the same words were just printed, as after a failure."""
         text, self._kind = str(event.data.get("text", "")), str(event.data.get("outcome", ""))
         if self._output and text != self._last_outcome:
             self._last_outcome = text
@@ -166,7 +166,7 @@ class ConsoleSink:
         return tone_of(self._kind, self._active.values())
 
     def close(self, status: RunStatus) -> None:
-        """Print the last update if it is still to be shown, and how the run ended."""
+        """Print the last update if it has not been shown, and how the run ended."""
         if self._output:
             self._output.end(status, self._tone)
             self._output = None
@@ -193,12 +193,12 @@ class _Output:
         self._write_lines()
 
     def print(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         self._lines.append(text)
         self._write_lines()
 
     def end(self, status: RunStatus, tone: Tone) -> None:
-        """Show what waits, and how the run ended: in green only if it has learned something and nothing is wrong."""
+        """Show waiting lines and how the run ended: in green only if it has learned something and nothing is wrong."""
         if self._waiting is not None:
             self._show_waiting()
         if self._bar is not None and takes_output(self._console):
@@ -225,7 +225,7 @@ class _Output:
 
 
 class ProgressBar:
-    """One live line at the bottom of the terminal, redrawn by `show`: rich's own redrawing takes a thread.
+    """One live line at the bottom of the terminal, redrawn by `show`, because rich's own redrawing needs a thread.
 
     Args:
         console: rich's console.
@@ -249,24 +249,24 @@ class ProgressBar:
         self._progress.start()
 
     def show(self, record: Record, numbers: Sequence[str]) -> None:
-        """Move the bar to the record's step and write the numbers beside it that fit."""
+        """Move the bar to the record's step and write as many numbers next to it as fit."""
         space = self._console.width - self._bar_width - self._steps_width - TIME_COLUMNS - 3
         description = (" " * NUMBER_GAP_COLUMNS).join(fitting(numbers, space + NUMBER_GAP_COLUMNS))
         self._progress.update(self._task, completed=record.axes.env_step, description=description, refresh=True)
 
     def end(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         self._progress.stop()
 
 
 def total_steps(run: RunInfo) -> int | None:
-    """Return how many environment steps the run has, as its trainer or its settings say; None where neither does."""
+    """Return how many environment steps the run has according to its trainer or its settings, or None."""
     totals = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
     return next((total for total in totals if isinstance(total, int) and 0 < total <= MAX_STEPS), None)
 
 
 def line(record: Record, total: int | None = None, width: int | None = None) -> str:
-    """Return one line, in rich's markup, of how far the run is and of the numbers that are present and fit into the width."""
+    """Return one line, in rich's markup, with the progress of the run and the available numbers that fit into the width."""
     step = record.axes.env_step
     far = f"step {step:,}" + (f"/{total:,} ({min(1.0, step / total):.0%})" if total else "")
     head = f"[bold]update {record.axes.update:,}[/bold]  [dim]{far}[/dim]"
@@ -274,7 +274,7 @@ def line(record: Record, total: int | None = None, width: int | None = None) -> 
 
 
 def alarm_line(alarm: Alarm) -> str:
-    """Return one line, in rich's markup: the type, since when, and what it means."""
+    """Return one line, in rich's markup: the type, the first update, and the meaning."""
     from rich.markup import escape
 
     if alarm.event is AlarmEvent.CLEAR:
@@ -287,7 +287,7 @@ def alarm_line(alarm: Alarm) -> str:
 
 
 def outcome_line(event: JournalEvent, tone: Tone) -> str:
-    """Return one line, in rich's markup, of what the run does, in the colour of its tone."""
+    """Return one line, in rich's markup, with the outcome so far, in the colour of its tone."""
     from rich.markup import escape
 
     text = escape(str(event.data.get("text", "")))
@@ -296,7 +296,7 @@ def outcome_line(event: JournalEvent, tone: Tone) -> str:
 
 
 def numbers(record: Record) -> list[str]:
-    """Return the numbers that are present, in rich's markup, the most important first."""
+    """Return the available numbers, in rich's markup, most important first."""
     texts = []
     for column in COLUMNS:
         value = next((record.values[key] for key in column.keys if key in record.values), None)
@@ -306,7 +306,7 @@ def numbers(record: Record) -> list[str]:
 
 
 def fitting(numbers: Sequence[str], space: int | None) -> Iterator[str]:
-    """Yield the first numbers, in rich's markup, that fit into that many columns, a gap before each; all where it is None."""
+    """Yield the first numbers, in rich's markup, that fit into that many columns with a gap before each; all if it is None."""
     for number in numbers:
         if space is not None:
             space -= NUMBER_GAP_COLUMNS + plain_length(number)
@@ -316,7 +316,7 @@ def fitting(numbers: Sequence[str], space: int | None) -> Iterator[str]:
 
 
 def plain_length(markup: str) -> int:
-    """Return the columns that a text in rich's markup takes."""
+    """Return the number of columns that a text in rich's markup takes."""
     from rich.text import Text
 
     return Text.from_markup(markup).cell_len

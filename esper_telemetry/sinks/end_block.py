@@ -1,6 +1,6 @@
-"""The block of text at the end of a run: the outcome, the incidents, where everything is, and the commands that open it.
+"""The block of text at the end of a run: the outcome, the incidents, the locations of its data, and the commands that show them.
 
-`train` and `run` print it, and every run whose sinks include the console. It is read from the journal, so it says what `diagnose` says.
+`train` and `run` print it, and so does every run with a console sink. It is read from the journal, so it agrees with `diagnose`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from esper_telemetry.sinks.pages import REPORT_NAME, IncidentCards, alarm_text
 from esper_telemetry.sinks.protocol import PermanentSinkError, Place, Sink, SupportsPlace
 
 MAX_INCIDENTS: Final = 5
-"""Incidents in the block: the first ones, which tend to cause the others; the report and `diagnose` have all."""
+"""Number of incidents in the block. The first incidents tend to cause the others; the report and `diagnose` list all."""
 LABEL_COLUMNS: Final = 13
 LEVEL_COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 VIEWS: Final = {
@@ -35,9 +35,9 @@ VIEWS: Final = {
 }
 """Commands about a run directory, by what they show."""
 VIEWS_EXTRA: Final = ("report", "terminal", "comparison")
-"""Those that need the extra `views`."""
+"""The commands that need the extra `views`."""
 BROKEN_OFF: Final = {RunStatus.INTERRUPTED, RunStatus.PREEMPTED}
-"""Statuses of runs that are meant to go on."""
+"""Statuses of runs that are meant to be resumed."""
 
 
 class EndBlockLine(NamedTuple):
@@ -52,12 +52,12 @@ class RunEnd:
     """A run that has ended in this process.
 
     Attributes:
-        run: its description; None where this process did not record it.
+        run: its description; None if this process did not record it.
         run_dir: None without one.
-        sinks: of the run; the console has no place worth naming.
+        sinks: sinks of the run; the location of the console is not listed.
         status: how it ended.
-        resume: the line about going on, for a run that was interrupted; None for a loop of the user's own, empty for no line.
-        loss: the sentence on records that the journal lacks; empty if it has all.
+        resume: the line on how to resume an interrupted run; None for the user's own loop, empty for no line.
+        loss: the sentence on records that the journal lacks; empty if it is complete.
     """
 
     run: RunInfo | None
@@ -68,11 +68,11 @@ class RunEnd:
     loss: str = ""
 
     def verdict(self) -> Iterator[EndBlockLine]:
-        """Yield the exception that ended the run or what it did, and its first incidents."""
+        """Yield the exception that ended the run, or its outcome, and its first incidents."""
         if self.run is None or self.run_dir is None:
             return
         if self.loss:
-            yield EndBlockLine(f"{capitalized(self.loss)}: what follows is said of the others", "bold red")
+            yield EndBlockLine(f"{capitalized(self.loss)}: the following lines describe the other records", "bold red")
         try:
             cards = IncidentCards(list(alarms(self.run_dir)), last_outcome(self.run_dir))
         except OSError as error:
@@ -95,7 +95,7 @@ class RunEnd:
                 yield EndBlockLine(f"  and {len(causes) - MAX_INCIDENTS} later incidents")
 
     def openings(self) -> Iterator[EndBlockLine]:
-        """Yield where the run and its backends are, and the commands and addresses that open them."""
+        """Yield the locations of the run and its backends, and the commands and addresses that open them."""
         places = list(self._places())
         if self.run_dir is None and not places:
             return
@@ -136,16 +136,16 @@ class RunEnd:
                 continue
             try:
                 place = sink.place(self.run)
-            except PermanentSinkError:  # the run has no directory, and the sink was given no place of its own
+            except PermanentSinkError:  # neither the run nor the sink has a directory
                 continue
             yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place
 
 
 def _outcome_of_short_run(run_dir: Path) -> str:
-    """Return the outcome of a run whose journal has no event with it, as longer runs have."""
+    """Return the outcome of a run that is too short for an outcome event in its journal."""
     try:
         run = read_run(run_dir)
-    except (OSError, ValueError):  # the disk had no room for its first lines
+    except (OSError, ValueError):  # the disk was full from the first line
         return "outcome not known: the journal cannot be read"
     return capitalized(outcome_of(run.records, run.info.facts, run.status).text)
 
@@ -166,20 +166,20 @@ def _incident(cause: Alarm, cards: IncidentCards) -> Iterator[EndBlockLine]:
 
 
 def block_lines(end: RunEnd, run_dirs: Sequence[Path] = ()) -> list[str]:
-    """Return the block as plain lines, for a run that is the last of those in `run_dirs`."""
+    """Return the block as plain lines, for a run that is the last of `run_dirs`."""
     count = len(run_dirs)
     earlier = [f"{count} runs, of which this is the last: {', '.join(map(str, run_dirs))}"] if count > 1 else []
     return [masked(line) for line in (*earlier, *(line.text for line in (*end.verdict(), *end.openings())))]
 
 
 def print_lines(console: Any, lines: Iterable[EndBlockLine]) -> None:
-    """Print lines on rich's console, each on one line of the terminal's own breaking."""
+    """Print each line on rich's console as one line, without wrapping."""
     for line in lines:
         console.print(masked(line.text), style=line.style or None)
 
 
 def print_end(end: RunEnd) -> None:
-    """Print the block on stdout if the console is among the run's sinks; nothing where the terminal takes no output at the moment."""
+    """Print the block on stdout if the run has a console sink; print nothing while the terminal is blocked."""
     if end.run is None or not any(isinstance(sink, ConsoleSink) for sink in end.sinks):
         return
     console = make_console(markup=False, highlight=False, soft_wrap=True)

@@ -1,10 +1,10 @@
 """A dashboard made from the keys of a run, and the limit on how many keys it shows.
 
-A section answers the question of one family of metrics. A chart holds numbers that share an axis: a headline alone, then keys about the
-same thing in one unit, then single keys of one bounded scale. Every key stands in exactly one chart. A backend with a browser behind it
-gets at most a few hundred keys: TensorBoard needs minutes to list thousands of tags.
+A section answers the question of one family of metrics. A chart holds numbers that share an axis: a single headline, several keys about
+the same subject in one unit, or leftover keys with one bounded scale. Every key is in exactly one chart. A backend with a browser
+interface gets at most a few hundred keys: TensorBoard needs minutes to list thousands of tags.
 
-Histograms and settings stand here in the forms that backends accept.
+This module also converts histograms and settings to the forms that backends accept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATISTICS: Final = frozenset(
 """Last segments of keys that name a statistic of the segment before them."""
 
 PRIORITIES: Final = ("critical", "high", "normal", "", "detail")
-"""Priorities of metrics, most important first; a metric without one stands before details."""
+"""Priorities of metrics, most important first; a metric without one precedes details."""
 UNDESCRIBED: Final = MetricInfo(unit="", question="")
 
 OVERVIEW: Final = (
@@ -37,10 +37,10 @@ OVERVIEW: Final = (
     *("policy/entropy_norm", "value/explained_variance", "grad/global/norm_preclip", "opt/lr"),
     "train/env_steps_per_second",
 )
-"""Keys that a person looks at first, in that order."""
+"""Keys that people look at first, in that order."""
 MAX_OVERVIEW: Final = 15
 TASK_AXIS: Final = "axis/env_step"
-"""Axis of the families whose numbers are about the task, not about the update."""
+"""Axis of the families whose numbers describe the task, not the update."""
 
 ALARM_FAMILY: Final = "alarm"
 LAYER_LABEL: Final = "{layer}"
@@ -48,7 +48,7 @@ HISTORY_LABEL: Final = "{key}/"
 LABEL: Final = re.compile(r"\{\w+\}")
 DEBUG_LEVELS: Final = {Level.DEBUG.name.lower(), str(Level.DEBUG.value)}
 RESERVED_SHARE: Final = 5
-"""One key in this many, at most, is reserved for expected keys that have not appeared yet."""
+"""At most one key in this many is reserved for expected keys that have not appeared yet."""
 
 
 def family_of(key: str) -> MetricFamily:
@@ -58,7 +58,7 @@ def family_of(key: str) -> MetricFamily:
 
 
 def overview_keys(run: RunInfo) -> list[str]:
-    """Return the keys that say most about any run, the return first: `OVERVIEW`, then the first headline of each family about the task."""
+    """Return the most informative keys of any run, the return first: `OVERVIEW`, then the first headline of each task family."""
     declared = families()
     first = {
         family_name(key): key
@@ -71,7 +71,7 @@ def overview_keys(run: RunInfo) -> list[str]:
 
 
 def overview_names(run: RunInfo) -> dict[str, str]:
-    """Return, by overview key, the name that repeats it; it has one slash, as the title of a chart keeps what follows the last one."""
+    """Return the name that repeats each overview key. It has one slash, because charts are titled with the part after the last slash."""
     return {
         key: f"{OVERVIEW_FAMILY}/{place:02} {key.replace('/', ' ')}"
         for place, key in enumerate(overview_keys(run), start=1)
@@ -97,8 +97,8 @@ class ChartGroup(NamedTuple):
     """Keys with equal groups share a chart.
 
     Attributes:
-        headline: template of the key if it is a headline, which has a chart of its own.
-        subject: what the numbers are about; empty for a chart of leftovers.
+        headline: template of the key if it is a headline, which has its own chart.
+        subject: subject of the numbers; empty for a chart of leftovers.
         unit, low, high: the scale that the keys share.
     """
 
@@ -110,12 +110,12 @@ class ChartGroup(NamedTuple):
 
 
 def sections(keys: Iterable[str], run: RunInfo, *, apart: Collection[str] = ()) -> list[Section]:
-    """Return the dashboard: one section per family, declared ones by place and then the user's.
+    """Return the dashboard: one section per family, declared families by place and then the user's.
 
     Args:
-        keys: of the run.
-        run: describes them.
-        apart: families in which no two keys share a chart.
+        keys: keys of the run.
+        run: its descriptions of the keys.
+        apart: families whose keys each have a separate chart.
     """
     keys_by_family: dict[str, list[str]] = defaultdict(list)
     for key in sorted(keys):
@@ -129,7 +129,7 @@ def sections(keys: Iterable[str], run: RunInfo, *, apart: Collection[str] = ()) 
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:
-    """Return the run's description of a key; an empty one where it has none."""
+    """Return the run's description of a key, or an empty one."""
     return run.describe(key) or UNDESCRIBED
 
 
@@ -154,7 +154,7 @@ def _charts(keys: Sequence[str], run: RunInfo, *, apart: bool) -> list[Chart]:
 
 
 def _subject(key: str, template: str) -> str:
-    """Return what a key is about: `policy/kl` of `policy/kl_max`, `ret` of `ret/std`, the template of a labelled key."""
+    """Return the subject of a key: `policy/kl` of `policy/kl_max`, `ret` of `ret/std`, the template of a labelled key."""
     if template != key:
         return template
     path, _, last = key.rpartition("/")
@@ -163,7 +163,7 @@ def _subject(key: str, template: str) -> str:
 
 
 def _with_leftovers_merged(groups: Mapping[ChartGroup, list[str]]) -> Iterator[tuple[ChartGroup, list[str]]]:
-    """Yield the groups, with groups of a single key merged where both bounds of their scale are the same; headlines stay alone."""
+    """Yield the groups. Groups of a single key are merged if both bounds of their scale are equal; headlines stay separate."""
     leftovers: dict[ChartGroup, list[str]] = defaultdict(list)
     for group, members in groups.items():
         if len(members) == 1 and not group.headline and None not in (group.low, group.high):

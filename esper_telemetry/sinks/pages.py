@@ -1,4 +1,4 @@
-"""Pages of text about a run, in Markdown: what it is, what its metrics mean, and the incidents that its alarms report."""
+"""Pages of text about a run, in Markdown: its description, the meaning of its metrics, and the incidents that its alarms report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import described, flattened, overview_keys
 
 REPORT_NAME: Final = "report.html"
-"""The run as a page, in the run directory of a run that writes one."""
+"""Name of the run's page in its directory, if the run writes one."""
 
 MAX_ALARMS: Final = 1000
-"""Latest alarms that are kept; a run seldom has more, as the detectors limit how often they raise one."""
+"""Latest alarms that are kept; a run seldom has more, because the detectors limit their rate."""
 
 MAX_NOTE_CHARACTERS: Final = 7500
 """MLflow takes 8,000 in a tag."""
 MAX_NOTE_INCIDENTS: Final = 5
 MAX_QUIET_VALUES: Final = 5
-"""Values in the first lines of the description of a run without incidents; all headline values are in its table."""
+"""Values in the first lines of the description of a run without incidents; its table has all headline values."""
 
 ALARM_COLUMNS: Final = (
     *("update", "env_step", "event", "type", "level", "severity", "key", "value", "threshold", "incident", "text"),
@@ -42,7 +42,7 @@ def run_readme(run: RunInfo) -> str:
         facts.append(f"- tags: {safe(', '.join(run.tags))}")
     if run.run_dir is not None:
         facts.append(f"- directory: {code(str(run.run_dir))}; `journal.jsonl` in it holds every number of the run")
-    facts.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` say where each lies")
+    facts.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` hold the other axes")
     declared = {family_name(key) for key in run.metrics}
     questions = {name: family.question for name, family in families().items() if name in declared}
     parts = [f"# {safe(run.name)}", "\n".join(facts), safe(run.notes)]
@@ -61,17 +61,17 @@ def _table(title: str, rows: Mapping[str, object]) -> str:
 def safe(text: str) -> str:
     """Return the text on one line, escaped so that it cannot break out of a Markdown table or become HTML."""
     escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(printable(text).split()))
-    # W&B shows notes as they are in its list of runs, so `>` stays where it is neither HTML nor a quotation.
+    # W&B shows notes as plain text in its list of runs, so `>` is escaped only if it would start HTML or a quotation.
     return re.sub("^>", "&gt;", escaped.replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def code(text: str) -> str:
-    """Return the text as code in Markdown, which it cannot break out of, nor out of a table."""
+    """Return the text as Markdown code that it cannot break out of, even inside a table."""
     return f"`{' '.join(text.replace('`', '').replace('|', '').split())}`"
 
 
 def metric_description(info: MetricInfo) -> str:
-    """Return the tooltip of a metric: its name, question, unit, bounds, and what to try when they are left."""
+    """Return the tooltip of a metric: its name, question, unit, bounds, and what to try outside the bounds."""
     levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
     bounds = "; ".join(f"{name}: {safe(text)}" for name, text in levels.items() if text)
     parts = (
@@ -86,7 +86,7 @@ def metric_description(info: MetricInfo) -> str:
 
 
 def guide(keys: Iterable[str], run: RunInfo) -> str:
-    """Return a table of what these metrics answer, what is healthy and what to try otherwise; empty without any."""
+    """Return a table of the question, the healthy range and the advice of these metrics; empty without any."""
     infos = {template_of(key, run.metrics): run.describe(key) for key in keys}
     rows = [
         f"| **{safe(info.name or key)}** {code(key)} | {safe(info.question)} | {safe(info.healthy)} "
@@ -98,7 +98,7 @@ def guide(keys: Iterable[str], run: RunInfo) -> str:
 
 
 def glossary(run: RunInfo) -> str:
-    """Return a page with a table per family: every declared metric, its question and what is healthy."""
+    """Return a page with a table per family: every declared metric, its question and its healthy range."""
     keys_by_family: dict[str, list[str]] = {}
     for key in run.metrics:
         keys_by_family.setdefault(family_name(key), []).append(key)
@@ -112,7 +112,7 @@ def glossary(run: RunInfo) -> str:
 
 @dataclass(slots=True)
 class IncidentCards:
-    """The verdict on a run so far: its outcome, its alarms, and the incidents that they make up."""
+    """The verdict on a run so far: its outcome, its alarms, and the incidents that they form."""
 
     alarms: list[Alarm] = field(default_factory=list)
     outcome: JournalEvent | None = None
@@ -124,7 +124,7 @@ class IncidentCards:
 
     @property
     def raised(self) -> list[Alarm]:
-        """The alarms that were raised, without updates and ends."""
+        """The alarms that were raised, without their updates and ends."""
         return [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE]
 
     @property
@@ -135,13 +135,13 @@ class IncidentCards:
 
     @property
     def failure(self) -> str:
-        """The sentence of the exception that ended the run; empty if none has, or if the run was resumed."""
+        """The sentence of the exception that ended the run; empty if none did, or if the run was resumed."""
         failed = self.active.get(RUN_FAILED)
         return "" if failed is None else alarm_text(failed)
 
     @property
     def tone(self) -> Tone:
-        """How the run is to be called, in one word."""
+        """The tone of the verdict."""
         kind = "" if self.outcome is None else str(self.outcome.data.get("outcome", ""))
         return tone_of(kind, [alarm.level for alarm in self.active.values()])
 
@@ -161,18 +161,18 @@ class IncidentCards:
         return [alarm for alarm in self.alarms if alarm.incident == number]
 
     def rows(self) -> list[list[Any]]:
-        """Return one row per alarm, its `ALARM_COLUMNS`."""
+        """Return one row per alarm, with the columns `ALARM_COLUMNS`."""
         return [_row(alarm) for alarm in self.alarms]
 
     def sentence(self) -> str:
-        """Return the sentence on what ended the run or what it does; empty while neither is known."""
+        """Return the sentence on the exception that ended the run, or on its outcome; empty while neither is known."""
         text = "" if self.outcome is None else str(self.outcome.data.get("text", ""))
         return self.failure or " ".join(text.split())
 
     def verdict(self) -> str:
-        """Return one line of plain text, the most important first, as lists cut it off.
+        """Return one line of plain text, most important first, because lists cut it off.
 
-        It has the word for the outcome, the cause of the first incident that is not over (or else of the first), and the sentence.
+        It has the word for the outcome, the cause of the first open incident (or else of the first incident), and the sentence.
         """
         word, _, rest = (self.sentence() or "no outcome yet").partition(": ")
         if self.failure:
@@ -189,7 +189,7 @@ class IncidentCards:
         return f"{word}{reason}: {rest}{more}" if rest else f"{word}{reason}{more}"
 
     def page(self) -> str:
-        """Return the page of the verdict: what the run does, then the incidents, each with its cause first."""
+        """Return the page of the verdict: the outcome, then the incidents, each with its cause first."""
         title = capitalized(self.sentence()) if self.outcome and not self.failure else ""
         heading = f"# {safe(title)}" if title else "# What went wrong" if self.alarms else "# No outcome yet"
         quiet = [] if self.alarms else [self.quiet_text]
@@ -200,7 +200,7 @@ class IncidentCards:
         return [f"**{safe(self.failure)}**"] if self.failure else []
 
     def cause(self, number: int) -> Alarm | None:
-        """Return the raised alarm that is the cause of an incident; None where none of it was raised."""
+        """Return the raised alarm that is the cause of an incident; None if none of its alarms was raised."""
         return cause_of(self.of(number))
 
     def incident(self, number: int, *, heading: bool = True) -> str:
@@ -241,7 +241,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
     """
     first = cards.numbers[:MAX_NOTE_INCIDENTS]
     sentence = cards.sentence() or "No outcome yet"
-    # Backends cut the description after a few lines, so it has no headings.
+    # Backends cut the description after a few lines, so it is written without headings.
     parts = [f"**{safe(capitalized(sentence))}**"]
     keys = [] if record is None else [key for key in overview_keys(run) if key in record.values]
     if first:
@@ -268,7 +268,7 @@ def run_note(cards: IncidentCards, record: Record | None, run: RunInfo) -> str:
 
 
 def cause_of(alarms: Iterable[Alarm]) -> Alarm | None:
-    """Return the raised alarm that the incident's latest event names as its cause, else the first; None if none was raised."""
+    """Return the raised alarm that the incident's latest event names as its cause, else the first raised one, or None."""
     events = list(alarms)
     raised = [alarm for alarm in events if alarm.event is AlarmEvent.RAISE]
     cause = events[-1].cause if events else ""

@@ -1,4 +1,4 @@
-"""Prometheus: the latest values, in a file for the node exporter or on a port of this machine. It keeps no history."""
+"""Prometheus: the latest values, in a file for the node exporter or on a local port, without history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORBIDDEN: Final = re.compile("[^a-zA-Z0-9_]")
 MAX_PORT: Final = 65535
 TEXTFILE: Final = "metrics.prom"
 ADDRESS: Final = re.compile(r"-?\d+|[\w.-]*:\d+/?|\w+://.*")
-"""A port or a server, which must not be taken for the name of a file."""
+"""A port or a server, which must not be mistaken for the name of a file."""
 JOIN_SECONDS: Final = 5.0
 
 
@@ -27,9 +27,9 @@ class PrometheusSink:
     """Shows the latest record as gauges `esper_policy_kl{run="..."}` and alarms as counters.
 
     Attributes:
-        path: a text file, replaced as a whole with every batch; `RUN_DIR/metrics.prom` when neither is given.
+        path: a text file, replaced as a whole with every batch; `RUN_DIR/metrics.prom` if neither is given.
         port: serve `http://127.0.0.1:PORT/metrics` instead while the run is open.
-        max_keys: largest number of keys.
+        max_keys: maximum number of keys.
         details: also show the numbers of single layers and the histories of other keys.
     """
 
@@ -60,7 +60,7 @@ class PrometheusSink:
 
     @property
     def name(self) -> str:
-        """`prometheus`, and the port or the file where one was given."""
+        """`prometheus`, and the port or the file if one was given."""
         target = self.port or self.path
         return f"prometheus:{target}" if target else "prometheus"
 
@@ -76,7 +76,7 @@ class PrometheusSink:
         import prometheus_client.core  # noqa: F401 - for its effect
 
     def open(self, run: RunInfo) -> None:
-        """Begin to serve, or make the file's folder; raises OSError where the port is taken."""
+        """Begin to serve, or make the file's folder; raises OSError if the port is taken."""
         self._end()
         budget = KeyBudget(run, "Prometheus", max_keys=self.max_keys, details=self.details)
         self._open = _Exposition(run, budget, self._file(run) if self.port is None else None, self.port)
@@ -161,7 +161,7 @@ class _Exposition:
             self._thread.join(JOIN_SECONDS)
 
     def describe(self) -> Iterator[Any]:
-        """Return nothing: the registry asks at registration, before there are values."""
+        """Return nothing: the registry asks at registration, before values exist."""
         return iter(())
 
     def collect(self) -> Iterator[Any]:
@@ -169,7 +169,7 @@ class _Exposition:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = {"status": self.status, "run_id": self._run.run_id}
-        yield self._gauge("esper_run_status", "How the run stands.", 1.0, status)
+        yield self._gauge("esper_run_status", "Status of the run.", 1.0, status)
         last = self.last
         if last is not None:
             axes = last.axes
@@ -194,7 +194,7 @@ class _Exposition:
         return family
 
     def _name(self, key: str) -> str:
-        """Return `esper_policy_kl` for `policy/kl`; numbered where two keys would have the same name."""
+        """Return `esper_policy_kl` for `policy/kl`; numbered if two keys would have the same name."""
         if key not in self._names:
             name = plain = f"esper_{FORBIDDEN.sub('_', key)}"
             number = 1

@@ -1,6 +1,6 @@
-"""Sinks: the three methods that each has, the optional members that some have, and the errors that they raise.
+"""Sinks: their three methods, the optional members, and the errors that they raise.
 
-Delivery finds an optional member by `isinstance` with its `Supports...` protocol, so a user's sink needs to inherit nothing.
+Delivery finds an optional member by `isinstance` with its `Supports...` protocol, so a user's sink need not inherit from anything.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ logger.addFilter(MASKED_LOG)
 
 @runtime_checkable
 class Sink(Protocol):
-    """A backend: `open` comes first and once, then any number of `write`, then `close`, in order and never at the same time.
+    """A backend. `open` is called first and once, then `write` any number of times, then `close`, never concurrently.
 
-    A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. The exception
-    says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError search for the one
-    record that is refused (`PoisonRecordError`), PermanentSinkError disables the sink. A sink may have members of the `Supports...`
-    protocols below, each by itself; `in_process` and `name` are the ones that most sinks have. `close` may come twice, or without
-    `open`; `open` may be repeated after a failure. A classmethod `from_uri` (`sinks.registry.SupportsFromUri`) reads the sink's URI.
+    A call that raises is repeated later, with the same records or some of them, so `write` must take all of them or raise. After OSError,
+    and any exception not named here, it is called again after a pause. After ValueError or TypeError, delivery searches for the refused
+    record (`PoisonRecordError`). PermanentSinkError disables the sink. A sink may implement any of the `Supports...` protocols below; most
+    have `in_process` and `name`. `close` may be called twice, or without `open`; `open` may be repeated after a failure. A classmethod
+    `from_uri` (`sinks.registry.SupportsFromUri`) parses the sink's URI.
     """
 
     def open(self, run: RunInfo) -> None:
-        """Connect, for a new run or one that goes on after a restart."""
+        """Connect, for a new run or a resumed one."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Deliver all records, or raise."""
 
     def close(self, status: RunStatus) -> None:
-        """Deliver what is buffered and end the run in the backend."""
+        """Deliver buffered records and end the run in the backend."""
 
 
 @runtime_checkable
 class SupportsName(Protocol):
-    """A sink with an identity of its own, under which cursors are kept; the class's name without it. No secrets."""
+    """A sink with its own identity, under which its cursor is stored; other sinks use the class's name. It must not contain secrets."""
 
     name: str
 
 
 @runtime_checkable
 class SupportsUri(Protocol):
-    """A sink that says how it is spelled on the command line; its name without it. Empty for one that has no spelling."""
+    """A sink with its spelling on the command line; other sinks use the name. Empty for a sink without a spelling."""
 
     uri: str
 
 
 @runtime_checkable
 class SupportsProcessChoice(Protocol):
-    """A sink that says whether it runs in the training process (`in_process`, True without it) or in the sink process."""
+    """A sink that says whether it runs in the training process (`in_process`, True by default) or in the sink process."""
 
     in_process: bool
 
 
 @runtime_checkable
 class SupportsInline(Protocol):
-    """A sink in the training process that the training thread calls between two updates, where `inline` is True.
+    """A sink in the training process that the training thread calls between two updates, if `inline` is True.
 
-    Its calls must return at once, whatever the terminal or file behind it does. Without it, a sink has a thread of its own: in a process
-    with a second thread the locks of the C library take an atomic instruction each, in every tensor operation.
+    Its calls must return at once, even if its terminal or file blocks. Other sinks have a separate thread, which has a cost: with a
+    second thread, the locks of the C library take an atomic instruction each, in every tensor operation.
     """
 
     inline: bool
@@ -77,23 +77,23 @@ class SupportsInline(Protocol):
 
 @runtime_checkable
 class SupportsAlarms(Protocol):
-    """A sink that takes alarms. A callable sink gets records only."""
+    """A sink that takes alarms. A callable sink gets only records."""
 
     def alarm(self, alarm: Alarm) -> None:
-        """Deliver an alarm that is raised, gets worse or is over: after the record that shows it and before the next.
+        """Deliver an alarm that is raised, gets worse or ends, after the record that shows it and before the next one.
 
-        One that raises is repeated, and no record goes by meanwhile.
+        A call that raises is repeated, and no record is sent meanwhile.
         """
 
 
 @runtime_checkable
 class SupportsOutcome(Protocol):
-    """A sink that shows what the run does."""
+    """A sink that shows the outcome of the run."""
 
     def outcome(self, event: JournalEvent) -> None:
-        """Deliver the outcome of the run, when it changes and at the end; its data has `outcome`, `text` and the numbers that decided.
+        """Deliver the outcome of the run when it changes and at the end; its data has `outcome`, `text` and the numbers that decided it.
 
-        It comes after the record that shows it and before the next. One that raises is repeated, as an alarm is.
+        It follows the record that shows it and precedes the next one. A call that raises is repeated, as for an alarm.
         """
 
 
@@ -102,12 +102,12 @@ class SupportsRecall(Protocol):
     """A sink that must know earlier alarms after a restart."""
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Take the alarms that were delivered before; called after `open`, where there are any."""
+        """Receive the alarms that were delivered before; called after `open`, if there are any."""
 
 
 @runtime_checkable
 class SupportsChildPreparation(Protocol):
-    """A sink that sets up its client for a process that holds nothing of the user's, such as the sink process."""
+    """A sink that sets up its client for a process without the user's own objects, such as the sink process."""
 
     def prepare_child(self) -> None:
         """Set up the client; called once before `open`, and only in such a process."""
@@ -121,7 +121,7 @@ class SupportsClientImport(Protocol):
         """Import the client; called before `open`, for one sink after the other and before any delivery has a thread.
 
         Packages that several threads import at once are left half initialised. ModuleNotFoundError disables the sink; after any other
-        exception a fresh process tries again, three times at most.
+        exception a fresh process tries again, at most three times.
         """
 
 
@@ -130,9 +130,9 @@ class SupportsHeldUpdate(Protocol):
     """A sink whose backend can be asked for the last update that it holds."""
 
     def held(self, run: RunInfo) -> int | None:
-        """Return the last update that the backend holds of this run, 0 for none; called after `open`.
+        """Return the last update of this run that the backend holds, 0 for none; called after `open`.
 
-        Records up to it are passed over and all after it are sent, whatever the cursor says. None leaves it at the cursor.
+        Records up to it are skipped and all later ones sent, regardless of the cursor. None follows the cursor.
         """
 
 
@@ -141,17 +141,17 @@ class SupportsAudit(Protocol):
     """A sink whose backend can be read back, without `open`: `doctor` compares it with the journal."""
 
     def stored(self, run: RunInfo) -> StoredMetrics | None:
-        """Return the numbers that the backend holds of the run; None where it cannot be read."""
+        """Return the numbers that the backend holds of the run; None if it cannot be read."""
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return a function that gives the numbers that the backend should hold of a record."""
+        """Return a function that maps a record to the numbers that the backend should hold."""
 
 
 @runtime_checkable
 class SupportsForwardOnly(Protocol):
-    """A sink whose backend draws nothing behind a later point, where `only_forward` is True.
+    """A sink whose backend cannot draw points before a later point, if `only_forward` is True.
 
-    What it lacks is sent together with everything after it, and `write` restarts there.
+    Missing records are sent together with everything after them, and `write` restarts there.
     """
 
     only_forward: bool
@@ -185,12 +185,12 @@ class PermanentSinkError(Exception):
 
 
 class PoisonRecordError(ValueError):
-    """The backend refuses one of the records, and would refuse it for ever: it goes to `dead_letter.jsonl`, and the others are sent.
+    """The backend permanently refuses one of the records. It goes to `dead_letter.jsonl`, and the others are sent.
 
-    Raise it where you know which one; after any ValueError or TypeError delivery searches for the record.
+    Raise it if you know which record; after any other ValueError or TypeError, delivery searches for the record.
 
     Attributes:
-        index: position of the record in this `write`; None where the backend does not say.
+        index: position of the record in this `write`; None if the backend does not say.
     """
 
     def __init__(self, message: str, index: int | None = None) -> None:
@@ -199,7 +199,7 @@ class PoisonRecordError(ValueError):
 
 
 class DeadClientError(PermanentSinkError):
-    """The backend's client is beyond repair in this process; a fresh process can go on."""
+    """The backend's client cannot recover in this process; a fresh process can continue."""
 
 
 class Place(NamedTuple):
@@ -207,9 +207,9 @@ class Place(NamedTuple):
 
     Attributes:
         where: a path, an address or a sentence.
-        command: shows the run, or sends it to where it is shown; empty where nothing is to be done.
+        command: command that shows the run, or sends it to a place that shows it; may be empty.
         pages: names and addresses of pages, once the command runs.
-        note: a sentence on why the run is there, where people ask.
+        note: a sentence on why the run is there, if people may ask.
     """
 
     where: str
@@ -219,7 +219,7 @@ class Place(NamedTuple):
 
 
 def require_package(package: str, sink: str) -> None:
-    """Raise ModuleNotFoundError with the install command unless the package is there; imports nothing."""
+    """Raise ModuleNotFoundError with the install command unless the package is installed; imports nothing."""
     if find_spec(package) is None:
         extras = {"prometheus_client": "prometheus", "wandb_workspaces": "wandb", "plotly": "views"}
         extra = extras.get(package, package)
@@ -229,19 +229,19 @@ def require_package(package: str, sink: str) -> None:
 
 
 def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
-    """Return the run's directory, absolute; raises PermanentSinkError naming the setting to give where the run has none."""
+    """Return the run's directory, absolute; without one, raise PermanentSinkError naming the setting to give."""
     if run.run_dir is None:
         raise PermanentSinkError(
-            f"{sink} has nowhere to write, as run {run.name!r} has no run directory: give it {setting}"
+            f"{sink} cannot be written, because run {run.name!r} is without a run directory: give it {setting}"
         )
     return Path(run.run_dir).absolute()
 
 
 def check_options(sink: str, options: Mapping[str, str], names: Sequence[str] = ()) -> None:
-    """Raise ValueError naming the first option of a sink URI that is not among the sink's."""
+    """Raise ValueError naming the first option of a sink URI that the sink does not have."""
     for option in options:
         if option not in names:
-            choice = f"it knows {', '.join(names)}" if names else "it has none"
+            choice = f"it knows {', '.join(names)}" if names else "it takes none"
             raise ValueError(f"sink {sink} has no option {option!r}: {choice}{did_you_mean(option, names)}")
 
 
@@ -261,10 +261,10 @@ class FunctionSink:
         return f"function:{getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
     def open(self, run: RunInfo) -> None:
-        """Do nothing: a function needs no connection."""
+        """Do nothing."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Call the function; delivery handles what it raises."""
+        """Call the function; delivery handles its exceptions."""
         for record in records:
             self.function(record)
 
@@ -273,21 +273,21 @@ class FunctionSink:
 
 
 Shown = Callable[[Record], Mapping[str, float]]
-"""Gives the numbers that the backend should hold of a record, as precisely as it stores them; called once per record, in order."""
+"""Maps a record to the numbers that the backend should hold, with the precision that it stores; called once per record, in order."""
 
 
 OVERVIEW_FAMILY: Final = "0_overview"
-"""First part of the names under which backends repeat the headline values: lists and charts are in alphabetical order."""
+"""First part of the names under which backends repeat the headline values; it sorts first in alphabetical lists and charts."""
 
 
 @dataclass(slots=True)
 class StoredMetrics:
-    """The numbers of a run in a backend, read back from it; without those of the overview, which repeat others.
+    """The numbers of a run read back from a backend, without the overview, which repeats other numbers.
 
     Attributes:
-        rows: by update, its numbers by key; a histogram is the sum of its counts.
-        repeated: by key, how many numbers the backend has more than once, for the same update.
-        ended: whether the backend shows the run as ended; None where it does not say.
+        rows: the numbers of each update, by key; a histogram is the sum of its counts.
+        repeated: how many numbers the backend has more than once for the same update, by key.
+        ended: whether the backend shows the run as ended; None if it does not say.
     """
 
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class StoredMetrics:
     ended: bool | None = None
 
     def add(self, update: int, key: str, value: float) -> None:
-        """Add one number of the backend; of several for the same update, the first counts."""
+        """Add one number of the backend; the first one for an update counts."""
         row = self.rows.setdefault(update, {})
         if key in row:
             self.repeated[key] += 1

@@ -1,6 +1,6 @@
 """Sinks by URI: `tensorboard:runs/a`, `wandb:project?mode=offline`, or any entry point `name:rest` of `esper_telemetry.sinks`.
 
-A sink class parses what follows its name in `from_uri(rest, options)`, so everything about a sink stands in its own module.
+A sink class parses the rest of the URI in `from_uri(rest, options)`, so that its own module holds everything about it.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ BUNDLED = {
     "mlflow": "esper_telemetry.sinks.mlflow.sink:MLflowSink",
     "prometheus": "esper_telemetry.sinks.prometheus:PrometheusSink",
 }
-"""The sinks of this package; a checkout that is not installed has no entry points."""
+"""The sinks of this package; entry points are missing in a checkout that is not installed."""
 
 _registered: dict[str, SinkFactory] = {}
 
 
 @runtime_checkable
 class SupportsFromUri(Protocol):
-    """A sink class that parses what follows its name in a URI; other classes are called with the rest alone."""
+    """A sink class that parses the rest of a URI; other classes are called with only the rest."""
 
     def from_uri(self, rest: str, options: Mapping[str, str]) -> Sink:
-        """Return the sink; raises ValueError where the rest or an option is invalid."""
+        """Return the sink; raises ValueError if the rest or an option is invalid."""
 
 
 def register_sink(name: str, factory: SinkFactory) -> None:
     """Make `name[:rest][?option=value&...]` a sink URI in this process; packages use an entry point instead.
 
     Args:
-        name: in front of the colon; one that exists is replaced, with a warning.
-        factory: makes the sink from the rest and the options; raises ValueError where they are invalid.
+        name: the part before the colon; an existing one is replaced, with a warning.
+        factory: makes the sink from the rest and the options; raises ValueError if they are invalid.
 
-    Raises ValueError for a name that no URI can have, TypeError for a factory that cannot be called.
+    Raises:
+        ValueError: for a name that cannot be part of a URI.
+        TypeError: for a factory that cannot be called.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"the name of a sink is made of a-z, 0-9, _ and -, got {name!r}")
+        raise ValueError(f"the name of a sink may contain only a-z, 0-9, _ and -, got {name!r}")
     if not callable(factory):
         raise TypeError(f"the factory of sink {name} must be callable, got {factory!r}")
     if name in _registered or name in known_sinks():
@@ -70,9 +72,9 @@ def as_sink(thing: object) -> Sink:
     """Return a sink for a sink itself, a callable that takes a record, or a sink URI.
 
     Raises:
-        TypeError: for anything else, and for a class where an instance is meant.
-        ValueError: for a URI that names no sink or an unknown option.
-        ModuleNotFoundError: with the install command, where the sink's package is missing.
+        TypeError: for anything else, including a sink class instead of an instance.
+        ValueError: for a URI with an unknown sink or option.
+        ModuleNotFoundError: the sink's package is missing; the message has the install command.
     """
     if isinstance(thing, str):
         return sink_from_uri(thing)
@@ -86,7 +88,7 @@ def as_sink(thing: object) -> Sink:
 
 
 def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
-    """Return the sinks of a list, or of one sink without a list; none for None.
+    """Return the sinks of a list, or of one sink without a list; an empty list for None.
 
     Raises:
         TypeError, ValueError, ModuleNotFoundError: as `as_sink`, for any of them.
@@ -103,8 +105,8 @@ def sink_from_uri(uri: str) -> Sink:
     """Return the sink that `name[:rest][?option=value&...]` describes; nothing is opened or created.
 
     Raises:
-        ValueError: for an unknown name or option, with the known ones.
-        ModuleNotFoundError: with the install command, where the sink's package is missing.
+        ValueError: for an unknown name or option; the message lists the known ones.
+        ModuleNotFoundError: the sink's package is missing; the message has the install command.
     """
     if not uri.isprintable():  # clients and files refuse control characters and invalid UTF-8
         raise ValueError(f"a sink URI must not contain unprintable characters, got {masked(uri)!r}")
@@ -114,7 +116,7 @@ def sink_from_uri(uri: str) -> Sink:
     options = dict(pairs)
     if len(options) < len(pairs):
         twice = next(option for option in options if [name for name, _ in pairs].count(option) > 1)
-        raise ValueError(f"option {twice!r} stands more than once in sink {masked(uri)}")
+        raise ValueError(f"option {twice!r} is given more than once in sink {masked(uri)}")
     if name in _registered:
         return as_sink(_registered[name](rest, options))
     sinks = known_sinks()
@@ -138,17 +140,17 @@ def leads_outside(uri: str, run_dir: Path) -> bool:
 
 
 def known_sinks() -> dict[str, EntryPoint]:
-    """Return every sink that a URI can name; an installed entry point goes before a bundled one of that name."""
+    """Return every sink that a URI can name; an installed entry point overrides a bundled one with the same name."""
     bundled = {name: EntryPoint(name, target, GROUP) for name, target in BUNDLED.items()}
     return bundled | {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def _from_target(name: str, target: Any, rest: str, options: Mapping[str, str]) -> Sink:
-    """Return a sink for what an entry point names: a class with `from_uri`, any other sink class, or a function."""
+    """Return a sink for the target of an entry point: a class with `from_uri`, any other sink class, or a function."""
     if isinstance(target, SupportsFromUri):
         return target.from_uri(rest, options)
     if options:
-        raise ValueError(f"sink {name} has no option {next(iter(options))!r}: it has none")
+        raise ValueError(f"sink {name} has no option {next(iter(options))!r}: it takes none")
     if isinstance(target, type):
         return as_sink(target(rest) if rest else target())
     if rest:

@@ -178,10 +178,10 @@ def test_a_run_of_which_nothing_was_checked(tmp_path: Path, capsys: pytest.Captu
         (["missing.py"], "cannot read the script missing.py: No such file or directory"),
         (["--seconds", "0", "a.py"], "--seconds must be positive, got 0"),
         (["--updates", "0", "a.py"], "--updates must be 1 or more, got 0"),
-        ([".", "--seed=1"], "is the directory of a run, which takes no arguments, got '--seed=1'"),
+        ([".", "--seed=1"], "is the directory of a run and cannot take arguments, got '--seed=1'"),
         (["."], "no journal"),
         ([], "the following arguments are required: SCRIPT|RUN"),
-        (["text.py"], "text.py is no Python script"),
+        (["text.py"], "text.py is not a Python script"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

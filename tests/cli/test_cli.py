@@ -74,14 +74,14 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
         (
             [*CARTPOLE, "--telemetry-budget", "2"],
-            "budget must be a share of the wall time over 0 and at most 1, got 2.0",
+            "budget must be a fraction of the wall time over 0 and at most 1, got 2.0",
         ),
         (
             [*CARTPOLE, "--close-timeout", "0"],
             "close_timeout must be positive and at most 100,000,000 seconds, got 0.0",
         ),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
-        ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, and at level off there"),
+        ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, which level off does not create"),
         (
             [*CARTPOLE, "--levle", "debug"],
             "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train",
@@ -130,7 +130,7 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
         ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
         (
             [*CARTPOLE, "--num-minibatches", "3"],
-            "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest that do are 1, 2, 4, 8",
+            "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest divisors are 1, 2, 4, 8",
         ),
         (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
@@ -218,8 +218,8 @@ def contents(directory: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ((), "has trained 128 steps of 100: more need a larger --total-steps"),
-        (("--total-steps", "128"), "has trained 128 steps of 128: more need a larger --total-steps"),
+        ((), "has trained 128 steps of 100: to train more, pass a larger --total-steps"),
+        (("--total-steps", "128"), "has trained 128 steps of 128: to train more, pass a larger --total-steps"),
         (("--env", "Acrobot-v1"), "--env cannot change when a run is resumed: "),
         (("--num-envs", "4"), "was trained with 2, got 4"),
         (("--policy", "lstm"), "--policy cannot change when a run is resumed: "),
@@ -227,7 +227,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
         (("--seed", "7"), "was trained with 0, got 7"),
         (("--run-dir", "elsewhere"), "--run-dir goes with a new run: --resume takes it from "),
         (("--preset", "none"), "--preset goes with a new run: --resume takes it from "),
-        (("--level", "off"), "--level off keeps no journal, so there is nothing to resume with it"),
+        (("--level", "off"), "--level off keeps no journal, so a run cannot be resumed with it"),
         (("--level", "loud", "--total-steps", "999"), "level must be one of off, minimal, normal, debug, got 'loud'"),
         (("--learning-rate", "-1"), "learning_rate must be positive"),
         (("--sink", "grafana", "--total-steps", "999"), "unknown sink 'grafana'"),
@@ -277,12 +277,12 @@ def begin_by_hand(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (unlink_checkpoint, "run holds no checkpoint to go on from: there is no run/checkpoints/latest.pt"),
+        (unlink_checkpoint, "run cannot be resumed without a checkpoint: run/checkpoints/latest.pt does not exist"),
         (cut_checkpoint, "run/checkpoints/latest.pt is not a checkpoint: "),
         (put_another_checkpoint, "does not fit: its env is CartPole-v1, here it is Pendulum-v1"),
         (unlink_journal, "run is not a run directory: it holds no journal.jsonl"),
         (lose_the_head, "run/journal.jsonl has no line that describes the run"),
-        (begin_by_hand, "run is not a run of esper-telemetry train: its settings say nothing of checkpoint_every"),
+        (begin_by_hand, "run is not a run of esper-telemetry train: its settings lack checkpoint_every"),
         (shutil.rmtree, "there is no run directory run"),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_run_of_a_version_without_a_setting_is_resumed_with_its_default(
     code, out, err = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
 
     assert (code, err) == (0, "")
-    assert "run goes on after update 2" in out
+    assert "run continues after update 2" in out
 
 
 def test_a_run_that_is_still_trained_is_not_resumed(
@@ -324,7 +324,7 @@ def test_a_run_that_is_still_trained_is_not_resumed(
         code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "999"], capfd)
 
     assert code == 2
-    assert err == "esper-telemetry: run is still being trained: a run goes on in one process at a time\n"
+    assert err == "esper-telemetry: run is still being trained: only one process at a time can continue a run\n"
 
 
 def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
@@ -337,7 +337,7 @@ def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     code, out, err = run_cli(["train", "--resume", "run", *options], capfd)
 
     assert (code, err) == (0, "")
-    assert "run goes on after update 2, step 128\n" in out
+    assert "run continues after update 2, step 128\n" in out
     assert "TensorBoard" in out and "finished after" not in out
     run = read_run("run")
     assert [record.axes.update for record in run.records] == [1, 2, 3, 4]
@@ -368,7 +368,7 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(
     code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
 
     assert code == 2
-    assert "the password in sink mlflow:http://me:***@host was not kept: name the sinks again with --sink" in err
+    assert "the password in sink mlflow:http://me:***@host was not stored: name the sinks again with --sink" in err
 
 
 def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -517,7 +517,7 @@ def test_a_run_too_short_to_be_profiled_says_so(here: Path, capfd: pytest.Captur
     code, out, _ = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--profile"], capfd)
 
     assert code == 0
-    assert "profile: nothing was traced, as the run ended before update 6" in out
+    assert "profile: nothing was traced, because the run ended before update 6" in out
 
 
 def test_a_journal_is_packed_once_and_everything_reads_it(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

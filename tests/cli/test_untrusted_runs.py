@@ -185,7 +185,7 @@ def test_a_name_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ("run/config.json", "it is a file of the run"),
         ("run/link.html", "it is a symbolic link in a run directory"),
         ("run", "it is a directory"),
-        ("nowhere/page.html", "there is no directory"),
+        ("nowhere/page.html", "nowhere does not exist"),
     ],
 )
 def test_a_page_never_replaces_a_file_of_a_run(
@@ -240,7 +240,7 @@ def test_doctor_connects_to_an_address_of_the_directory_only_if_the_user_agrees(
         monkeypatch.setattr(sys, "stderr", Terminal())
         typed.append(run_cli(["doctor", run_dir], capfd))
 
-    sentence = f"not read, as it is at an address that files in the run directory name: agree with --sink {SERVER}"
+    sentence = f"not read, because files in the run directory name its address: allow it with --sink {SERVER}"
     assert [sentence in out for _, out, _ in (refused, named, *typed)] == [True, False, True, False]
     assert ["does not answer" in out for _, out, _ in (refused, named, *typed)] == [False, True, False, True]
     assert [code for code, _, _ in (refused, named)] == [1, 1]
@@ -265,9 +265,9 @@ def resumable(run_dir: Path, **config: Any) -> Path:
     [
         (
             {"env": "stranger:Env-v0"},
-            "names the environment stranger:Env-v0, whose module would be imported: agree with --env",
+            "names the environment stranger:Env-v0, whose module would be imported: allow it with --env",
         ),
-        ({"sinks": [SERVER]}, f"names the backend {SERVER}, which would get your token: agree with --sink"),
+        ({"sinks": [SERVER]}, f"names the backend {SERVER}, which would receive your token: allow it with --sink"),
         ({"sinks": "console"}, "cannot be read: name them with --sink"),
         ({"num_envs": "eight"}, "is not a run of esper-telemetry train: num_envs is 'eight'"),
         ({"hidden_sizes": 64}, "is not a run of esper-telemetry train: hidden_sizes is '64'"),

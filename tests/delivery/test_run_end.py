@@ -56,7 +56,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     report = deliveries.close(0.5)
     journal.close()
     assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [("slow", 3, True), ("good", 0, False)]
-    assert str(report.sinks[0]) == "slow: opening, 0 records sent, 3 pending; a background process goes on"
+    assert str(report.sinks[0]) == "slow: opening, 0 records sent, 3 pending; a background process continues"
     yield tmp_path / "run"
     open_gate(tmp_path)
 
@@ -199,8 +199,8 @@ def test_telemetry_that_nobody_closes_says_in_one_line_what_goes_on(tmp_path: Pa
     done = run_python("-c", textwrap.dedent(code), tmp_path, env={**os.environ, "PYTHONPATH": path})
 
     assert done.stderr.splitlines() == [
-        "esper-telemetry: not everything is delivered yet: slow (3 records). A background process goes on for 5 minutes at most; "
-        f"`esper-telemetry doctor {tmp_path}/run` tells when it is done, and how to send the rest if the machine or container "
+        "esper-telemetry: not everything is delivered yet: slow (3 records). A background process continues for at most 5 minutes. Run "
+        f"`esper-telemetry doctor {tmp_path}/run` to see whether it is done, and how to send the rest if the machine or container "
         "stops before."
     ]
     open_gate(tmp_path)
@@ -271,7 +271,7 @@ def test_a_run_that_is_being_delivered_is_neither_resumed_nor_compressed(
     tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esper_telemetry.pipeline.run.MAX_HELPER_SECONDS", 0.1)
-    with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
+    with pytest.raises(BlockingIOError, match="still delivers records from before the run stopped"):
         lease_existing_run(left)
     with pytest.raises(WrongUse, match="is still being trained, or delivered"):
         run_command(["compress", str(left)])

@@ -152,7 +152,7 @@ def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
     assert code == 0
     assert read_run(run_dir).status == "killed"
     assert mlflow_run(run_dir).info.status == "KILLED"
-    assert report["mlflow"]["note"] == "it was left open, and is ended now"
+    assert report["mlflow"]["note"] == "it was left open, and has been closed now"
 
 
 def test_a_page_for_people_names_what_is_missing_and_the_command(

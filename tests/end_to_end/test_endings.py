@@ -137,7 +137,7 @@ def test_an_observation_that_is_not_a_number_is_named_before_anything_is_learned
     command = trained_to_failure("NanObservation-v0", tmp_path / "run", monkeypatch, capfd)
 
     assert command.code == 1
-    assert "FloatingPointError: environment 0 gave at step 44 of the rollout an observation" in command.stderr
+    assert "FloatingPointError: environment 0 returned at step 44 of the rollout an observation" in command.stderr
     run = read_run(tmp_path / "run")
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 2)
     assert "[nan nan nan nan]" in failure(tmp_path / "run")["message"]

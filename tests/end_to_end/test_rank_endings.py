@@ -124,7 +124,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
 
     run = read_run(tmp_path / "run")
     assert run.status is status and not any(record.partial for record in run.records)
-    assert f"exitcode  : {code} " in stderr and "ended before its time" not in stderr
+    assert f"exitcode  : {code} " in stderr and "ended early" not in stderr
 
 
 @pytest.mark.slow

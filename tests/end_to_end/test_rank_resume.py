@@ -93,7 +93,7 @@ def test_both_ranks_end_where_they_would_have_ended(runs: Resumed) -> None:
 def test_one_rank_says_from_where_they_went_on(runs: Resumed) -> None:
     info = read_run(runs.cut / "run").info
 
-    assert runs.stdout.count(f"run goes on after update {SAVED}, step 4,096\n") == 1, runs.stderr
+    assert runs.stdout.count(f"run continues after update {SAVED}, step 4,096\n") == 1, runs.stderr
     assert info.resumed_from is not None
     assert info.resumed_from["update"] == SAVED < info.resumed_from["recorded"] < UPDATES
 

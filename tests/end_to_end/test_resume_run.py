@@ -100,7 +100,7 @@ def timeless(values: Mapping[str, float]) -> dict[str, float]:
 def test_the_process_was_killed_and_went_on_by_itself(runs: Resumed) -> None:
     assert (runs.killed.code, runs.resumed.code) == (-signal.SIGKILL, 0), runs
     assert (runs.killed.stderr, runs.resumed.stderr) == ("", "")
-    assert f"{runs.cut} goes on after update 4, step 4,096\n" in runs.resumed.stdout
+    assert f"{runs.cut} continues after update 4, step 4,096\n" in runs.resumed.stdout
 
 
 def test_weights_optimizer_and_generators_are_bit_identical(runs: Resumed) -> None:

@@ -56,7 +56,7 @@ def test_nothing_is_defined_before_the_first_value_and_missing_values_wait() -> 
 
 
 def test_beta_lies_between_zero_and_one() -> None:
-    with pytest.raises(ValueError, match=r"beta must lie between 0 and 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"beta must be between 0 and 1, got 1\.0"):
         Ema(1, 1.0)
 
 

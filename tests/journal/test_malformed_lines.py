@@ -93,7 +93,7 @@ def changed(line: dict[str, Any], path: str, value: Any) -> bytes:
         (changed(EVENT, "data", "text"), "data of an event is text, not an object"),
         (changed(EVENT, "data.update", None), "update of remark event is null, not a whole number from 0 on"),
         (changed(END, "status", {}), "{} is not a valid RunStatus"),
-        (changed(RUN, "run_id", "../x"), "a run id is made of up to 128 letters, digits, '.', '_' and '-', got '../x'"),
+        (changed(RUN, "run_id", "../x"), "a run id must consist of up to 128 letters, digits, '.', '_' and '-', got '../x'"),
         (changed(RUN, "started", 1e300), "started of a run line is 1e+300, not a time in seconds since the epoch"),
         (changed(RUN, "metrics", {"a": {"unit": 1}}), "the description of a lacks question"),
         (changed(RUN, "tags", "one"), "tags of a run line is text, not a list of texts"),

@@ -163,7 +163,7 @@ def test_group_may_be_named_by_its_module() -> None:
 
 
 def test_group_of_unknown_parameters_is_a_mistake_that_shows() -> None:
-    with pytest.raises(ValueError, match="group 'actor' names 'pi', which is no trainable parameter or module"):
+    with pytest.raises(ValueError, match="group 'actor' names 'pi', which is not a trainable parameter or module"):
         gradient_health(nn.Linear(2, 2), groups={"actor": ["pi"]})
 
 

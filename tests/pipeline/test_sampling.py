@@ -75,7 +75,7 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
 
 @pytest.mark.parametrize("budget", [0.0, -0.1, 1.5, float("nan")])
 def test_a_budget_is_a_share(budget: float) -> None:
-    with pytest.raises(ValueError, match="budget must be a share of the wall time over 0 and at most 1, got"):
+    with pytest.raises(ValueError, match="budget must be a fraction of the wall time over 0 and at most 1, got"):
         Sampling(Level.NORMAL, budget)
 
 

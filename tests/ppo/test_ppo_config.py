@@ -76,12 +76,12 @@ def test_settings_may_be_numbers_of_numpy() -> None:
 def test_a_rollout_of_any_size_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"num_steps x 8 environments must be at most 1,073,741,824, got 8589934592"):
         PPOConfig(num_steps=1 << 30).check_rollout(8)
-    with pytest.raises(ValueError, match="the nearest that do are 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match="the nearest divisors are 1, 2, 4, 8"):
         PPOConfig(num_steps=1 << 30, num_minibatches=3).check_rollout(1)
 
 
 def test_minibatches_must_divide_the_rollout() -> None:
-    with pytest.raises(ValueError, match="rollout of 3 x 128 = 384 rows, got 5; the nearest that do are 2, 3, 4, 6"):
+    with pytest.raises(ValueError, match="rollout of 3 x 128 = 384 rows, got 5; the nearest divisors are 2, 3, 4, 6"):
         PPO(make_env("CartPole-v1", num_envs=3), PPOConfig(num_minibatches=5))
 
 

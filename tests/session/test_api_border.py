@@ -361,7 +361,7 @@ def test_groups_hold_numbers_of_any_type(number: Any) -> None:
 )
 def test_observe_says_where_plain_numbers_go(telemetry: Telemetry, wrong: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"observe takes what metric functions return, got .*: plain numbers go to telemetry.log"
+        TypeError, match=r"observe takes the results of metric functions, got .*: plain numbers go to telemetry.log"
     ):
         telemetry.observe(Curiosity(1.0), wrong)
     telemetry.flush(env_step=1)

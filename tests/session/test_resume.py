@@ -128,7 +128,7 @@ def test_helpers_of_a_killed_run_are_waited_for(tmp_path: Path, helper: Role, mo
     begun(tmp_path)
     monkeypatch.setattr("esper_telemetry.pipeline.run.MAX_HELPER_SECONDS", 0.1)
     lock = lock_for(tmp_path, helper)
-    with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
+    with pytest.raises(BlockingIOError, match="still delivers records from before the run stopped"):
         Telemetry(run_dir=tmp_path, resume=True)
     os.close(lock)
 
@@ -151,7 +151,7 @@ def test_a_forked_worker_that_outlives_the_trainer_does_not_hold_the_run(tmp_pat
 
 @pytest.mark.parametrize("run_dir", ["auto", None])
 def test_resume_needs_a_directory(run_dir: Any) -> None:
-    with pytest.raises(ValueError, match="resume needs the run directory to go on in"):
+    with pytest.raises(ValueError, match="resume needs the directory of the run to continue"):
         Telemetry(run_dir=run_dir, resume=True)
 
 

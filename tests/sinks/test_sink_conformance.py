@@ -126,7 +126,7 @@ class Incomplete:
     ("kind", "check", "sentence"),
     [
         (Forgetful, "steps", "the backend lacks 3 numbers of updates \\[1\\]"),
-        (Double, "steps", "numbers stand there more than once"),
+        (Double, "steps", "numbers are stored more than once"),
         (Stepless, "steps", "the backend lacks 8[0-9] numbers"),
         (Sanitising, "collisions", "numbers differ from the journal's"),
         (Fragile, "closes twice", "list.remove"),

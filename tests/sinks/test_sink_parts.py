@@ -64,7 +64,7 @@ EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
     [
         ("policy", "Is the policy moving too far?", ["policy/kl", "policy/clip_frac", "policy/ess_frac_min"]),
         ("value", "Is the critic useful?", ["value/explained_variance", "value/r2", "value/bias_over_std"]),
-        ("grad", "Who owns the gradient?", ["grad/interference/critic_share", "grad/actor/norm_preclip"]),
+        ("grad", "What dominates the gradient?", ["grad/interference/critic_share", "grad/actor/norm_preclip"]),
         ("lstm", "Does memory work?", ["lstm/reset_rate", "lstm/timescale/median", "lstm/c/rms"]),
     ],
 )

@@ -92,36 +92,36 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
         ),
         (
             "wandb?mode=online&mode=offline",
-            "option 'mode' stands more than once in sink wandb?mode=online&mode=offline",
+            "option 'mode' is given more than once in sink wandb?mode=online&mode=offline",
         ),
         ("wandb:p?entity=", "entity of a W&B run must not be empty, got ''"),
         (
             "mlflow:gopher://x",
-            "MLflow knows no tracking URI with the scheme 'gopher', got 'gopher://x': "
+            "MLflow does not support the scheme 'gopher' of a tracking URI, got 'gopher://x': "
             "it knows http, https, sqlite, postgresql, mysql, mssql, file, databricks, databricks-uc, uc",
         ),
         (
             "mlflow:htpp://me:secret@host",
-            "MLflow knows no tracking URI with the scheme 'htpp', got 'htpp://me:***@host'; did you mean http or https?",
+            "MLflow does not support the scheme 'htpp' of a tracking URI, got 'htpp://me:***@host'; did you mean http or https?",
         ),
         (
             "mlflow:127.0.0.1:5000",
-            "a tracking URI of MLflow begins with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
+            "a tracking URI of MLflow must begin with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
         ),
         (
             "mlflow:localhost:5000/base",
-            "a tracking URI of MLflow begins with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
+            "a tracking URI of MLflow must begin with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
         ),
-        ("mlflow:http://", "the tracking URI of an MLflow server is like http://HOST:PORT, got 'http://'"),
+        ("mlflow:http://", "the tracking URI of an MLflow server must be like http://HOST:PORT, got 'http://'"),
         (
             "mlflow:http://host:99999",
             "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535",
         ),
-        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite://a.db'"),
-        ("mlflow:sqlite:///", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite:///'"),
+        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'"),
+        ("mlflow:sqlite:///", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite:///'"),
         (
             "mlflow:postgresql:a",
-            "the tracking URI of a database is like postgresql://USER@HOST/NAME, got 'postgresql:a'",
+            "the tracking URI of a database must be like postgresql://USER@HOST/NAME, got 'postgresql:a'",
         ),
         ("prometheus:70000", "port must be from 1 to 65535, got 70000"),
         (
@@ -131,9 +131,9 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
         ("prometheus:-1", "PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got '-1'"),
         ("tensorboard:s3://bucket", "TensorBoardSink writes into a directory of this machine, got 's3://bucket'"),
         ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
-        ("mlflow?checkpoints=yes", "option checkpoints of sink mlflow is true or false, got 'yes'"),
-        ("mlflow?parent=", "parent is the id of a run, and for a run of ours only, got ''"),
-        ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it has none"),
+        ("mlflow?checkpoints=yes", "option checkpoints of sink mlflow must be true or false, got 'yes'"),
+        ("mlflow?parent=", "parent must be the id of a run and cannot be combined with run_id, got ''"),
+        ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it takes none"),
         ("console:loud", "sink console takes nothing after its name, got 'loud'"),
     ],
 )
@@ -238,7 +238,7 @@ def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
 def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
-    with pytest.raises(PermanentSinkError, match=r"has nowhere to write, as run 'cartpole' has no run directory: give"):
+    with pytest.raises(PermanentSinkError, match=r"cannot be written, because run 'cartpole' is without a run directory: give"):
         sink.open(run_info(None))
 
 
@@ -281,5 +281,5 @@ def test_registering_over_a_sink_is_told(monkeypatch: pytest.MonkeyPatch, caplog
 
 @pytest.mark.parametrize("name", ["", "My Sink", "a:b"])
 def test_a_name_that_no_uri_can_have_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="the name of a sink is made of"):
+    with pytest.raises(ValueError, match="the name of a sink may contain only"):
         register_sink(name, lambda rest, options: MemorySink())

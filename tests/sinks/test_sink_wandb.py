@@ -147,8 +147,8 @@ def test_what_wandb_refuses_costs_that_item_and_no_record(tmp_path: Path, caplog
 
     (run,) = of_type(inspect(tmp_path), "run")[:1]
     assert run["tags"] == ["good"] and len(rows(inspect(tmp_path))) == 1
-    (warning,) = [one.getMessage() for one in caplog.records if "does not take" in one.getMessage()]
-    assert warning.startswith("W&B does not take the tag 'tttt") and "Tags must be between 1 and 64" in warning
+    (warning,) = [one.getMessage() for one in caplog.records if "does not accept" in one.getMessage()]
+    assert warning.startswith("W&B does not accept the tag 'tttt") and "Tags must be between 1 and 64" in warning
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path:
     assert logged_pairs(entries) == [(1, 3), (4, 4), (5, 6)]
     assert [row["again"] for row in rows(entries)] == [1, 4, 5]
     assert rows(entries)[0].get("perf/only_1") is None
-    assert sum("only the newest is shown" in entry.getMessage() for entry in caplog.records) == 1
+    assert sum("shows only the newest of several" in entry.getMessage() for entry in caplog.records) == 1
 
 
 def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
     sink = joined(theirs)
     theirs.finish()
 
-    with pytest.raises(PermanentSinkError, match="the W&B run takes no more rows"):
+    with pytest.raises(PermanentSinkError, match="the W&B run accepts no more rows"):
         sink.write([record(1)])
 
 
@@ -410,8 +410,8 @@ def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "environment", "reason"),
     [
-        ("offline", {}, "the sink says mode=offline"),
-        ("auto", {"WANDB_MODE": "offline"}, "the environment says WANDB_MODE=offline"),
+        ("offline", {}, "the sink has mode=offline"),
+        ("auto", {"WANDB_MODE": "offline"}, "WANDB_MODE=offline is set"),
         ("auto", {}, "no API key was found"),
         ("online", {"WANDB_API_KEY": "x" * 40}, "the server could not be reached or refused the API key"),
     ],

@@ -205,7 +205,7 @@ def test_a_server_that_does_not_take_it_is_a_failure_in_one_sentence(run_dir: Pa
     output = command(run_dir, "--push", server=server)
 
     assert output.code == 1
-    assert output.err.startswith("esper-telemetry: W&B does not save the workspace: ")
+    assert output.err.startswith("esper-telemetry: W&B did not save the workspace: ")
     assert output.err.count("\n") == 1
     assert KEY not in output.err
     assert server.views == {}
@@ -216,7 +216,7 @@ def test_without_a_key_nothing_is_written(run_dir: Path) -> None:
 
     assert output.code == 2
     assert output.err == (
-        "esper-telemetry: --push needs an API key of W&B, and there is none: wandb login, or WANDB_API_KEY\n"
+        "esper-telemetry: --push needs an API key of W&B: run wandb login, or set WANDB_API_KEY\n"
     )
     assert not (run_dir / "wandb_workspace.json").exists()
 
@@ -236,14 +236,14 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
 
 @pytest.mark.parametrize(
     ("sinks", "output"),
-    [([], "has not gone to any project of W&B"), (["wandb:a", "wandb:b"], "has gone to several projects of W&B, a, b")],
+    [([], "was not sent to any W&B project"), (["wandb:a", "wandb:b"], "was sent to several W&B projects, a, b")],
 )
 def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], output: str) -> None:
     head_only(tmp_path / "new")
     for sink in sinks:
         Cursors(tmp_path / "new").save(sink, Cursor())
 
-    with pytest.raises(WrongUse, match=f"{output}: say with --project"):
+    with pytest.raises(WrongUse, match=f"{output}: choose the project of the workspace with --project"):
         run_command(["workspace", str(tmp_path / "new")])
 
 

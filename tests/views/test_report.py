@@ -106,7 +106,7 @@ def test_the_command_writes_one_file_for_one_run_or_several(tmp_path: Path, caps
         ((), "needs a run directory or --from"),
         (("nowhere",), "there is no run directory nowhere"),
         (("--from", "nonsense:x"), "got 'nonsense:x'"),
-        (("nowhere", "-o", "nowhere/report.html"), "there is no directory nowhere"),
+        (("nowhere", "-o", "nowhere/report.html"), "the directory nowhere does not exist"),
     ],
 )
 def test_a_report_that_cannot_be_written_leaves_nothing(

@@ -1,6 +1,6 @@
-"""Interference of actor and critic (PCGrad 2001.06782), gradients of a module beside its host, and of the entropy bonus.
+"""Interference of actor and critic (PCGrad 2001.06782), gradients of a module compared with its host, and of the entropy bonus.
 
-Ranks measure gradients of their own rows; the reductions of this module combine them to those of all rows.
+Each rank measures gradients of its own rows; the reductions of this module combine them to the gradients of all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from esper_telemetry.metrics.losses import entropy_slope
 from esper_telemetry.metrics.statistics import defined, defined_together, same_shape
 
 MAX_COMPARED_HEADS = 8
-"""Heads whose gradients are compared, each of which takes a backward pass through the trunk: 28 pairs."""
+"""Maximum number of heads that are compared (28 pairs). Each takes a backward pass through the trunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class PairGradients(MetricGroup):
     pair: str = label()
     connected: Mean | float | None = reports(
         Metric.fraction("grad/pair/{pair}/connected", 571, "whether the loss reaches a module")
-        .asks("Does the loss reach this module at all? Below 1: detached, frozen, or not in use.")
-        .bounds(healthy="1", critical="0", source="no gradient is no small gradient")
+        .asks("Does the loss reach this module? Below 1: detached, frozen, or not in use.")
+        .bounds(healthy="1", critical="0", source="a missing gradient is not a small gradient")
         .advises("Look for detach(), no_grad or requires_grad=False between the module and the loss.")
     )
     intensity: Mean | None = reports(
@@ -48,7 +48,7 @@ class PairGradients(MetricGroup):
             low=0.0,
         )
         .asks("How large is a typical entry of this module's gradient?")
-        .absent("the module has no gradient, or one that is not finite")
+        .absent("the module's gradient is missing or not finite")
     )
     host_intensity: Mean | None = reports(
         Metric.quantity(
@@ -59,19 +59,19 @@ class PairGradients(MetricGroup):
             low=0.0,
         )
         .asks("How large is a typical entry of the gradient of the network that hosts this module?")
-        .absent("the host has no gradient, or one that is not finite")
+        .absent("the host's gradient is missing or not finite")
     )
     upstream: Mean | None = reports(
         Metric.gradient_norm("grad/pair/{pair}/upstream", 574, "gradient that arrives at a module")
         .asks("How strong is the gradient that arrives at this module's output? Exactly 0: it is gated off.")
-        .absent("no gradient arrives there, or one that is not finite")
+        .absent("the gradient there is missing or not finite")
     )
     zero_frac: Mean | None = reports(
         Metric.fraction("grad/pair/{pair}/zero_frac", 575, "share of zeros in a module's gradient")
         .asks("What share of this module's gradient is exactly zero?")
         .bounds(healthy="< 0.3", warn="> 0.9: the module is saturated", source="heuristic")
-        .absent("the module has no gradient")
-        .advises("Look for dead units inside the module and for a gate in front of it that is shut.")
+        .absent("the module's gradient is missing")
+        .advises("Look for dead units inside the module and for a closed gate in front of it.")
     )
 
 
@@ -88,10 +88,10 @@ def pair_gradients(
 
     Args:
         pair: name of the pair.
-        module: gradients of the module's parameters, as far as they exist.
-        host: those of the host's parameters.
+        module: existing gradients of the module's parameters.
+        host: existing gradients of the host's parameters.
         norms: [K] of the module's gradients and [K'] of the host's.
-        upstream: 0-d, norm of the gradient at the module's output; None where none arrived.
+        upstream: 0-d, norm of the gradient at the module's output; None if none arrived.
     """
     entries, host_entries = (sum(gradient.numel() for gradient in gradients) for gradients in (module, host))
     own, hosts = (
@@ -110,7 +110,7 @@ def pair_gradients(
 
 
 def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor | None) -> list[Tensor]:
-    """Return log10 of critic over actor, the critic's share of the squares, the clipped actor, and with `dots` the cosine.
+    """Return log10 of critic over actor, the critic's share of the squares, the clipped actor, and, if `dots` is given, the cosine.
 
     Args:
         actor, critic: norms [M], float64.
@@ -126,15 +126,15 @@ def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor 
 class Pull(AdditiveReduction):
     """Mean over optimizer steps of a comparison of the actor's and the critic's gradient, here log10 of critic over actor.
 
-    The loss of all rows is the mean of the ranks' losses weighted by their rows, so each rank's gradient of its own rows counts with its
-    share of the rows; the squares of norms of different rows add, and so do the inner products.
+    The loss of all rows is the mean of the ranks' losses weighted by their rows. So each rank's gradient counts with its share of the rows;
+    the squared norms of different rows add up, and so do the inner products.
 
     Attributes:
-        total, count: of the number, over steps at which it is defined.
+        total, count: sum and number of the results, over steps at which they are defined.
         actor, critic: norms.
         dot: inner product.
         coef: clip coefficient.
-        rows: over which the losses' means are.
+        rows: number of rows that the losses are averaged over.
     """
 
     total: Slot
@@ -163,7 +163,7 @@ class Pull(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class ShareOfCritic(Pull):
-    """The critic's share of the squares."""
+    """The critic's share of the squared gradient."""
 
     place: ClassVar[int] = 1
 
@@ -205,13 +205,15 @@ class Interference(MetricGroup):
     )
     actor_effective: Mean | Pull | None = reports(
         Metric.gradient_norm("grad/interference/actor_effective", 532, "actor's gradient after clipping")
-        .asks("How much of the actor's gradient is left after the clipping that the critic shares?")
+        .asks("How much of the actor's gradient is left after the clipping that it shares with the critic?")
         .bounds(healthy="near its own history", warn="robust z of its log10 < -4", source="heuristic")
         .absent("a gradient is not finite")
     )
     cos_feat: Mean | Pull | None = reports(
         Metric.cosine("grad/interference/cos_feat", 533, "agreement of actor and critic on the features")
-        .asks("Do actor and critic ask the same of the trunk's output? Not the same as the parameters' cosine.")
+        .asks(
+            "Do actor and critic pull the trunk's output in the same direction? Not the same as the parameters' cosine."
+        )
         .absent("separate trunks, or either gradient is zero or not finite")
     )
 
@@ -235,7 +237,7 @@ class ParameterInterference(MetricGroup):
     )
     cancel: Mean | None = reports(
         Metric.fraction("grad/interference/cancel", 535, "cancellation of actor and critic", cost="sampled")
-        .asks("How much of the two gradients cancels out? 0 for parallel ones, 1 for opposite equals.")
+        .asks("How much of the two gradients cancels out? 0 for parallel gradients, 1 for equal and opposite ones.")
         .bounds(healthy="< 0.8", warn="> 0.8", source="heuristic")
         .absent("no shared parameters, both gradients are zero, or one is not finite")
     )
@@ -258,7 +260,7 @@ class LayerInterference(MetricGroup):
         .bounds(
             healthy="> -0.3",
             warn="< -0.7",
-            source="as grad/interference/cos; chance is 0 ± 1/√(entries of the tensor)",
+            source="as grad/interference/cos; chance level 0 ± 1/√(entries of the tensor)",
         )
         .absent("actor and critic do not share this tensor, or either gradient is zero or not finite")
         .advises("Separate the networks of actor and critic from this layer on, or lower value_coef.")
@@ -281,8 +283,8 @@ class HeadPairs(MetricGroup):
             source="conflict is a negative cosine (PCGrad 2001.06782); bounds as grad/interference/cos",
         )
         .absent(
-            f"the policy has one head, the source does not tell heads apart, or a gradient is zero or not finite; of more than "
-            f"{MAX_COMPARED_HEADS} heads the first ones are compared"
+            f"the policy has one head, the source does not separate the heads, or a gradient is zero or not finite; only the first "
+            f"{MAX_COMPARED_HEADS} heads are compared"
         )
         .advises("Give each head a hidden layer, or widen the trunk.")
     )
@@ -301,7 +303,9 @@ class LayerHeads(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("In which layer do two heads of the policy pull in opposite directions? The smallest cosine of any two.")
+        .asks(
+            "In which layer do two heads of the policy pull in opposite directions? The smallest cosine of any two heads."
+        )
         .bounds(
             healthy="> -0.3",
             warn="< -0.7",
@@ -337,13 +341,13 @@ def interference(
     """Return the comparison of the sizes of the two gradients.
 
     Args:
-        actor: [M] norm of the actor's gradient per optimizer step: at the trunk's output where it is shared, of the
-            actor's parameters where networks are separate.
-        critic: [M] the critic's likewise, its loss coefficient included.
-        coefs: [M] clip coefficients; 1 where nothing is clipped.
+        actor: [M] norm of the actor's gradient per optimizer step: at the output of a shared trunk, or of the
+            actor's parameters for separate networks.
+        critic: [M] norm of the critic's gradient, its loss coefficient included.
+        coefs: [M] clip coefficients; 1 if nothing is clipped.
         dots: [M] inner products of the two, for the cosine.
-        counts: [M] rows over which each rank has taken its losses' means, where gradients are those of its own rows and several ranks
-            report together; None where there is one, or the gradients are those of all.
+        counts: [M] number of rows that this rank has averaged its losses over, if several ranks report together and each has gradients of
+            its own rows; None for one rank, or if the gradients already cover all rows.
     """
     actor = as_tensor(actor).double()
     critic, factor = as_tensor(critic, actor).double(), as_tensor(coefs, actor).double()
@@ -376,13 +380,13 @@ def leaf_interference(
     Args:
         actors: gradients of the actor's loss, [N, F] per step, N may differ.
         critics: gradients of the critic's loss.
-        coefs: [M] clip coefficients; 1 where nothing is clipped.
-        shared: both are gradients of one and the same output; otherwise there is no cosine.
+        coefs: [M] clip coefficients; 1 if nothing is clipped.
+        shared: whether both are gradients of the same output; the cosine needs this.
     """
     of_actors, of_critics = as_floats(actors), as_floats(critics)
     if not of_actors or len(of_actors) != len(of_critics):
         raise ValueError(
-            f"every step has a gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
+            f"every step needs one gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
         )
     leaves = leaf_gradients(of_actors, of_critics)
     return interference(leaves.actor, leaves.critic, coefs=coefs, dots=leaves.dots if shared else None)
@@ -392,9 +396,9 @@ def group_interference(norms: GradientNorms, *, actor: str = "actor", critic: st
     """Return the `interference` of two groups of parameters: for separate networks, which share only the clip limit.
 
     Args:
-        norms: of all steps of an update, from `gradient_norms`.
+        norms: norms of all steps of an update, from `gradient_norms`.
         actor: label of the actor's group.
-        critic: label of the critic's; without either of the two everything is absent.
+        critic: label of the critic's group; if either group is missing, everything is absent.
     """
     labels, present = norms.groups.group, norms.groups.norm_preclip
     if present is None or actor not in labels or critic not in labels:
@@ -410,7 +414,7 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
 
     Args:
         actor: gradient of the actor's loss with respect to each shared parameter.
-        critic: of the critic's, its loss coefficient included.
+        critic: gradient of the critic's loss, its coefficient included.
     """
     if not actor:
         return ParameterInterference()
@@ -430,8 +434,8 @@ def layer_interference(
 
     Args:
         actor: gradient of the actor's loss with respect to each of K shared parameters.
-        critic: of the critic's, its loss coefficient included.
-        names: of the K parameters.
+        critic: gradient of the critic's loss, its coefficient included.
+        names: names of the K parameters.
     """
     if not names:
         return LayerInterference(())
@@ -449,11 +453,11 @@ class HeadGroups(NamedTuple):
 @checked_arguments()
 @no_grad
 def head_interference(heads: Mapping[str, Sequence[ArrayLike]], names: Sequence[str]) -> HeadGroups:
-    """Return the cosines of the gradients of all pairs of heads, over all shared parameters and the smallest one of each.
+    """Return the cosines of the gradients of all pairs of heads: over all shared parameters, and the smallest one per parameter.
 
     Args:
-        heads: per head the gradient of the actor's loss through it, with respect to each of K shared parameters.
-        names: of the K parameters.
+        heads: per head, the gradient of the actor's loss through it, with respect to each of K shared parameters.
+        names: names of the K parameters.
     """
     compared_heads = list(heads)[:MAX_COMPARED_HEADS]
     if len(compared_heads) < 2 or not names:
@@ -487,13 +491,13 @@ def _cosines(some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosine of two float64 vectors over the last axis; NaN where one is zero or not finite."""
+    """Return the cosine of two float64 vectors over the last axis; NaN if one is zero or not finite."""
     norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
     return torch.clamp((a * b).sum(-1) / norms, -1.0, 1.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product in at least float32; one that leaves its range makes the cosine undefined."""
+    """Return the inner product in at least float32; if it exceeds that range, the cosine is undefined."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a, b = a.to(dtype), b.to(dtype)
     return torch.dot(a.reshape(-1), b.reshape(-1))
@@ -501,12 +505,12 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BonusNorm(AdditiveReduction):
-    """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add.
+    """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add up.
 
     Attributes:
-        total, count: of the norm, over steps at which it is defined.
+        total, count: sum and number of the norms, over steps at which they are defined.
         squares: summed over the rows, times the square of the bonus's weight.
-        rows: over which the mean entropy is.
+        rows: number of rows that the entropy is averaged over.
     """
 
     total: Slot
@@ -538,7 +542,9 @@ class BonusGradient(MetricGroup):
             healthy="near its own history; c √(dimensions / rows) for Gaussian heads, independent of their outputs",
             source="∂H/∂z of a row is -p (ln p + H) for logits z, and 1 for each log standard deviation",
         )
-        .absent("no entropy bonus, its weight or the policy's distributions are not known, or actions are squashed")
+        .absent(
+            "there is no entropy bonus, its weight or the policy's distributions are unknown, or actions are squashed"
+        )
     )
 
 
@@ -555,7 +561,7 @@ def bonus_gradient(
 ) -> BonusGradient:
     """Return the norm c ‖∂H/∂z‖ over the outputs z of all heads, with H the mean over rows of the heads' entropies.
 
-    The outputs are logits, and for each row the logarithms of its standard deviations, also if all rows share them.
+    The outputs are logits and, for each row, the logarithms of its standard deviations, even if all rows share them.
 
     Args:
         logits: per categorical head [M, N, A], or [N, A] for one minibatch.
@@ -565,7 +571,7 @@ def bonus_gradient(
         relevant: per head that is not always relevant [M, N] or [N], bool.
         valid: [M, N] or [N], bool; None if every row counts.
     """
-    from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
+    from esper_telemetry.core.tensors import mask_logits  # imported here, because that module imports torch
 
     if not entropy_coef > 0:
         return BonusGradient()

@@ -1,8 +1,8 @@
 """Agreement and noise of gradients.
 
 Agreement of minibatches (Ilyas 2020) and of successive updates, shares of zeros, signs, and the ingredients of the gradient noise scale
-(McCandlish 2018, App. A). Minibatches of one epoch are taken at different parameters, so the noise scale uses shards of one minibatch,
-before clipping; of a recurrent policy the unit is the sequence. Single estimates are useless: `history.gradients` averages them.
+(McCandlish 2018, App. A). The minibatches of an epoch are taken at different parameters, so the noise scale uses shards of one minibatch,
+before clipping; for a recurrent policy the unit is the sequence. Single estimates are useless: `history.gradients` averages them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from esper_telemetry.metrics.statistics import defined
 
 @dataclass(frozen=True, slots=True)
 class SuccessiveAlignment(MetricGroup):
-    """Agreement of an update's first gradient with Adam's average before it, which holds the previous updates already."""
+    """Agreement of an update's first gradient with Adam's average before it, which covers the previous updates."""
 
     replicated: ClassVar[bool] = True
     successive_cos: Mean | None = reports(
-        Metric.cosine("grad/align/successive_cos", 541, "agreement with the update before", cost="sampled")
-        .asks("Does this update go on in the direction of the one before? Judge its average only.")
+        Metric.cosine("grad/align/successive_cos", 541, "agreement with the previous update", cost="sampled")
+        .asks("Does this update continue in the direction of the previous one? Judge its average only.")
         .bounds(healthy="EMA > -0.1", warn="EMA < -0.3: updates undo each other", source="heuristic")
         .absent("the first update, or either gradient is zero or not finite")
     )
@@ -41,18 +41,18 @@ class MinibatchAlignment(MetricGroup):
     replicated: ClassVar[bool] = True
     mean_pair_cos: Mean | None = reports(
         Metric.cosine("grad/align/mean_pair_cos", 542, "agreement of minibatches", cost="sampled")
-        .asks("Do minibatches agree on the direction? 0 is chance: the gradient is noise.")
-        .bounds(healthy="> 0; chance is 0 ± 1/√(parameters · pairs)", source="Ilyas 2020, 1811.02553")
+        .asks("Do minibatches agree on the direction? 0 is the chance level: the gradient is noise.")
+        .bounds(healthy="> 0; chance level 0 ± 1/√(parameters · pairs)", source="Ilyas 2020, 1811.02553")
         .absent("fewer than two minibatches, or a gradient is zero or not finite")
     )
     direction_variance: Mean | None = reports(
         Metric.fraction("grad/align/direction_variance", 543, "scatter of minibatch directions", cost="sampled")
-        .asks("How much do the directions of minibatch gradients scatter? 0 is all the same.")
+        .asks("How much do the directions of minibatch gradients scatter? 0 if all are the same.")
         .absent("fewer than two minibatches, or a gradient is zero or not finite")
     )
     sign_agreement: Mean | None = reports(
         Metric.fraction("grad/sign/agreement", 544, "agreement of minibatches on signs", cost="sampled")
-        .asks("How far do minibatches agree on each gradient's sign? √(2/(πK)) is chance for K of them.")
+        .asks("How far do minibatches agree on each gradient's sign? The chance level is √(2/(πK)) for K minibatches.")
         .absent("fewer than two minibatches, or a gradient is not finite")
     )
 
@@ -63,7 +63,7 @@ def successive_alignment(gradient: Tensor, previous: Tensor | None) -> Successiv
 
     Args:
         gradient: [d], flat, of this update.
-        previous: [d], of the update before; None at the first.
+        previous: [d], of the previous update; None at the first.
     """
     if previous is None:
         return SuccessiveAlignment()
@@ -94,7 +94,7 @@ def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
 
 @no_grad
 def weighted_pair_cosine(gradients: Tensor) -> Tensor:
-    """Return Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long ones weigh more."""
+    """Return Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long gradients weigh more."""
     gradients = gradients.double()
     sizes = torch.linalg.vector_norm(gradients, dim=1)
     own = sizes.square().sum()
@@ -130,7 +130,7 @@ class LayerZeros(MetricGroup):
         Metric.fraction("grad/layer/{layer}/zero_frac", 546, "share of zeros in a layer's gradient", cost="sampled")
         .asks("What share of this tensor's gradient is exactly zero?")
         .bounds(healthy="< 0.3", warn="> 0.5", critical="> 0.9", source="heuristic")
-        .absent("the tensor has no gradient")
+        .absent("the tensor's gradient is missing")
     )
 
 
@@ -141,7 +141,7 @@ class GradientSigns(MetricGroup):
     replicated: ClassVar[bool] = True
     pos_frac: Mean | None = reports(
         Metric.fraction("grad/sign/pos_frac", 547, "share of positive entries", cost="sampled")
-        .asks("Do gradients point up and down alike, or all one way?")
+        .asks("Are positive and negative gradients balanced, or do most have one sign?")
         .bounds(healthy="0.4 to 0.6", warn="outside 0.25 to 0.75 for layers without bias", source="heuristic")
         .absent("every entry is zero")
         .advises("Centre and scale the inputs; look for features or targets that are always positive.")
@@ -151,7 +151,7 @@ class GradientSigns(MetricGroup):
 @checked_arguments()
 @no_grad
 def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
-    """Return the shares of exact zeros, overall and per tensor; one pass over the gradients, meant for once per update at most.
+    """Return the shares of exact zeros, overall and per tensor, in one pass over the gradients; call it at most once per update.
 
     Args:
         gradients: K tensors of any shape.
@@ -159,7 +159,7 @@ def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tupl
     """
     tensors = as_tensors(gradients)
     if len(tensors) != len(names):
-        raise ValueError(f"every gradient has a name, got {len(tensors)} gradients and {len(names)} names")
+        raise ValueError(f"every gradient needs a name, got {len(tensors)} gradients and {len(names)} names")
     if not tensors:
         return GradientZeros(), LayerZeros(())
     numels = [g.numel() for g in tensors]
@@ -187,7 +187,7 @@ class GradientNoise(MetricGroup):
     replicated: ClassVar[bool] = True
     g2: Mean | None = reports(
         Metric.quantity("grad/gns/g2", 560, "squared norm of the true gradient", unit="gradient norm²", cost="sampled")
-        .asks("How large is the true gradient, squared, noise removed? Single estimates may be negative.")
+        .asks("How large is the squared norm of the true gradient, without noise? Single estimates may be negative.")
         .bounds(source="McCandlish 2018, 1812.06162")
         .absent("fewer than two shards, or a gradient is not finite")
     )
@@ -195,7 +195,7 @@ class GradientNoise(MetricGroup):
         Metric.quantity(
             "grad/gns/tr_sigma", 561, "noise of a single sample's gradient", unit="gradient norm²", cost="sampled"
         )
-        .asks("How large is the noise in the gradient of a single sample, squared?")
+        .asks("How large is the squared noise in the gradient of a single sample?")
         .bounds(source="McCandlish 2018, 1812.06162")
         .absent("fewer than two shards, or a gradient is not finite")
     )

@@ -1,4 +1,4 @@
-"""Concentration of the gradient on few parameters (Hoyer 2004), and histograms of the sizes of its entries by powers of ten."""
+"""Concentration of the gradient in few parameters (Hoyer 2004), and histograms of the sizes of its entries by powers of ten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Concentration(MetricGroup):
     replicated: ClassVar[bool] = True
     entropy: Mean | None = reports(
         Metric.fraction("grad/concentration/entropy", 550, "spread of the gradient over parameters", cost="sampled")
-        .asks("Is the gradient spread over all parameters (1) or owned by one (0)?")
+        .asks("Is the gradient spread over all parameters (1) or concentrated in one (0)?")
         .bounds(
             healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n", warn="< 0.6", critical="< 0.4", source="heuristic"
         )
@@ -49,14 +49,14 @@ class LayerConcentration(MetricGroup):
     replicated: ClassVar[bool] = True
     layer_entropy: Mean | None = reports(
         Metric.fraction("grad/concentration/layer_entropy", 553, "spread of the gradient over layers")
-        .asks("Is the gradient spread over all layers (1) or owned by one (0)?")
+        .asks("Is the gradient spread over all layers (1) or concentrated in one (0)?")
         .bounds(healthy="> 0.5", warn="< 0.2", critical="< 0.1", source="heuristic")
         .absent("the gradient is zero or not finite, or there is one tensor")
     )
 
 
 CHUNK_ENTRIES = 1 << 16
-"""Entries whose powers are summed at once on a CPU: float64 copies of them fit its cache, which takes a third of the time."""
+"""Entries whose powers are summed at once on a CPU: float64 copies of this size fit its cache, which takes a third of the time."""
 
 
 @no_grad
@@ -103,7 +103,7 @@ def layer_concentration(norms: Tensor) -> LayerConcentration:
 
 
 DECADE_EDGES = tuple(float(edge) for edge in range(-13, 6))
-"""log10 of sizes: 16 decades from 1e-12 to 1e4. The bin below them counts exact zeros, the one above them what is not finite."""
+"""log10 of sizes: 16 decades from 1e-12 to 1e4. The bin below them counts exact zeros, the bin above them non-finite entries."""
 
 INNER_EDGES = tuple(10.0**edge for edge in DECADE_EDGES[2:-2])
 """Sizes between the decades."""
@@ -123,12 +123,12 @@ class GradientDecades(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("How are the sizes of the gradient's entries spread? Lowest bin: exactly zero; highest: not finite.")
+        .asks("How are the sizes of the gradient's entries distributed? Lowest bin: exactly zero; highest: not finite.")
         .bounds(
             healthy="one hump; the lowest and the highest bin nearly empty",
-            source="16 decades from 1e-12 to 1e4; smaller and larger entries stand in the outermost of them",
+            source="16 decades from 1e-12 to 1e4; smaller and larger entries count in the outermost decades",
         )
-        .absent("no gradient was kept whole")
+        .absent("no whole gradient was kept")
     )
 
 
@@ -147,9 +147,9 @@ class LayerDecades(MetricGroup):
             level=Level.DEBUG,
             cost="debug",
         )
-        .asks("How are the sizes of this tensor's gradient spread? Lowest bin: exactly zero; highest: not finite.")
+        .asks("How are the sizes of this tensor's gradient distributed? Lowest bin: exactly zero; highest: not finite.")
         .bounds(source="as grad/decades")
-        .absent("the tensor has no gradient")
+        .absent("the tensor's gradient is missing")
     )
 
 
@@ -171,7 +171,7 @@ def gradient_decades(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple
 def decade_counts(gradient: Tensor) -> Tensor:
     """Return [18] float64: numbers of exact zeros, of finite entries by decade of their size, and of non-finite entries.
 
-    Counts what lies below each power of ten: a comparison costs a tenth of a logarithm, and rounds nothing.
+    Entries below each power of ten are counted by comparisons, which take a tenth of the time of a logarithm and do not round.
     """
     size = gradient.detach().reshape(-1).abs()
     size = size.float() if size.dtype.itemsize < torch.float32.itemsize else size

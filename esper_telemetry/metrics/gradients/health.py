@@ -24,14 +24,14 @@ Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientHealth(Postponed):
-    """The norms of K gradients after one backward pass, summarised with those of the other passes when the update ends.
+    """The norms of K gradients after one backward pass, summarised together with the other passes when the update ends.
 
     Attributes:
         norms: [K], of the finite entries.
-        nonfinite: [K], how many others there are; None where there are none, or where they were not counted.
+        nonfinite: [K], number of other entries; None if all entries are finite or were not checked.
         names, numels: K names and numbers of entries.
         groups: parameter or module names by group.
-        max_norm: limit of the global norm; None where nothing is clipped.
+        max_norm: limit of the global norm; None if nothing is clipped.
     """
 
     norms: Tensor
@@ -43,7 +43,7 @@ class GradientHealth(Postponed):
 
     @property
     def kind(self) -> Hashable:
-        """Gradients, groups and limit."""
+        """Return gradients, groups and limit."""
         return type(self), self.names, self.numels, self.groups, self.max_norm, self.norms.device
 
     @classmethod
@@ -67,17 +67,17 @@ def gradient_health(
 ) -> GradientHealth:
     """Return the norms of a model's present gradients: call it after `backward` and before clipping.
 
+    Dense, sparse and non-contiguous gradients of any floating type are supported. NaN and infinite entries are
+    left out and counted. On CUDA, where looking for them would synchronise, whole tensors with such entries are left out.
+    With a gradient scaler, unscale first.
+
     Args:
         parameters: a module, its parameters, or its named parameters.
         groups: parameter or module names by group, such as `{"actor": ["actor"], "critic": ["critic"]}`.
-        max_norm: the limit to which you clip, for what clipping does.
-
-    Dense, sparse and non-contiguous gradients of any floating type count alike. Entries that are NaN or infinite are
-    left out and counted; on CUDA, where looking for them would wait for the device, the tensors that hold them are.
-    With a gradient scaler, unscale first.
+        max_norm: the limit to which you clip, to report the effect of clipping.
 
     Raises:
-        ValueError: for a group that names no parameter, and a limit that is not positive.
+        ValueError: for a group with an unknown parameter, and a limit that is not positive.
     """
     if max_norm is not None:
         check_limit(max_norm)
@@ -90,7 +90,7 @@ def gradient_health(
 
 
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, each once; without names by position."""
+    """Return the trainable parameters by name, or by position if they are not named, each once."""
     if isinstance(parameters, torch.nn.Module):
         return {name: p for name, p in parameters.named_parameters() if p.requires_grad}
     if isinstance(parameters, Tensor):
@@ -108,7 +108,7 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the existing gradients as dense real tensors: of a sparse one its values, with repeated rows summed."""
+    """Return the existing gradients as dense real tensors; for a sparse one its values, with repeated rows summed."""
     dense = []
     for gradient in (parameter.grad for parameter in parameters):
         if gradient is None:
@@ -123,9 +123,9 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 @no_grad
 def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the norm of each gradient's finite entries, [K], and its number of others, [K], or None where all norms are finite.
+    """Return the norm of each gradient's finite entries, [K], and its number of other entries, [K], or None if all norms are finite.
 
-    On CUDA nothing is repaired, because looking would synchronise: norms may then be non-finite.
+    On CUDA nothing is left out, because looking for such entries would synchronise: norms may then be non-finite.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64), None
@@ -137,7 +137,7 @@ def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def finite_norm(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the L2 norm of the finite entries and the number of the others, both 0-d float64."""
+    """Return the L2 norm of the finite entries and the number of other entries, both 0-d float64."""
     finite = torch.isfinite(gradient)
     known_entries = torch.where(finite, gradient, gradient.new_zeros(()))
     return torch.linalg.vector_norm(known_entries, dtype=torch.float64), (~finite).sum().double()
@@ -145,7 +145,7 @@ def finite_norm(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def tensor_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
-    from esper_telemetry.core.tensors import gradient_norms  # here, because that module imports torch
+    from esper_telemetry.core.tensors import gradient_norms  # imported here, because that module imports torch
 
     first = gradients[0]
     if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
@@ -159,5 +159,5 @@ def _check_groups(groups: FrozenGroups, names: tuple[str, ...]) -> None:
         for member in members:
             if not any(belongs(name, [member]) for name in names):
                 raise ValueError(
-                    f"group {group!r} names {member!r}, which is no trainable parameter or module of the model"
+                    f"group {group!r} names {member!r}, which is not a trainable parameter or module of the model"
                 )

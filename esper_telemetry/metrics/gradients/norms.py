@@ -1,7 +1,7 @@
 """Norms of the gradients: of the whole network, of declared groups and of every tensor.
 
-Everything follows from the norm of each tensor, which clipping computes anyway: the squared norm of a group (G1, G2, G4) is a sum of
-squares, one matrix product for all groups, and the effect of clipping (G3) is a factor of the global norm.
+Everything follows from the norm of each tensor, which clipping computes anyway. The squared norm of a group (G1, G2, G4) is a sum of
+squares, one matrix product for all groups. The effect of clipping (G3) is a factor of the global norm.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ GRADIENTS_FAMILY = MetricFamily(
     "grad",
     "Gradients",
     "Size and direction of the gradients that the losses send into the network. Norms are taken before and after "
-    "clipping; groups are the parts that the trainer declares: actor, critic, what both share, single heads. Numbers "
+    "clipping; groups are the parts that the trainer declares: actor, critic, the shared part, single heads. Numbers "
     "that need whole gradients are measured in one update of several (`telemetry/sample_every`).",
     place=60,
-    question="Who owns the gradient?",
+    question="What dominates the gradient?",
     first=("grad/interference/critic_share", "grad/{group}/norm_preclip", "grad/clip/coef", "grad/health"),
 )
 
@@ -40,7 +40,7 @@ class Clipping(MetricGroup):
     replicated: ClassVar[bool] = True
     coef: Mean | None = reports(
         Metric.fraction("grad/clip/coef", 510, "clip coefficient", level=Level.MINIMAL)
-        .asks("By what factor does clipping shrink the gradient? 1 leaves it as it is.")
+        .asks("By what factor does clipping shrink the gradient? 1 leaves it unchanged.")
         .bounds(healthy="> 0.3", warn="< 0.1", critical="< 0.01", source="heuristic")
         .absent("no limit, or a gradient is not finite"),
         Metric.fraction("grad/clip/coef_min", 511, "smallest clip coefficient", over="min", level=Level.MINIMAL)
@@ -70,14 +70,14 @@ def check_limit(max_norm: float) -> None:
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
     """Return the factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_` for global norms [..] in float64; NaN for NaN."""
-    from esper_telemetry.core.tensors import clip_coefficient  # here, because that module imports torch
+    from esper_telemetry.core.tensors import clip_coefficient  # imported here, because that module imports torch
 
     check_limit(max_norm)
     return clip_coefficient(norms, max_norm)
 
 
 def coefficients(clip: Clipping) -> Tensor | float:
-    """Return the clip coefficient of each step, [M], NaN where it is undefined; 1 where nothing is clipped."""
+    """Return the clip coefficient of each step, [M], NaN if it is undefined; 1 if nothing is clipped."""
     if clip.coef is None:
         return 1.0
     total, usable = torch.as_tensor(clip.coef.total), torch.as_tensor(clip.coef.count)
@@ -89,9 +89,9 @@ def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | 
 
     Args:
         norms: [M] global norms before clipping, float64, finite.
-        usable: [M], 1 where the gradients of the step are all finite; where they are not, 0, the step does not count.
-        coefs: [M] from `clip_coefficients`, 0 where a step does not count.
-        max_norm: the limit; None where it is not known, but what clipping did is.
+        usable: [M], 1 if the gradients of the step are all finite, else 0; such steps do not count.
+        coefs: [M] from `clip_coefficients`, 0 for steps that do not count.
+        max_norm: the limit; None if only the effect of clipping is known.
     """
     excess = None if max_norm is None else (norms / max_norm).log10().clamp(min=0.0)
     return Clipping(
@@ -137,7 +137,7 @@ class GlobalGradient(MetricGroup):
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/global/norm_postclip", 503, "norm after clipping of the whole gradient")
-        .asks("How large is the gradient that the optimizer gets?")
+        .asks("How large is the gradient that the optimizer receives?")
         .bounds(healthy="at most the limit")
         .absent("nothing is clipped, or a gradient is not finite")
     )
@@ -185,7 +185,7 @@ class GroupGradients(MetricGroup):
     )
     norm_postclip: Mean | None = reports(
         Metric.gradient_norm("grad/{group}/norm_postclip", 508, "norm after clipping of a group's gradient")
-        .asks("How large is the gradient that the optimizer gets for this part of the network?")
+        .asks("How large is the gradient that the optimizer receives for this part of the network?")
         .absent("nothing is clipped, or a gradient is not finite")
     )
     nonfinite: Sum | None = reports(
@@ -209,7 +209,7 @@ class LayerGradients(MetricGroup):
     norm: Mean | None = reports(
         Metric.gradient_norm("grad/layer/{layer}/norm", 520, "gradient norm of a layer")
         .asks("How large is the gradient of this parameter tensor, before clipping?")
-        .absent("the tensor has no gradient, or none of its steps is finite")
+        .absent("the tensor's gradient is missing, or never finite")
     )
 
 
@@ -221,13 +221,13 @@ class HeadGradients(MetricGroup):
     head: tuple[str, ...] = label()
     norm: Mean | None = reports(
         Metric.gradient_norm("grad/head/{head}/norm", 521, "gradient norm of a head")
-        .asks("Which head of the policy learns? Heads that seldom matter have small gradients by nature.")
+        .asks("Which head of the policy learns? Heads that seldom matter naturally have small gradients.")
         .bounds(
             healthy="near its own history",
             critical="exactly 0 while the head decides in 5 % of the rows",
             source="heuristic",
         )
-        .absent("the head has no gradient")
+        .absent("the head's gradient is missing")
     )
 
 
@@ -240,7 +240,7 @@ class TermGradients(MetricGroup):
         Metric.gradient_norm("grad/value/norm", 522, "gradient norm of the value head")
         .asks("How large is the gradient of the value head?")
         .bounds(healthy="near its own history")
-        .absent("the value head has no gradient")
+        .absent("the value head's gradient is missing")
     )
 
 
@@ -249,13 +249,13 @@ FrozenGroups = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Membership(NamedTuple):
-    """Sums over tensors as one matrix product; column 0 is all of them, the others are the groups that have a gradient.
+    """Sums over tensors as one matrix product; column 0 is the sum of all, the others are the groups that have a gradient.
 
     Attributes:
         labels: the G groups, as key segments.
         layers: the K tensors, as key segments.
         matrix: [K, 1 + G] of zeros and ones, float64.
-        scale: [1 + G], one over the square root of the number of entries; None where sizes are unknown.
+        scale: [1 + G], one over the square root of the number of entries; None if sizes are unknown.
     """
 
     labels: tuple[str, ...]
@@ -269,10 +269,10 @@ def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | Non
 
     Args:
         names: K tensors that have a gradient.
-        groups: parameter names by group; a module's name stands for its parameters. A group without any gradient is
+        groups: parameter names by group; a module's name includes its parameters. Groups without any gradient are
             left out.
         numels: entries per tensor, K.
-        device: where the matrix lives.
+        device: device of the matrix.
     """
     return _membership(tuple(names), frozen(groups), tuple(numels) if numels is not None else None, device)
 
@@ -295,7 +295,7 @@ def frozen(groups: Groups) -> FrozenGroups:
 
 
 UNTOUCHED = 1 - 1e-5
-"""Factor above which rounding alone tells a gradient from the one before clipping."""
+"""Smallest factor that rounding alone may cause; below it a gradient has been clipped."""
 
 
 class GradientNorms(NamedTuple):
@@ -311,9 +311,9 @@ class _Sums(NamedTuple):
     """Norms of sums of tensors; columns are the whole network, then the groups.
 
     Attributes:
-        norms: [M, 1 + G], finite, 0 where not usable.
-        usable: [M, 1 + G], 1 where the norm counts, else 0.
-        flaws: [M, 1 + G], how many entries or tensors were not finite.
+        norms: [M, 1 + G], finite, 0 if not usable.
+        usable: [M, 1 + G], 1 if the norm counts, else 0.
+        flaws: [M, 1 + G], number of entries or tensors that were not finite.
     """
 
     norms: Tensor
@@ -322,7 +322,7 @@ class _Sums(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The slots of the whole network, [M], or of the groups, [M, G]; `clean` is where clipping is defined."""
+    """The slots of the whole network, [M], or of the groups, [M, G]; `clean` marks steps at which clipping is defined."""
 
     norms: Tensor
     usable: Tensor
@@ -354,18 +354,18 @@ def gradient_norms(
 ) -> GradientNorms:
     """Return the norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
 
+    Every step counts once. If a tensor's norm is not finite, its own norm, its group's and the global one are left
+    out at that step, and the tensor is counted; the clip coefficient of the step is undefined. A group without gradients is absent.
+
     Args:
         norms: [M, K] or [K], L2 norm of each of K gradients at each of M steps, before clipping.
         names: K parameter names.
-        groups: parameter names by group; a module's name stands for its parameters. Names without gradient are passed
-            over.
+        groups: parameter names by group; a module's name includes its parameters. Names without gradient are
+            ignored.
         numels: K numbers of entries, for `rms`.
-        max_norm: limit of the global norm; None where nothing is clipped.
-        nonfinite: like `norms`, the number of entries that were not finite, where `norms` are those of the finite ones.
-        applied: like `norms`, of the gradients that the optimizer used; what clipping did is then read off these, whatever it was.
-
-    Every step counts once. Where a tensor's norm is not finite, its own norm, its group's and the global one are left
-    out at that step, and it is counted; the step has no clip coefficient. A group without gradients is absent.
+        max_norm: limit of the global norm; None if nothing is clipped.
+        nonfinite: like `norms`, the number of entries that were not finite, if `norms` covers only the finite ones.
+        applied: like `norms`, of the gradients that the optimizer used; the effect of any kind of clipping is then read from these.
     """
     norms = as_tensor(norms)
     nonfinite = None if nonfinite is None else as_tensor(nonfinite, norms)
@@ -398,7 +398,7 @@ def gradient_norms(
 
 
 def _finite(norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norms with 0 in place of non-finite ones, and the mask of the finite ones: both [M, K]."""
+    """Return the norms with 0 for non-finite ones, and the mask of the finite ones: both [M, K]."""
     values = norms.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return values, values == norms
 
@@ -414,7 +414,7 @@ def _sums(values: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor
 def _split(
     sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None
 ) -> tuple[_Columns, _Columns]:
-    """Return the columns of the whole network and those of the groups."""
+    """Return the columns of the whole network and of the groups."""
     rms = None if members.scale is None else sums.norms * members.scale
     clipped = applied if applied is not None or coefs is None else sums.norms * coefs.unsqueeze(1)
 

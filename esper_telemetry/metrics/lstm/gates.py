@@ -1,6 +1,6 @@
 """Gates of an LSTM or a GRU, recomputed exactly from the inputs and outputs of a stock `nn.LSTM` or `nn.GRU`.
 
-torch packs the weights of the gates in the order [i, f, g, o], of a GRU [r, z, n]. Inputs and outputs of all steps are known, so all gates
+torch packs the weights of the gates in the order [i, f, g, o], for a GRU [r, z, n]. Inputs and outputs of all steps are known, so all gates
 of a sequence are one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
 
 A GRU keeps the share z of its state, h = z h + (1 - z) n, so z has the role of an LSTM's forget gate.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
 """Gates below `LOW` or above `HIGH`, and candidates above `CANDIDATE_HIGH` in magnitude, are saturated (Karpathy 2015)."""
 LONGEST = 2.0**24
-"""The longest measurable timescale: float32 has no number between 1 - 2^-24 and 1."""
+"""The longest measurable timescale, because the largest float32 below 1 is 1 - 2^-24."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ class GateStats(MetricGroup):
     )
     sat_lo: Mean = reports(
         Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut", cost="sampled")
-        .asks("How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.")
+        .asks(
+            "How often is this gate closed, below 0.1? A closed f forgets everything, a closed i or o closes the memory."
+        )
         .bounds(
             healthy="f, i, o: < 0.5",
             warn="f: > 0.7; i, o: > 0.9",
@@ -73,7 +75,7 @@ class GateStats(MetricGroup):
         Metric.quantity(
             "lstm/gate/{gate}/hist", 715, "histogram of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
-        .asks("How are this gate's activations distributed, from shut to open?")
+        .asks("How are this gate's activations distributed, from closed to open?")
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
 
@@ -84,8 +86,8 @@ class CellStats(MetricGroup):
 
     saturated: Mean = reports(
         Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
-        .asks("How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.")
-        .bounds(source="no bound: healthy runs reach 0.25")
+        .asks("How often is the candidate saturated, |g| above 0.99? Then gradients do not reach the inputs.")
+        .bounds(source="not bounded: healthy runs reach 0.25")
         .absent("no valid step, or a policy without an LSTM or a GRU")
     )
     timescales: Quantiles = reports(
@@ -98,7 +100,7 @@ class CellStats(MetricGroup):
         )
         .absent("no valid step, or a policy without an LSTM or a GRU"),
         Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90", cost="sampled")
-        .asks("For how many steps do the units with the longest memory remember, the upper 10 %?")
+        .asks("For how many steps do the 10 % of units with the longest memory remember?")
         .bounds(source="Tallec & Ollivier 2018, 1804.11188")
         .absent("no valid step, or a policy without an LSTM or a GRU"),
     )
@@ -106,21 +108,21 @@ class CellStats(MetricGroup):
         Metric.fraction(
             "lstm/timescale/frac_beyond_bptt", 723, "share of units that remember beyond the sequence", cost="sampled"
         )
-        .asks("Which share of the units remembers longer than the sequences through which gradients flow?")
+        .asks("What share of the units remembers longer than the sequences through which gradients flow?")
         .bounds(warn="> 0.5: such memory cannot be trained", source="heuristic")
         .absent("no valid step, or a policy without an LSTM or a GRU, or the length of the sequences is unknown")
-        .advises("Train on longer sequences (num_steps), or accept that so much memory is not trained.")
+        .advises("Train on longer sequences (num_steps), or accept that part of the memory is not trained.")
     )
     log_gain: Mean = reports(
         Metric.quantity(
             "lstm/cell_log_gain", 724, "gradient that survives along the cell", unit="nats (ln)", cost="sampled"
         )
-        .asks("How much of the gradient survives the way along the cell state through a whole sequence?")
+        .asks("How much of the gradient survives along the cell state through a whole sequence?")
         .bounds(
             healthy="> -0.25 per step",
             critical="< -1.8 per step: it vanishes in a few steps",
-            source="steps times the mean of ln f where memory goes on, Pascanu 2013, 1211.5063; bounds are per step because "
-            "one for the whole would judge its length: gates half open, as before training, lose 22 nats in 32 steps "
+            source="steps times the mean of ln f between resets, Pascanu 2013, 1211.5063; bounds are per step because "
+            "a bound for the whole would depend on its length: half-open gates, as before training, lose 22 nats in 32 steps "
             "and 89 in 128. Healthy: -8 in the 32 steps of measured runs; critical: a timescale of 1.2 steps, ln(1 - "
             "1/1.2)",
         )
@@ -167,7 +169,7 @@ class Gates(NamedTuple):
 
     @property
     def candidate(self) -> Tensor:
-        """What would be written."""
+        """The candidate state before gating."""
         return self.g
 
 
@@ -206,7 +208,7 @@ class GRUGates(NamedTuple):
 
     @property
     def candidate(self) -> Tensor:
-        """What would be written."""
+        """The candidate state before gating."""
         return self.n
 
 
@@ -246,7 +248,7 @@ def cell_weights(cell: nn.LSTM | nn.GRU) -> Weights:
 
 def _check_layer(cell: nn.LSTM | nn.GRU) -> None:
     if cell.num_layers != 1 or cell.bidirectional or cell.proj_size:
-        raise ValueError(f"gates are known for one layer, one direction and no projection, got {cell}")
+        raise ValueError(f"gates are known only for one layer, one direction and no projection, got {cell}")
 
 
 def gates_of(weights: Weights, inputs: Tensor, hidden: Tensor, memory: Tensor | None) -> Gates | GRUGates:
@@ -263,7 +265,7 @@ def gru_gates(weights: GRUWeights, inputs: Tensor, hidden: Tensor) -> GRUGates:
 
     Args:
         weights: from `gru_weights`.
-        inputs: [T, B, I] what the cell was given.
+        inputs: [T, B, I] inputs of the cell.
         hidden: [T, B, H] its state before each step, zero if memory was reset.
     """
     linear = torch.nn.functional.linear
@@ -283,7 +285,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
 
     Args:
         weights: from `lstm_weights`.
-        inputs: [T, B, I] what the cell was given.
+        inputs: [T, B, I] inputs of the cell.
         hidden, memory: [T, B, H] its states h and c before each step, zero if memory was reset.
     """
     i, f, g, o = _activations(weights, inputs, hidden)
@@ -299,8 +301,8 @@ def lstm_gates(
 
     Args:
         weights: from `lstm_weights`.
-        inputs: [T, B, I] what the cell was given.
-        outputs: [T, B, H] what it gave.
+        inputs: [T, B, I] inputs of the cell.
+        outputs: [T, B, H] its outputs.
         state: h and c, [B, H] each, before the first step.
         resets: [T, B] bool: memory is reset at this step.
     """
@@ -334,14 +336,14 @@ def gate_stats(
 ) -> GateGroups:
     """Return saturation of the gates, timescales and the gain along the cell state.
 
-    Args:
-        gates: of T steps, from `lstm_gates`, `gates_between` or `gru_gates`.
-        resets: [T, B] bool: memory is reset at this step.
-        bptt_length: steps through which gradients flow; None where it is unknown.
-        valid: [T, B] bool; None where every step is.
+    Timescales are 1 / (1 - mean f) of each unit, with z instead of f for a GRU. They are summarised by quantiles over units, because one
+    unit that never forgets would dominate a mean.
 
-    Timescales are 1 / (1 - mean f) of each unit, z instead of f for a GRU, and quantiles over units: one unit that never forgets would
-    dominate a mean.
+    Args:
+        gates: T steps, from `lstm_gates`, `gates_between` or `gru_gates`.
+        resets: [T, B] bool: memory is reset at this step.
+        bptt_length: steps through which gradients flow; None if it is unknown.
+        valid: [T, B] bool; None if every step is valid.
     """
     counts = torch.ones_like(resets, dtype=torch.bool) if valid is None else valid.bool()
     return GateGroups(_openness(gates, counts), _cell_stats(gates, resets.bool(), bptt_length, counts))
@@ -364,7 +366,7 @@ def _cell_stats(gates: Gates | GRUGates, resets: Tensor, bptt_length: int | None
     written = keep(gates.candidate.flatten().double(), _per_unit(valid, gates.candidate).flatten())
     units = timescales(gates.keep_gate, valid=valid)
     at_levels = quantiles(ascending(units), units.count, levels_for(gates.keep_gate))
-    # the logarithm of a shut gate is that of the smallest number of its type
+    # For a closed gate, use the logarithm of the smallest number of its type.
     log_keep = gates.keep_gate.clamp(min=torch.finfo(gates.keep_gate.dtype).tiny).double().log()
     lasting = keep(log_keep.flatten(), _per_unit(valid & ~resets, gates.keep_gate).flatten())
     gain = lasting.mean(lasting.values)
@@ -384,11 +386,11 @@ def _per_unit(flags: Tensor, like: Tensor) -> Tensor:
 def timescales(forget: Tensor, *, valid: Tensor | None = None) -> Sample:
     """Return the steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
 
+    A constant pre-activation b gives T = 1 + e^b (Tallec & Ollivier 2018).
+
     Args:
         forget: [T, B, H] activation of the forget gate.
-        valid: [T, B] bool; None where every step is.
-
-    With a constant pre-activation b that is 1 + e^b (Tallec & Ollivier 2018).
+        valid: [T, B] bool; None if every step is valid.
     """
     by_unit = forget.flatten(0, 1).t()
     s = keep(by_unit.double(), None if valid is None else valid.bool().flatten())

@@ -25,7 +25,7 @@ class BpttStats(MetricGroup):
 
     first: Mean = reports(
         Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "gradient at the first state of a sequence", cost="sampled")
-        .asks("How much of the loss's gradient reaches the state in which sequences begin?")
+        .asks("How much of the loss's gradient reaches the state at the start of a sequence?")
         .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
         .absent("no recurrent policy, or every environment was reset")
         .advises(
@@ -41,17 +41,17 @@ class BpttStats(MetricGroup):
             cost="debug",
         )
         .asks(
-            "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it "
-            "explodes on the way, near 0: it vanishes."
+            "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1 it "
+            "explodes on the way, near 0 it vanishes."
         )
         .bounds(source=PASCANU)
-        .absent("no recurrent policy, or every environment was reset, or the last step has no gradient")
+        .absent("no recurrent policy, or every environment was reset, or the gradient of the last step is missing")
     )
 
 
 @inference_mode
 def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
-    """Return the norm of the gradient before the first step, and of its last layer's over that after the last step.
+    """Return the norm of the gradient before the first step, and the ratio of its last layer's norm to the norm after the last step.
 
     Args:
         first: ∂L/∂h before the first step, [layers, envs, H].
@@ -69,7 +69,7 @@ def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
 
 
 BUCKETS = 64
-"""Ages are counted up to so many steps; older states count in the last one."""
+"""Maximum number of buckets of ages; older states count in the last bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class AgeProfile(AdditiveReduction):
     """Size of the cell state by age.
 
     Attributes:
-        count: [K] states of each bucket of ages.
+        count: [K] number of states in each bucket of ages.
         age: [K] sum of their ages.
         size: [K] sum of their sizes.
     """
@@ -103,7 +103,7 @@ def _growth(profile: Array) -> float:
 
 
 def theil_sen_slope(x: Array, y: Array) -> float:
-    """Return the median slope over all pairs of points (Sen 1968); all x differ, and there are at least two."""
+    """Return the median slope over all pairs of points (Sen 1968); needs at least two points, with distinct x."""
     i, j = np.triu_indices(len(x), 1)
     return float(np.median((y[j] - y[i]) / (x[j] - x[i])))
 
@@ -132,8 +132,8 @@ def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | 
     Args:
         sizes: mean |c| of each state, [T, B] or [N].
         ages: steps since memory was reset, same shape.
-        width: how many neighbouring ages count as one.
-        valid: bool, same shape; None where every state counts.
+        width: number of neighbouring ages per bucket.
+        valid: bool, same shape; None if every state counts.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
@@ -147,7 +147,7 @@ def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | 
 
 
 def bucket_width(steps: int) -> int:
-    """Return the number of ages per bucket with which the buckets reach four rollouts of `steps` back."""
+    """Return the number of ages per bucket so that the buckets cover the last four rollouts of `steps`."""
     return max(1, -(-4 * steps // BUCKETS))
 
 
@@ -158,7 +158,7 @@ class MemoryUse(MetricGroup):
     kl: Mean = reports(
         Metric.nats("lstm/ablate_kl", 734, "KL divergence without memory", level=Level.DEBUG, cost="debug")
         .asks("How differently would the policy act if it remembered nothing? Near 0: memory is ignored.")
-        .bounds(healthy="> 1e-3 where the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
+        .bounds(healthy="> 1e-3 if the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
         .absent("no recurrent policy, or no valid row")
     )
 
@@ -169,6 +169,6 @@ def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | N
 
     Args:
         rows: per head [n], from `categorical_kl` or `gaussian_kl`, of the same weights with memory and without.
-        relevant: per head [n] bool; heads left out always take part.
+        relevant: per head [n] bool; other heads always take part.
     """
     return MemoryUse(joint_kl(rows, relevant))

@@ -23,7 +23,7 @@ MEMORY_FAMILY = MetricFamily(
     "lstm",
     "Memory",
     "Memory of a recurrent policy: sizes of its hidden state h and cell state c, openness of its gates i (write), f "
-    "(keep) and o (read), how long it remembers, and whether memory is reset where episodes do.",
+    "(keep) and o (read), how long it remembers, and whether memory is reset with episodes.",
     place=110,
     question="Does memory work?",
     first=("lstm/reset_rate", "lstm/timescale/median", "lstm/{part}/rms"),
@@ -64,7 +64,7 @@ class StateStats(MetricGroup):
     )
     mean: Mean = reports(
         Metric.quantity("lstm/{part}/mean", 703, "mean of the recurrent state", unit="state")
-        .asks("Does the recurrent state lean to one side?")
+        .asks("Is the recurrent state biased to one side?")
         .bounds(healthy="near 0", warn="above 0.8 times the rms in magnitude", source="heuristic")
         .absent("no valid, finite state, or a policy without memory")
         .advises("States drift to one side: check resets, and centre the inputs of the memory.")
@@ -78,7 +78,7 @@ class StateStats(MetricGroup):
             low=0.0,
         )
         .asks(
-            "How large is the state in the environment where it is largest? Far above the rms: one environment went astray."
+            "How large is the state in the environment with the largest state? Far above the rms: one environment went astray."
         )
         .bounds(healthy="close to the rms", source="heuristic")
         .absent("no valid, finite state, or a policy without memory")
@@ -91,7 +91,7 @@ class StateStats(MetricGroup):
 
 
 class StateSize(NamedTuple):
-    """Sums of recurrent states over layers and units: the input of their statistics, at a sixteenth of the memory or less.
+    """Sums of recurrent states over layers and units: the input of their statistics, which takes at most a sixteenth of their memory.
 
     Attributes:
         width: entries of one part of one state, over all layers.
@@ -109,7 +109,7 @@ class StateSize(NamedTuple):
     def empty(self) -> Tensor:
         """Mask [T, B] of states that are exactly zero.
 
-        Resets are read off the states and not off the flags that should cause them: a trainer that forgets to reset shows.
+        Resets are read from the states and not from the flags that should cause them, to detect a trainer that forgets to reset.
         """
         return (self.largest == 0).all(0)
 
@@ -117,7 +117,7 @@ class StateSize(NamedTuple):
 @no_grad
 def state_size(states: Tensor) -> StateSize:
     """Return sums over layers and units of states [T, layers, parts, B, H]."""
-    magnitudes = states.abs()  # its sum and maximum take a tenth of the time that the norms of order 1 and ∞ take
+    magnitudes = states.abs()  # its sum and maximum take a tenth of the time of norms of order 1 and ∞
     return StateSize(
         states.shape[1] * states.shape[-1],
         states.sum(-1).sum(1).movedim(1, 0),
@@ -132,8 +132,8 @@ def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
     """Return root mean square, largest magnitude and signed mean of each part of the state.
 
     Args:
-        size: of T states of B environments, from `state_size`.
-        valid: [T, B] bool; None where every state counts.
+        size: sums for T states of B environments, from `state_size`.
+        valid: [T, B] bool; None if every state counts.
     """
     allowed = None if valid is None else valid.bool().t()
     squares = keep(size.squares.double().mT, allowed)
@@ -167,9 +167,9 @@ class RelativeDistance(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Staleness(MetricGroup):
-    """Distance of all stored states of a rollout from those that the current weights reach.
+    """Distance of all stored states of a rollout from the states that the current weights reach.
 
-    All states contain those at the beginnings of sequences, wherever these are, and show a wrong first state before an episode hides it.
+    They include the states at the beginnings of sequences, and show a wrong first state before an episode's end hides it.
     """
 
     distance: RelativeDistance = reports(
@@ -177,7 +177,7 @@ class Staleness(MetricGroup):
             "lstm/staleness", 731, "staleness of stored states", unit="relative error", low=0.0, cost="sampled"
         )
         .asks(
-            "How far are the stored states from those that the current weights would have reached, after the last step?"
+            "How far are the stored states from the states that the current weights would have reached, after the last step?"
         )
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=SOURCE)
         .absent("the stored states are zero, or they are not recomputed")
@@ -186,7 +186,7 @@ class Staleness(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class FirstStaleness(MetricGroup):
-    """Distance of the states in training from those in acting, with the same weights."""
+    """Distance between the states in training and in acting, with the same weights."""
 
     distance: RelativeDistance = reports(
         Metric.quantity(
@@ -198,7 +198,7 @@ class FirstStaleness(MetricGroup):
             cost="sampled",
         )
         .asks(
-            "Does training reach the stored states before the first step of an update? Anything but 0, up to "
+            "Does training reach the stored states before the first step of an update? Any difference, up to "
             "rounding, means another first state, other observations or other resets than in acting."
         )
         .bounds(healthy="about 0", critical="> 1e-4", source=SOURCE)
@@ -208,11 +208,11 @@ class FirstStaleness(MetricGroup):
 
 @inference_mode
 def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
-    """Return the length of `recomputed` - `stored` over that of `stored`, all entries together.
+    """Return the length of `recomputed` - `stored`, relative to the length of `stored`, all entries together.
 
     Args:
         stored: states at the beginnings of sequences, as the collector left them; any shape.
-        recomputed: the same states, unrolled with the current weights from where memory was last reset.
+        recomputed: the same states, unrolled with the current weights since the last reset of memory.
     """
     return Staleness(_distance(stored, recomputed))
 
@@ -236,13 +236,13 @@ class ResetStats(MetricGroup):
 
     rate: Mean = reports(
         Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
-        .asks("In which share of the steps is memory reset? 0 although episodes end: it leaks across episodes.")
+        .asks("At what share of the steps is memory reset? 0 although episodes end: it leaks across episodes.")
         .bounds(healthy="1 over the mean length of episodes", critical="0 while episodes end", source="identity")
         .absent("no valid step, or a policy without memory")
     )
     unbroken: Mean = reports(
         Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset")
-        .asks("In which share of the environments was memory never reset in this rollout?")
+        .asks("In what share of the environments was memory never reset in this rollout?")
         .absent("no valid step, or a policy without memory")
     )
     age: Mean = reports(
@@ -259,12 +259,12 @@ class ResetStats(MetricGroup):
 
 @no_grad
 def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
-    """Return the steps since memory was last reset, [T, B], 0 where it does.
+    """Return the steps since memory was last reset, [T, B], 0 at resets.
 
     Args:
         resets: [T, B] bool: the step begins without memory.
-        start: [B] age at the first step, where that is not a reset; None counts from the first step on. The ages with which the next
-            rollout starts are the last ones plus 1.
+        start: [B] age at the first step, unless that is a reset; None counts from the first step on. The next
+            rollout starts with the last ages plus 1.
     """
     steps = torch.arange(len(resets), device=resets.device).unsqueeze(-1)
     last = torch.where(resets.bool(), steps, -1).cummax(0).values
@@ -279,7 +279,7 @@ def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) ->
     Args:
         resets: [T, B] bool: the step begins without memory.
         ages: [T, B], from `state_ages`.
-        valid: [T, B] bool; None where every step is.
+        valid: [T, B] bool; None if every step is valid.
     """
     same_shape(resets=resets, ages=ages, valid=valid)
     counts = torch.ones_like(resets, dtype=torch.bool) if valid is None else valid.bool()

@@ -1,6 +1,6 @@
-"""Actions of a rollout: drawn part by part under the restrictions that earlier parts set, and stored with the scores they were drawn from.
+"""Actions of a rollout: sampled part by part under the restrictions of earlier parts, and stored with their scores.
 
-Restrictions are NumPy arrays on the host and tensors on a device alike.
+Restrictions are NumPy arrays on the host and tensors on a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORBIDDEN_SCORE: Final = np.finfo(np.float32).min
 
 
 class Restriction(NamedTuple):
-    """The choices that one part of an action has [B, size], and where the part matters [B]; None where nothing is restricted."""
+    """The allowed choices of one part of an action [B, size], and whether the part matters [B]; None without restrictions."""
 
     mask: Any = None
     relevance: Any = None
@@ -30,9 +30,9 @@ class Restrictor:
     """Computes the restriction of one part of an action.
 
     Args:
-        spec: of the part.
-        relevant_choices: [size of `given`], bool: the choices that the part matters for; None where it always does.
-        forced: [size], bool: choice 0 alone, what an irrelevant part is forced to.
+        spec: specification of the part.
+        relevant_choices: [size of `given`], bool: the choices for which the part matters; None if it always does.
+        forced: [size], bool: only choice 0, which an irrelevant part must take.
         rows: [B] indices of the environments.
     """
 
@@ -66,7 +66,7 @@ class Restrictor:
 
 
 def restrictors(specs: Mapping[str, ActionSpec], num_envs: int) -> dict[str, Restrictor]:
-    """Return a restrictor for every part, in NumPy; raise ValueError where a part is given one that is not chosen before it."""
+    """Return a restrictor for every part, in NumPy; raise ValueError if a part depends on a part that is not chosen before it."""
     restrictors_of_parts: dict[str, Restrictor] = {}
     for name, spec in specs.items():
         relevant_choices = None
@@ -82,7 +82,7 @@ def restrictors(specs: Mapping[str, ActionSpec], num_envs: int) -> dict[str, Res
 
 
 def restricted_parts(specs: Mapping[str, ActionSpec], masked: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that have masks, and of those that have a relevance."""
+    """Return the names of the parts with masks, and of the parts with a relevance."""
     relevant: list[str] = []
     for name, spec in specs.items():
         if spec.relevant_for is not None or spec.given in relevant:
@@ -92,7 +92,7 @@ def restricted_parts(specs: Mapping[str, ActionSpec], masked: Iterable[str]) -> 
 
 
 class ActionColumns(NamedTuple):
-    """The columns of a rollout that say what was chosen; see `Rollout` for their shapes."""
+    """The columns of a rollout about the chosen actions; see `Rollout` for their shapes."""
 
     actions: Tensors
     log_probs: Tensor
@@ -106,7 +106,7 @@ class ActionColumns(NamedTuple):
 def action_columns(
     policy: ActorCritic, scores: Tensors, actions: Tensors, *, masks: Tensors, relevance: Tensors
 ) -> ActionColumns:
-    """Return the columns with the log-probabilities of actions under the scores they were drawn from. Shapes: [T, B, ...] all."""
+    """Return the columns with the log-probabilities of actions under the scores they were sampled from. All shapes are [T, B, ...]."""
     shape = next(iter(scores.values())).shape[:2]
     flat_scores, flat_actions, flat_masks, flat_relevance = (
         {name: column.flatten(0, 1) for name, column in columns.items()}
@@ -123,7 +123,7 @@ class ActionBuffer:
 
     Args:
         masked: names of the parts for which the environment has action masks.
-        greedy: takes the likeliest actions instead of drawing them.
+        greedy: take the most likely actions instead of sampling them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ActionBuffer:
         self._samplers: dict[str, Sampler] = {}
 
     def begin(self, generator: torch.Generator) -> None:
-        """Begin a rollout: draw its noise, at once."""
+        """Begin a rollout: sample all of its noise."""
         heads = {name: self._policy.head(name) for name in self._actions}
         if not (self._greedy and self._noise):
             self._noise = {name: head.noise(self._shape, generator).numpy() for name, head in heads.items()}
@@ -154,7 +154,7 @@ class ActionBuffer:
         self._samplers = {name: head.sampler() for name, head in heads.items()}
 
     def choose(self, t: int, scores: Mapping[str, Array], masks: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what the environment gets at step t, drawn from the scores [B, width] by head under its masks."""
+        """Return the environment's actions at step t, sampled from the scores [B, width] by head under its masks."""
         if self._plain:
             for name, score in scores.items():
                 self._scores[name][t] = score
@@ -177,18 +177,18 @@ class ActionBuffer:
         return chosen_actions | {name: squash.as_numpy(chosen_actions[name]) for name, squash in self._squashes.items()}
 
     def check_finite(self, observations: Array, layout: ObservationLayout) -> None:
-        """Raise FloatingPointError, naming the first, where an observation [T, B, ...] left no finite scores."""
+        """Raise FloatingPointError for the first observation [T, B, ...] whose scores are not finite."""
         for name, scores in self._scores.items():
             if not np.isfinite(scores).all():
                 t, row = np.argwhere(~np.isfinite(scores).all(-1))[0]
                 observation = observations[t, row] if layout.alone else layout.numbers_of(observations[t, row])
                 raise FloatingPointError(
-                    f"environment {row} gave at step {t} of the rollout an observation for which the policy's scores "
+                    f"environment {row} returned at step {t} of the rollout an observation for which the policy's scores "
                     f"for {name} are not finite: {np.array2string(observation, threshold=8)}"
                 )
 
     def finish(self, device: torch.device) -> ActionColumns:
-        """Return the columns of the rollout; raise ValueError where a mask allowed nothing."""
+        """Return the columns of the rollout; raise ValueError if a mask allowed nothing."""
         for name, mask in self._masks.items():
             empty = np.argwhere(~mask.any(-1))
             if len(empty):

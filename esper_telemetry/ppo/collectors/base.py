@@ -1,7 +1,7 @@
-"""Collecting rollouts: what collectors on the host and on a device share.
+"""Collecting rollouts: the shared part of collectors on the host and on a device.
 
-A step of a rollout needs the actor alone. Noise is drawn for the whole rollout at once. Values, log-probabilities and episode statistics
-are computed after it, in one batch each: the weights have not changed meanwhile.
+A step of a rollout needs only the actor. Noise is sampled for the whole rollout at once. Values, log-probabilities and episode statistics
+are computed after the rollout in one batch each, because the weights have not changed meanwhile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Outcome = TypeVar("Outcome")
 
 CPU_SAMPLE_STRIDE: Final = 16
 FIRST_CPU_SAMPLE: Final = 5
-"""Steps of the environments whose processor time is read: that clock takes microseconds, and a step not many more."""
+"""Step of the first sample of the environments' processor time. It is sampled because reading the clock takes about as long as a step."""
 MAX_SEED: Final = 2**31
 
 
 def at_ends(ended: Any) -> Any:
-    """Return the flags [B] as they are: memory is reset after every end of an episode."""
+    """Return the flags [B] unchanged: memory is reset after every end of an episode."""
     return ended
 
 
@@ -40,7 +40,7 @@ class EpisodeTotals:
 
     Attributes:
         returns, lengths: of the episodes that finished in the last rollout, in the order in which they finished.
-        times: the step of the rollout with which each of them finished.
+        times: the step of the rollout at which each of them finished.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -56,16 +56,16 @@ class EpisodeTotals:
         return {name: torch.from_numpy(values.copy()) for name, values in sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the open episodes of a saved state."""
+        """Continue the open episodes of a saved state."""
         self._open_return[:], self._open_length[:] = state["returns"].numpy(), state["lengths"].numpy()
 
     def forget(self) -> None:
-        """Drop the open episodes: they will not go on."""
+        """Drop the open episodes, which will not continue."""
         self._open_return.fill(0.0)
         self._open_length.fill(0)
 
     def count(self, rewards: Array, ended: Array, valid: Array | None) -> None:
-        """Add a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""
+        """Add a rollout: rewards, ended and valid are [T, B]; invalid rows do not count."""
         steps = np.ones(rewards.shape, np.int64) if valid is None else valid.astype(np.int64)
         times, envs = np.nonzero(ended)
         self.times = times.tolist()
@@ -87,7 +87,7 @@ class EpisodeTotals:
 
 
 class RolloutClock:
-    """Wall and processor time of one rollout, from the clock's creation on."""
+    """Wall and processor time of one rollout since the clock's creation."""
 
     def __init__(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
@@ -114,7 +114,7 @@ class RolloutClock:
         return {"environment": self.environment, "inference": rollout - self.environment}
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the processor time of the `rollout` and, where a step was sampled, of its two parts, scaled up from the samples."""
+        """Return the processor time of the `rollout` and, if a step was sampled, of its two parts, scaled up from the samples."""
         rollout = time.process_time() - self._cpu_start
         if not self._samples:
             return {"rollout": rollout}
@@ -123,20 +123,20 @@ class RolloutClock:
 
 
 class RolloutCollector(ABC):
-    """Actor in environments that keeps what happens, from one rollout to the next.
+    """Runs the actor in environments and keeps the results, from one rollout to the next.
 
     Args:
         env: the environments; they are reset.
         policy: chooses the actions.
         num_steps: T, steps per rollout.
-        seed: of the noise, and of environments that have none of their own.
-        normalizers: of observations and rewards; they count every rollout.
-        greedy: takes the likeliest actions instead of drawing them.
+        seed: seed of the noise, and of environments without their own seed.
+        normalizers: normalisers of observations and rewards; every rollout updates them.
+        greedy: take the most likely actions instead of sampling them.
 
     Attributes:
-        env: the environments; replace it to step others in their place.
+        env: the environments; assign others to step those instead.
         episodes: counts the episodes.
-        seconds, cpu_seconds: wall and processor time of the last rollout and its parts, as far as the host can tell.
+        seconds, cpu_seconds: wall and processor time of the last rollout and its parts, as measured on the host.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class RolloutCollector(ABC):
         self.cpu_seconds: dict[str, float] = {}
         self._normalizers, self._greedy = normalizers, greedy
         self._device = policy.value.weight.device
-        # on the host: the noise of a seed is the same on every device
+        # on the host, so that a seed gives the same noise on every device
         self._generator = torch.Generator().manual_seed(seed)
         self._action_masks: Callable[[], Mapping[str, Any]] = env.action_masks if isinstance(env, Masked) else dict
 
     def collect(self, resets: Resets = at_ends) -> Rollout:
-        """Return the next rollout; it holds until the next call.
+        """Return the next rollout, which is valid until the next call.
 
         Args:
-            resets: where memory is reset, from where episodes ended, [B] bool both.
+            resets: maps the ends of episodes to the resets of memory, both [B] bool.
         """
         clock = RolloutClock()
         self._begin()
@@ -175,7 +175,7 @@ class RolloutCollector(ABC):
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next rollout goes on from; the environment's state is None where it cannot be saved."""
+        """Return the state from which the next rollout continues; the environment's state is None if it cannot be saved."""
         return {
             "environment": saved_state(self.env),
             **self._position(),
@@ -184,7 +184,7 @@ class RolloutCollector(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; begin new episodes, other ones than at the start, where the environment could not be saved."""
+        """Continue from a saved state; if the environment could not be saved, begin new episodes, different from the first ones."""
         self._generator.set_state(state["generator"])
         if state["environment"] is None:
             seed = int(torch.randint(MAX_SEED, (), generator=self._generator))
@@ -202,11 +202,11 @@ class RolloutCollector(ABC):
 
     @abstractmethod
     def _act(self, t: int) -> Any:
-        """Return the actions of step t, as the environments take them."""
+        """Return the actions of step t, in the environments' format."""
 
     @abstractmethod
     def _store(self, t: int, step: Any, resets: Resets) -> None:
-        """Keep the outcome of step t."""
+        """Store the outcome of step t."""
 
     @abstractmethod
     def _finish(self) -> Rollout:
@@ -214,12 +214,12 @@ class RolloutCollector(ABC):
 
     @abstractmethod
     def _begin_episodes(self, observations: Any) -> None:
-        """Take the first observations [B, ...] of new episodes; the policy remembers nothing."""
+        """Store the first observations [B, ...] of new episodes, and reset the policy's memory."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
-        """Return the last `observations`, where episodes are `fresh`, and `memories`, the recurrent states."""
+        """Return the last `observations`, the `fresh` flags of new episodes, and `memories`, the recurrent states."""
 
     @abstractmethod
     def _load_position(self, state: Mapping[str, Any]) -> None:
-        """Take over what `_position` returned."""
+        """Restore the result of `_position`."""

@@ -1,7 +1,7 @@
 """Collectors of rollouts from environments on the host and from tensor environments on a device.
 
-The collector on the host makes as few calls per step as possible. That for a device never waits for it within a rollout: the host learns
-once per rollout which episodes ended and what they returned.
+The collector on the host makes as few calls per step as possible. The collector on a device does not synchronise within a rollout: the
+host learns once per rollout which episodes ended and what they returned.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ class TensorRollout:
     """A rollout in progress, as lists of one tensor per step.
 
     Attributes:
-        initial_states: per trunk [layers, parts, B, H], when the rollout began.
+        initial_states: per trunk [layers, parts, B, H], at the beginning of the rollout.
         steps: columns of the steps.
         scores, actions, masks, relevance: columns per part of the action.
         states: per trunk after each step.
         fresh: [B], bool: the step began without memory.
-        final_observations: [B, ...] by step, where a limit cut an episode.
+        final_observations: [B, ...] by step, if a limit cut an episode.
     """
 
     def __init__(self, initial_states: Mapping[str, Tensor]) -> None:
@@ -198,7 +198,7 @@ class TensorCollector(RolloutCollector):
 
     @torch.no_grad()
     def collect(self, resets: Resets = at_ends) -> Rollout:
-        """Return the next rollout, see `RolloutCollector`; `resets` gets and returns tensors."""
+        """Return the next rollout, see `RolloutCollector`; `resets` takes and returns tensors."""
         return super().collect(resets)
 
     def _begin(self) -> None:
@@ -220,7 +220,7 @@ class TensorCollector(RolloutCollector):
         return actions | {name: squash(actions[name]) for name, squash in squashes.items()}
 
     def _draw(self, scores: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Draw and store the parts of the action, one after the other."""
+        """Sample and store the parts of the action, one after the other."""
         rollout, masks = self._rollout, self._action_masks()
         actions: dict[str, Tensor] = {}
         relevance: dict[str, Tensor] = {}
@@ -286,7 +286,7 @@ class TensorCollector(RolloutCollector):
         return observations if normalizer is None else normalizer(observations)
 
     def _value(self, observations: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Return the critic's estimates [B] of raw observations [B, ...] in the states before them."""
+        """Return the critic's estimates [B] of raw observations [B, ...], given the states before them."""
         features, _ = self._advance(self._normalized(observations), states)
         return self.policy.values(features[-1])
 

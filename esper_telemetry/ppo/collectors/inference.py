@@ -1,7 +1,7 @@
-"""The policy as functions of arrays: NumPy where the policy is on the CPU, else torch on its device.
+"""The policy as functions of arrays: in NumPy if the policy is on the CPU, else in torch on its device.
 
-On an AMD EPYC core NumPy takes a third of torch's time for a step of eight rows. Values are estimated after a rollout, for a critic with a
-memory of its own too; no estimate moves a memory on.
+On an AMD EPYC core NumPy takes a third of torch's time for a step of eight rows. Values are estimated after a rollout, even for a critic
+with its own memory; estimating a value does not advance a memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from esper_telemetry.ppo.policy import ActorCritic
 Context = Callable[[], AbstractContextManager[Any]]
 
 MAX_BATCH_BYTES: Final = 32 << 20
-"""Largest observations that go through a network at once: the outputs of its layers are several times as large."""
+"""Maximum size of observations that go through a network at once: the outputs of its layers are several times as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class HostTrunk:
     """A trunk as a function of arrays.
 
     Attributes:
-        encode: observations [N, ...] to what the core reads, or to features where there is no core.
-        advance: what the core reads [B, F] and its state, which is overwritten, to its outputs [B, H]; None without a core.
+        encode: observations [N, ...] to the core's inputs, or to features without a core.
+        advance: the core's inputs [B, F] and its state, which is overwritten, to its outputs [B, H]; None without a core.
         decode: outputs of the core [N, H] to features [N, F]; None without a core.
     """
 
@@ -41,7 +41,7 @@ class HostTrunk:
     decode: Network | None = None
 
     def __call__(self, observations: Array, state: Array | None = None) -> Array:
-        """Return features [N, F] of observations [N, ...]; `state` moves on by one step."""
+        """Return features [N, F] of observations [N, ...]; `state` advances by one step."""
         inputs = self.encode(observations)
         if self.advance is None or self.decode is None or state is None:
             return inputs
@@ -50,11 +50,11 @@ class HostTrunk:
 
 @dataclass(frozen=True, slots=True)
 class HostPolicy:
-    """A policy as functions of arrays; it holds until the weights change.
+    """A policy as functions of arrays; valid until the weights change.
 
     Attributes:
-        actor: trunk that the scores read.
-        critic: trunk that the value reads; the actor's where it is shared.
+        actor: trunk of the scores.
+        critic: trunk of the value; the actor's if it is shared.
         scores: features [N, F] to scores by head.
         value: features [..., F] to values [...].
     """
@@ -66,7 +66,7 @@ class HostPolicy:
 
 
 def host_policy(policy: ActorCritic) -> HostPolicy:
-    """Return the policy as functions of arrays, in NumPy where it computes on the CPU in float32."""
+    """Return the policy as functions of arrays, in NumPy if it computes on the CPU in float32."""
     return in_numpy(policy) if policy.value.weight.is_cpu and policy.precision == "fp32" else in_torch(policy)
 
 
@@ -129,7 +129,7 @@ def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> HostTrunk:
 
 
 def torch_network(network: nn.Module, device: torch.device, context: Context = nullcontext) -> Network:
-    """Return a network in torch, on its device, computing in that context; many large rows go through it in parts."""
+    """Return a network in torch, on its device, computing in that context; many large rows are processed in parts."""
 
     @torch.no_grad()
     def run(rows: Array) -> Array:
@@ -152,8 +152,8 @@ class StateBuffer:
 
     Attributes:
         state: [layers, parts, B, H] now.
-        initial: [layers, parts, B, H] when the rollout began.
-        after: [T, layers, parts, B, H] after each step of the rollout, before an end of an episode cleared it.
+        initial: [layers, parts, B, H] at the beginning of the rollout.
+        after: [T, layers, parts, B, H] after each step of the rollout, before the end of an episode cleared it.
     """
 
     def __init__(self, core: Core, num_steps: int, num_envs: int) -> None:
@@ -173,7 +173,7 @@ class StateBuffer:
 
 
 def advance_critic(policy: HostPolicy, observations: Array, states: StateBuffer, fresh: Array) -> None:
-    """Move the critic's own memory through a rollout: observations [T + 1, B, ...], begins without memory [T + 1, B]."""
+    """Advance the critic's own memory through a rollout, from observations [T + 1, B, ...] and resets [T + 1, B]."""
     assert policy.critic.advance is not None
     steps = len(states.after)
     inputs = policy.critic.encode(observations[:-1].reshape(-1, *observations.shape[2:]))
@@ -199,14 +199,14 @@ def estimate(
     limited: Sequence[LimitedEpisodes],
     states: StateBuffer | None,
 ) -> tuple[Array, Array]:
-    """Return values [T, B] of the states acted in, and of those that followed, 0 after termination.
+    """Return the values [T, B] of the states acted in, and of the following states, 0 after termination.
 
     Args:
         policy: the policy that collected the rollout.
         observations: [T + 1, B, ...].
         terminated: [T, B].
         limited: the episodes that limits cut.
-        states: of the trunk that the value reads, already moved through the rollout; None without memory.
+        states: recurrent states of the value's trunk, already advanced through the rollout; None without memory.
     """
     if states is None:
         flat = policy.value(policy.critic(observations.reshape(-1, *observations.shape[2:])))

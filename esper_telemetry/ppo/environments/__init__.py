@@ -1,4 +1,4 @@
-"""Environments for the bundled trainer: the protocols they follow, the bridge to Gymnasium, and tasks of our own."""
+"""Environments for the bundled trainer: their protocols, the bridge to Gymnasium, and bundled tasks."""
 
 from typing import TYPE_CHECKING
 

@@ -16,16 +16,16 @@ RECALL, ARGUMENT = 1.0, 0.3
 class CueRecall:
     """B episodes of ten steps whose phases differ, as tensors.
 
-    An observation holds a one-hot cue of four, seen at the first step only, two noise values and t/10. The action has
-    two parts: `op` (4), and `arg` (3), which matters unless op is 0. Reward: 1 where op is the cue, after the first
-    step; 0.3 where op is not 0 and arg is t mod 3. The largest return is 9 + Σ 0.3 over the steps with op > 0: about 11,
-    since a cue of 0 forgoes the second part. Without memory, one cue in four is right.
+    An observation holds a one-hot cue of four, shown only at the first step, two noise values and t/10. The action has
+    two parts: `op` (4), and `arg` (3), which matters unless op is 0. The reward is 1 if op equals the cue, after the first
+    step, and 0.3 if op is not 0 and arg is t mod 3. The largest return is 9 + Σ 0.3 over the steps with op > 0: about 11,
+    since a cue of 0 excludes the second part. Without memory, one cue in four is right.
 
     Args:
         num_envs: B.
         seed: makes the episodes repeatable.
-        device: where its tensors are.
-        stale_cue: the cue that counts is that of the episode before: at chance for a policy whose memory does not
+        device: device of its tensors.
+        stale_cue: use the cue of the previous episode, which is unpredictable for a policy whose memory does not
             cross episodes.
     """
 
@@ -53,7 +53,7 @@ class CueRecall:
         self._time = self._cue = self._previous = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Begin episodes at random phases, so that their ends fall anywhere in a rollout; return [B, 7]."""
+        """Begin episodes at random phases, so that their ends are spread over the rollout; return [B, 7]."""
         seed = seed if self._seed is None else self._seed
         if seed is not None:
             self._generator.manual_seed(seed)
@@ -72,7 +72,7 @@ class CueRecall:
         return TensorStep(self._observe(), rewards, terminated, torch.zeros_like(terminated))
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Phases, cues and the random generator."""
@@ -80,7 +80,7 @@ class CueRecall:
         return {**state, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._time, self._cue, self._previous = (state[name].to(self.device) for name in ("time", "cue", "previous"))
         self._generator.set_state(state["generator"])
 

@@ -1,7 +1,7 @@
 """Gymnasium's vector environments, in any autoreset mode, as a `VectorEnvironment`, and their state as plain data.
 
-An environment is saved through its wrappers: numbers, texts, arrays, tuples and random generators among its attributes, by name. One that
-holds anything else (a physics engine, a window) cannot be saved: its state is None.
+An environment is saved through its wrappers: numbers, texts, arrays, tuples and random generators among its attributes, by name. An
+environment that holds anything else (a physics engine, a window) cannot be saved: its state is None.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, 
 
 
 class GymnasiumEnvironment:
-    """A Gymnasium vector environment as a `VectorEnvironment`, whatever its autoreset mode.
+    """A Gymnasium vector environment, in any autoreset mode, as a `VectorEnvironment`.
 
-    SAME_STEP passes through. DISABLED is reset here, in the same step. NEXT_STEP returns an episode's last observation
+    SAME_STEP is passed through. DISABLED is reset here, in the same step. NEXT_STEP returns an episode's last observation
     and spends the following step on the reset: that row is marked invalid.
     """
 
@@ -75,7 +75,7 @@ class GymnasiumEnvironment:
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Take one action in every environment; see `Step` for what comes back."""
+        """Take one action in every environment; see `Step` for the result."""
         return self._step(self._rows.step(self._to_native(actions)))
 
     def close(self) -> None:
@@ -83,12 +83,12 @@ class GymnasiumEnvironment:
         self._vector.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of the environments and their random generators; None where they hold more than Python and NumPy."""
+        """State of the environments and their random generators; None if they hold more than Python and NumPy objects."""
         state = capture(self._vector)
         return None if state is None else {"vector": state, "resetting": packed(self._resetting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the environments go on from a saved state."""
+        """Make the environments continue from a saved state."""
         self._vector.reset(seed=0)
         restore(self._vector, state["vector"])
         self._resetting = unpacked(state["resetting"])
@@ -122,7 +122,7 @@ class GymnasiumEnvironment:
 
 
 class InRows:
-    """A vector environment whose observations come as rows, however many parts they have."""
+    """A vector environment whose observations are packed into rows, regardless of their number of parts."""
 
     def __init__(self, vector: Any, pack: ObservationPacker) -> None:
         self._vector, self._pack = vector, pack
@@ -133,7 +133,7 @@ class InRows:
         return self._pack(observations), info
 
     def step(self, actions: Any) -> tuple[Any, ...]:
-        """Return what the environments return, final observations in rows too."""
+        """Return the results of the environments, with final observations packed into rows too."""
         observations, *outcome, info = self._vector.step(actions)
         if "final_obs" in info:
             last = np.full(len(info["final_obs"]), None, object)
@@ -144,7 +144,7 @@ class InRows:
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """Return Gymnasium's specification of an id; raise ValueError with the closest ids where there is none."""
+    """Return Gymnasium's specification of an id; raise ValueError with the closest ids if it is unknown."""
     gym = require_gymnasium()
     module, _, name = env_id.rpartition(":")
     if module:
@@ -172,17 +172,17 @@ def require_gymnasium() -> Any:
 PLAIN = (bool, int, float, str, bytes, type(None))
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
-"""Types of values that are part of the program. An object that can merely be called may have a state."""
+"""Types of values that are part of the program. A callable object, in contrast, may have a state."""
 
 State = dict[str, Any]
 
 
 class CannotSaveError(TypeError):
-    """Something among the attributes is neither plain data nor known to stay as it is."""
+    """An attribute is neither plain data nor known to be constant."""
 
 
 def capture(env: Any) -> State | None:
-    """The state of an environment, its wrappers and its parts; None where it cannot be saved."""
+    """Return the state of an environment, its wrappers and its parts; None if it cannot be saved."""
     try:
         return {"layers": [layer_state(layer) for layer in layers(env)]}
     except (CannotSaveError, RecursionError):
@@ -190,7 +190,7 @@ def capture(env: Any) -> State | None:
 
 
 def restore(env: Any, state: Mapping[str, Any]) -> None:
-    """Put a captured state into an environment made in the same way; raise ValueError if it was made otherwise."""
+    """Put a captured state into an environment that was made in the same way; raise ValueError if it was made otherwise."""
     present = list(layers(env))
     saved = state["layers"]
     if len(present) != len(saved):
@@ -201,7 +201,7 @@ def restore(env: Any, state: Mapping[str, Any]) -> None:
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """The environment, what it wraps, and its parts, each once, from the outside in."""
+    """Yield the environment, the wrapped environments, and its parts, each once, from the outside in."""
     yield env
     for part in getattr(env, "envs", ()):
         yield from layers(part)
@@ -216,7 +216,7 @@ def layer_state(layer: Any) -> State:
 
 
 def is_static(value: Any) -> bool:
-    """Return True where a value is part of how an environment was made, or another layer."""
+    """Return True if a value is part of how an environment was made, or another layer."""
     import gymnasium
 
     construction_types = (
@@ -232,9 +232,9 @@ def is_static(value: Any) -> bool:
 
 
 def packed(value: Any) -> Any:
-    """Return a value as tensors and plain data; raise CannotSaveError for types derived from those that are supported here.
+    """Return a value as tensors and plain data; raise CannotSaveError for subclasses of the supported types.
 
-    A derived type may have a constructor of its own.
+    A subclass may have its own constructor.
     """
     if isinstance(value, np.random.Generator):
         return {"generator": packed(value.bit_generator.state)}
@@ -253,7 +253,7 @@ def packed(value: Any) -> Any:
 
 
 def packed_array(value: np.ndarray[Any, Any]) -> Any:
-    """Return an array as a tensor, or as bytes where torch has no such type."""
+    """Return an array as a tensor, or as bytes if torch has no such type."""
     if value.dtype.hasobject or value.dtype.kind == "V":
         refuse(value)
     if value.dtype.isnative and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
@@ -267,7 +267,7 @@ def refuse(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the value that `packed` was given; a random generator becomes a new one in the same state."""
+    """Return the value that was given to `packed`; a random generator becomes a new one in the same state."""
     if isinstance(value, torch.Tensor):
         return value.numpy().copy()
     if not isinstance(value, dict):
@@ -304,5 +304,5 @@ def put(layer: Any, name: str, value: Any) -> None:
 
 
 def same_kind(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Return True where one array can be written into the other without loss."""
+    """Return True if one array can be written into the other without loss."""
     return bool(left.shape == right.shape and left.dtype == right.dtype)

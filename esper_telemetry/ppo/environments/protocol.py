@@ -1,13 +1,12 @@
 """Protocols of vector environments, and the layout of their observations.
 
-A rollout keeps every observation as one array, whatever it is made of, so that collecting, shuffling and cutting it into sequences need
-not know of parts; only the encoder and the normaliser do. A vector or a single image is its own array. Several parts with an image
-among them stand in a row: first the numbers (vectors, then one-hot choices), then float images, then uint8 images. With a uint8 image
-the row is made of bytes, and its front is read as floats without a copy, so that an image takes a quarter of the room that it would as
-floats.
+A rollout keeps every observation as one array, so that only the encoder and the normaliser need to know its parts. A vector or a single
+image is its own array. If there are several parts with an image among them, they are packed into a row: first the numbers (vectors, then
+one-hot choices), then float images, then uint8 images. With a uint8 image the row consists of bytes, and its front is read as floats
+without a copy, so that an image takes a quarter of the space that it would take as floats.
 
-Masks and relevance that depend on an earlier choice are declared (`ActionSpec.given`, `relevant_for`) instead of asked for step by
-step: masks for all choices at once stay on the device, and training sees them resolved, one row per transition.
+Masks and relevance that depend on an earlier choice are declared (`ActionSpec.given`, `relevant_for`) instead of queried step by
+step: masks for all choices stay on the device, and training sees them resolved, one row per transition.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class ActionSpec:
     Attributes:
         kind: `categorical` (one of `size` choices, numbered from 0) or `continuous` (`size` real numbers).
         size: number of choices or of dimensions.
-        given: an earlier, categorical part on whose choice this one depends; None where it depends on none.
-        relevant_for: choices of `given` for which this part matters; None where it matters for all. Elsewhere it is
-            forced: choice 0, or zeros, and it counts for nothing in probability, entropy and gradient.
-        low, high: of each dimension of a continuous part, infinite where there is no bound; None where nothing is known of
-            bounds. An environment cuts to them what lies beyond: what is stored and learned from is what was chosen.
+        given: an earlier, categorical part whose choice this part depends on; None if it is independent.
+        relevant_for: choices of `given` for which this part matters; None if it matters for all. For other choices it is
+            forced to choice 0, or zeros, and does not count in probability, entropy and gradient.
+        low, high: bounds of each dimension of a continuous part, infinite if it is unbounded; None if nothing is known of
+            bounds. The environment clips actions to them, while the unclipped actions are stored and learned from.
     """
 
     kind: Literal["categorical", "continuous"]
@@ -51,18 +50,18 @@ class ActionSpec:
 
 
 class Step(NamedTuple):
-    """Outcome of one step of B environments. Arrays belong to the environment and hold until its next step.
+    """Outcome of one step of B environments. The arrays belong to the environment and are valid until its next step.
 
     Attributes:
-        observations: [B, ...] what to act on next.
+        observations: [B, ...] observations to act on next.
         rewards: [B].
         terminated: [B], bool: the episode ended in a terminal state.
         truncated: [B], bool: it ended at a limit, so its last state still has a value.
-        valid: [B], bool; False where the step was no transition, because the environment ignored the action and began a
-            new episode instead (Gymnasium's NEXT_STEP autoreset). Such rows must influence nothing. None where all are
+        valid: [B], bool; False if the step was not a transition, because the environment ignored the action and began a
+            new episode instead (Gymnasium's NEXT_STEP autoreset). Such rows must be ignored. None if all are
             valid.
-        final_observations: [B, ...], meaningful in the rows whose episode ended: the observation it ended with; None
-            where no episode ended.
+        final_observations: [B, ...], the last observation of each episode that ended; other rows are meaningless. None
+            if no episode ended.
     """
 
     observations: Array
@@ -74,13 +73,13 @@ class Step(NamedTuple):
 
 
 class TensorStep(NamedTuple):
-    """Outcome of one step of B tensor environments: `Step` in tensors on one device, where every row is a transition.
+    """Outcome of one step of B tensor environments: `Step` in tensors on one device, in which every row is a transition.
 
     Attributes:
-        observations: [B, ...] what to act on next.
+        observations: [B, ...] observations to act on next.
         rewards: [B], float32.
         terminated, truncated: [B], bool.
-        final_observations: [B, ...]; None where no limit cut an episode.
+        final_observations: [B, ...]; None if no limit cut an episode.
     """
 
     observations: Tensor
@@ -110,11 +109,11 @@ class Task(Protocol):
         """The parts of an action by name: one head of the policy each."""
 
     def close(self) -> None:
-        """Frees what the environments hold."""
+        """Release the resources of the environments."""
 
 
 class VectorEnvironment(Task, Protocol):
-    """B environments that step together and begin a new episode by themselves where one ended.
+    """B environments that step together and begin a new episode when one has ended.
 
     An environment that forbids some choices also has `action_masks`, see `Masked`.
     """
@@ -128,7 +127,7 @@ class VectorEnvironment(Task, Protocol):
 
 @runtime_checkable
 class TensorEnvironment(Task, Protocol):
-    """B environments with tensors in and out, on one device; nothing in them may wait for that device."""
+    """B environments with tensor inputs and outputs on one device, which must not synchronise."""
 
     @property
     def device(self) -> torch.device:
@@ -146,10 +145,10 @@ class Masked(Protocol):
     """An environment, of either kind, that forbids some choices at some times."""
 
     def action_masks(self) -> Mapping[str, Any]:
-        """Return the choices of the next action: per part bool [B, size], or [B, size of `given`, size] where it has one.
+        """Return the allowed choices of the next action: per part bool [B, size], or [B, size of `given`, size] if it depends on one.
 
-        Arrays from a vector environment, tensors from a tensor environment; they hold until its next step. Parts
-        without restrictions are left out. Every row in which the part is relevant allows at least one choice.
+        A vector environment returns arrays, a tensor environment tensors; they are valid until its next step. Parts
+        without restrictions are left out. Every row in which the part is relevant must allow at least one choice.
         """
 
 
@@ -158,10 +157,10 @@ class Saveable(Protocol):
     """An environment, of either kind, whose state can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Tensors and plain data; None where this one cannot be saved."""
+        """Return tensors and plain data; None if this environment cannot be saved."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the environment go on from a saved state."""
+        """Make the environment continue from a saved state."""
 
 
 @runtime_checkable
@@ -170,39 +169,39 @@ class TimeLimited(Protocol):
 
     @property
     def horizon(self) -> int | None:
-        """Largest number of steps of an episode; None where there is no limit."""
+        """Largest number of steps of an episode; None without a limit."""
 
 
 Environment: TypeAlias = VectorEnvironment | TensorEnvironment
 
 
 def saved_state(env: Task) -> dict[str, Any] | None:
-    """Return the state of an environment; None where it cannot be saved."""
+    """Return the state of an environment; None if it cannot be saved."""
     return env.state_dict() if isinstance(env, Saveable) else None
 
 
 def restore_state(env: Task, state: Mapping[str, Any]) -> None:
-    """Make an environment go on from a state that `saved_state` returned."""
+    """Make an environment continue from a state that `saved_state` returned."""
     assert isinstance(env, Saveable)
     env.load_state_dict(state)
 
 
 def horizon_of(task: Task) -> int | None:
-    """Return the largest number of steps of an episode; None where the task names none."""
+    """Return the largest number of steps of an episode; None if the task does not say."""
     return task.horizon if isinstance(task, TimeLimited) else None
 
 
 @runtime_checkable
 class SupportsRewardThreshold(Protocol):
-    """An environment whose task says from which mean return on it is solved."""
+    """An environment whose task defines the mean return at which it is solved."""
 
     @property
     def reward_threshold(self) -> float | None:
-        """The threshold; None where there is none."""
+        """The threshold, or None."""
 
 
 def reward_threshold_of(task: Task) -> float | None:
-    """Return the mean return from which on a task is solved; None where the task does not say."""
+    """Return the mean return at which a task is solved; None if the task does not say."""
     return task.reward_threshold if isinstance(task, SupportsRewardThreshold) else None
 
 
@@ -217,10 +216,10 @@ class Image:
     """An image among the observations.
 
     Attributes:
-        shape: (C, H, W), or (H, W, C) where `channels_last`.
-        channels_last: how it is stored.
+        shape: (C, H, W), or (H, W, C) if `channels_last`.
+        channels_last: whether the channels are the last axis.
         dtype: `uint8` or `float32`, as it is stored.
-        low, high: the range that becomes 0 to 1 on the device; an image without bounds stays as it is.
+        low, high: the range that is mapped to 0 to 1 on the device; an image without bounds is not scaled.
     """
 
     shape: tuple[int, int, int]
@@ -246,8 +245,8 @@ class ObservationLayout:
 
     Attributes:
         vectors: how many numbers at the front are measurements, which normalisers may scale.
-        choices: how many after them are one-hot choices.
-        images: what follows.
+        choices: how many numbers after them are one-hot choices.
+        images: the images after the numbers.
     """
 
     vectors: int
@@ -261,12 +260,12 @@ class ObservationLayout:
 
     @property
     def alone(self) -> bool:
-        """True where the observation is a single image, which is stored in its own shape."""
+        """True if the observation is a single image, which is stored in its own shape."""
         return self.numbers == 0 and len(self.images) == 1
 
     @property
     def dtype(self) -> str:
-        """Type of a row: `uint8` where an image is, else `float32`."""
+        """Type of a row: `uint8` if it contains a uint8 image, else `float32`."""
         return "uint8" if any(image.dtype == "uint8" for image in self.images) else "float32"
 
     @property
@@ -314,7 +313,7 @@ class ObservationLayout:
 
 
 Layout = ObservationLayout
-"""The name of the first release, which stays valid."""
+"""The name in the first release, which remains valid."""
 
 
 def floats_of(rows: Any) -> Any:
@@ -330,7 +329,7 @@ def floats_of(rows: Any) -> Any:
 class Structured(Protocol):
     """An environment, of either kind, whose observations are more than a vector.
 
-    Its `observation_shape` and its arrays or tensors are those of the layout.
+    Its `observation_shape` and its arrays or tensors follow the layout.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Environments by name: bundled ones, entry points of other packages, and every id that Gymnasium knows."""
+"""Environments by name: bundled environments, entry points of other packages, and every Gymnasium id."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PresetSettings: TypeAlias = tuple[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RegisteredEnvironment:
-    """An environment that `make_env` knows by name, and what runs it well.
+    """An environment that `make_env` knows by name, with settings that suit it.
 
-    An entry point of the group `esper_telemetry.environments` holds one, or its `make` alone. Its module should import torch no earlier
-    than `make` does: the command line reads the presets without torch.
+    An entry point of the group `esper_telemetry.environments` names one, or only its `make`. Its module should not import torch before
+    `make` does, because the command line reads the presets without torch.
 
     Attributes:
         make: (num_envs, *, seed, **arguments) -> the environments.
-        train_options: options of `esper-telemetry train` that `make` takes as arguments: `task`, `gamma`, `device`.
+        train_options: options of `esper-telemetry train` that `make` accepts as arguments: `task`, `gamma`, `device`.
         presets: settings per policy.
-        controllers: names of the policies that act by rules and learn nothing.
+        controllers: names of the policies that act by rules and do not learn.
         control: (environments, settings) -> a run of the controller that `settings.policy` names.
     """
 
@@ -53,7 +53,7 @@ def environment_names() -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredEnvironment | None:
-    """Return the registered environment of that name; None for names of Gymnasium and unknown names.
+    """Return the registered environment with that name; None for Gymnasium ids and unknown names.
 
     Raises ValueError if the plugin that registers it cannot be loaded.
     """
@@ -69,7 +69,7 @@ def registered(name: str) -> RegisteredEnvironment | None:
 
 @cache
 def every_environment() -> Mapping[str, RegisteredEnvironment]:
-    """Return all registered environments by name; one whose plugin cannot be loaded costs a warning."""
+    """Return all registered environments by name; log a warning for a plugin that cannot be loaded."""
     environments = {}
     for name in environment_names():
         try:
@@ -80,7 +80,7 @@ def every_environment() -> Mapping[str, RegisteredEnvironment]:
 
 
 def controllers() -> tuple[str, ...]:
-    """Names of the policies of all registered environments that learn nothing."""
+    """Names of the policies of all registered environments that do not learn."""
     return tuple(name for environment in every_environment().values() for name in environment.controllers)
 
 
@@ -91,14 +91,14 @@ def make_env(
 
     Args:
         env_id: the id or name; `module:Id` imports the module that registers a Gymnasium id first.
-        num_envs: how many run side by side.
+        num_envs: number of environments.
         seed: makes the episodes repeatable.
-        mask_velocity: hides the velocities of a classic-control task, so that it needs memory.
-        kwargs: handed to the environment's constructor.
+        mask_velocity: hide the velocities of a classic-control task, so that it needs memory.
+        kwargs: passed to the environment's constructor.
 
     Raises:
-        ValueError: unknown id, unsupported space, no environments, no velocities to hide, or a wrong argument.
-        ImportError: gymnasium, or what a task's data come with, is missing.
+        ValueError: unknown id, unsupported space, zero environments, no velocities to hide, or a wrong argument.
+        ImportError: gymnasium, or the package with a task's data, is missing.
     """
     from esper_telemetry.ppo.environments.gymnasium import make_vector
     from esper_telemetry.ppo.environments.wrappers import HiddenVelocity, velocities
@@ -115,6 +115,6 @@ def make_env(
 
 @cache
 def _registered() -> dict[str, EntryPoint]:
-    # The scan opens a file of every installed package: once per process, as a trainer may later have no file descriptor left.
+    # The scan opens a file of every installed package. It runs once per process, as a trainer may later run out of file descriptors.
     bundled = {name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUNDLED.items()}
     return bundled | {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as parts that heads choose and layouts that policies read, and the conversions between them."""
+"""Gymnasium's spaces as parts for heads and layouts for policies, and the conversions between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ActionParts(NamedTuple):
 
     Attributes:
         specs: the parts of an action by name.
-        join: from the choices of B environments by part, [B] or [B, size], to what Gymnasium takes.
+        join: converts the choices of B environments by part, [B] or [B, size], to Gymnasium's actions.
     """
 
     specs: dict[str, ActionSpec]
@@ -37,10 +37,10 @@ class ActionParts(NamedTuple):
 
 
 def action_parts(space: gymnasium.Space[Any], name: str) -> ActionParts:
-    """The parts of a space; raises ValueError, naming the part that is none of the supported ones.
+    """Return the parts of a space; raise ValueError, naming the part, for an unsupported one.
 
     A space without parts has one head, `action`; several choices in one space are numbered: `action_0`, `action_1`. The
-    parts of a Dict bear its keys, those of a Tuple their numbers.
+    parts of a Dict are named by its keys, the parts of a Tuple by their numbers.
     """
     parts = describe(space, name, "action")
     if not parts.specs or any(spec.size == 0 for spec in parts.specs.values()):
@@ -77,7 +77,7 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         spec = ActionSpec("continuous", int(np.prod(space.shape)), low=bounds(space.low), high=bounds(space.high))
         low, high, shape, dtype = space.low, space.high, (-1, *space.shape), space.dtype
-        # clipped here instead of in the trainer, which learns from the actions as they were chosen
+        # clipped here and not in the trainer, which learns from the unclipped actions
         return ActionParts(
             {part: spec}, lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(dtype, copy=False)
         )
@@ -85,24 +85,24 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
 
 
 def bounds(values: Array) -> tuple[float, ...]:
-    """Bounds of the dimensions one after the other; what float32 can hardly hold stands for no bound."""
+    """Return the bounds of the dimensions one after the other; values near the limits of float32 are treated as unbounded."""
     return tuple(float(value) if abs(value) < LARGEST else math.copysign(math.inf, value) for value in values.ravel())
 
 
 def below(part: str, key: Any) -> str:
-    """Return a name for the part under `key`: the keys from the outside in, in letters that every backend takes."""
+    """Return a name for the part under `key`: the keys from the outside in, in letters that every backend accepts."""
     from torch import nn
 
     name = re.sub(r"[^a-z0-9_]+", "_", str(key).lower()) or "_"
     if part != "action":
         return f"{part}_{name}"
-    # the heads are in a ModuleDict, which refuses names of its own attributes
+    # the heads are in a ModuleDict, which refuses the names of its own attributes
     reserved = name[0].isdigit() or keyword.iskeyword(name) or hasattr(nn.ModuleDict, name) or name == "training"
     return f"action_{name}" if reserved else name
 
 
 def merged_specs(parts: Any, name: str) -> dict[str, ActionSpec]:
-    """The parts of several spaces; raises ValueError where two have one name."""
+    """Return the parts of several spaces; raise ValueError if two have the same name."""
     specs: dict[str, ActionSpec] = {}
     for one in parts:
         for part, spec in one.specs.items():
@@ -133,9 +133,9 @@ class ObservationForm(NamedTuple):
     """An observation space as the trainer sees it.
 
     Attributes:
-        shape: of one observation as it is stored.
-        layout: what stands where in it.
-        pack: B observations as Gymnasium gives them to rows [B, *shape]; None where they are rows already.
+        shape: shape of one observation as it is stored.
+        layout: positions of its parts.
+        pack: converts B observations from Gymnasium to rows [B, *shape]; None if they are rows already.
     """
 
     shape: tuple[int, ...]
@@ -148,11 +148,11 @@ class SpaceLeaf:
     """One part of an observation.
 
     Attributes:
-        find: from B observations to this part's.
+        find: maps B observations to this part's.
         kind: `vector`, `choices` or `image`.
-        size: numbers that it takes in a row.
-        convert: what Gymnasium gives, [B, ...], to the numbers [B, size] or the image [B, ...].
-        image: of an image.
+        size: number of entries in a row.
+        convert: converts Gymnasium's values, [B, ...], to the numbers [B, size] or the image [B, ...].
+        image: description of an image.
     """
 
     find: Callable[[Any], Any]
@@ -179,7 +179,7 @@ def observation_form(space: gymnasium.Space[Any], name: str) -> ObservationForm:
 
 
 class ObservationPacker:
-    """Packer of the parts of B observations into rows."""
+    """Packs the parts of B observations into rows."""
 
     def __init__(self, layout: ObservationLayout, leaves: Sequence[SpaceLeaf]) -> None:
         self._layout = layout
@@ -187,7 +187,7 @@ class ObservationPacker:
         self._images = [leaf for leaf in leaves if leaf.kind == "image"]
 
     def __call__(self, observations: Any) -> Array:
-        """Rows [B, *shape] of B observations as Gymnasium gives them."""
+        """Return rows [B, *shape] of B observations from Gymnasium."""
         return self._pack(lambda leaf: np.asarray(leaf.find(observations)))
 
     def one(self, observation: Any) -> Array:
@@ -201,7 +201,7 @@ class ObservationPacker:
 
 
 def parts(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> Iterator[SpaceLeaf]:
-    """The parts of a space, those of its parts included."""
+    """Yield the parts of a space, including nested ones."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -220,7 +220,7 @@ def find_part(find: Callable[[Any], Any], key: Any, observations: Any) -> Any:
 
 
 def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> SpaceLeaf:
-    """A part that has no parts."""
+    """Return a part without parts of its own."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):
@@ -240,10 +240,10 @@ def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> 
 
 
 def as_image(space: gymnasium.spaces.Box) -> Image | None:
-    """The image that a Box holds; None for one that is a vector.
+    """Return the image that a Box holds; None if it is a vector.
 
-    As in Stable-Baselines3 the channels are the shortest axis, and come first where two are equally short. A Box of bytes
-    with two long axes is an image of one channel.
+    As in Stable-Baselines3 the channels are the shortest axis, or the first of two equally short axes. A Box of bytes
+    with two long axes is an image with one channel.
     """
     shape = tuple(map(int, space.shape))
     if len(shape) == 2 and space.dtype == np.uint8:

@@ -25,7 +25,7 @@ from esper_telemetry.ppo.environments.protocol import (
 
 
 class Wrapper:
-    """Part of a wrapper that hands calls on to the environments `env` inside."""
+    """Base of wrappers; passes calls on to the wrapped environments `env`."""
 
     def __init__(self, env: Task) -> None:
         self._inner = env
@@ -36,11 +36,11 @@ class Wrapper:
         self._inner.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of the environment; None where it cannot be saved."""
+        """State of the environment; None if it cannot be saved."""
         return saved_state(self._inner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the environment go on from a saved state."""
+        """Make the environment continue from a saved state."""
         restore_state(self._inner, state)
 
 
@@ -85,7 +85,7 @@ class MaskedOnHost(OnHost):
 
 
 def on_host(env: TensorEnvironment) -> VectorEnvironment:
-    """The environment, whose tensors are on the host, as one of arrays."""
+    """Return an environment with tensors on the host as one with arrays."""
     return MaskedOnHost(env) if isinstance(env, Masked) else OnHost(env)
 
 
@@ -103,12 +103,12 @@ VELOCITIES = {
 def velocities(env_id: str) -> tuple[int, ...]:
     """Indices of the velocities in that task's observations; raise ValueError for an unknown task."""
     if env_id not in VELOCITIES:
-        raise ValueError(f"mask_velocity knows {', '.join(VELOCITIES)}, got {env_id!r}")
+        raise ValueError(f"mask_velocity supports {', '.join(VELOCITIES)}, got {env_id!r}")
     return VELOCITIES[env_id]
 
 
 class HiddenVelocity(Wrapper):
-    """An environment whose observations hold zeros in place of the components `hidden`; their shape stays."""
+    """An environment whose observations have zeros for the components `hidden`; their shape is unchanged."""
 
     def __init__(self, env: VectorEnvironment, hidden: tuple[int, ...]) -> None:
         super().__init__(env)

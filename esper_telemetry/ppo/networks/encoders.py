@@ -1,4 +1,4 @@
-"""Encoders of observations with images: convolutions for each image, a layer for the numbers beside them."""
+"""Encoders of observations with images: convolutions for each image, a layer for the other numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Convolution(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Convolutions, and the width of the linear layer behind them; for images whose shorter side is `smallest` or more."""
+    """Convolutions, and the width of the linear layer after them; for images whose shorter side is at least `smallest`."""
 
     smallest: int
     convolutions: Sequence[Convolution]
@@ -37,17 +37,17 @@ ARCHITECTURES = (
 
 
 MAX_PIXEL_RANGE = 2.0**16
-"""Wider ranges are no bounds of pixels; such images are taken as they are."""
+"""Wider ranges are not bounds of pixels; such images are not scaled."""
 
 
 class ImageEncoder(nn.Module):
     """Convolutions and a linear layer, each with a ReLU; orthogonal weights with gain √2, zero biases.
 
     Args:
-        image: what comes in; its range becomes 0 to 1 on the device.
+        image: the input image; its range is mapped to 0 to 1 on the device.
 
     Attributes:
-        features: width of what comes out.
+        features: width of the output.
 
     Raises:
         ValueError: a side is shorter than 8.
@@ -81,7 +81,7 @@ class ImageEncoder(nn.Module):
 
 
 def architecture(image: Image) -> Architecture:
-    """Return the architecture for images of that size; raise ValueError where they are too small."""
+    """Return the architecture for images of that size; raise ValueError if they are too small."""
     side = min(image.channels_first[1:])
     for parts in ARCHITECTURES:
         if side >= parts.smallest:
@@ -90,18 +90,18 @@ def architecture(image: Image) -> Architecture:
 
 
 NUMBERS_WIDTH = 64
-"""Width of the layer that the numbers beside an image go through."""
+"""Width of the layer for the numbers next to an image."""
 
 
 class ObservationEncoder(nn.Module):
-    """Each image through convolutions, the numbers beside them through a layer; what comes out stands side by side.
+    """Convolutions for each image and a layer for the numbers, with concatenated outputs.
 
     Args:
-        layout: what stands where in an observation, with at least one image.
-        activation: of the numbers' layer.
+        layout: positions of the parts of an observation, with at least one image.
+        activation: activation of the numbers' layer.
 
     Attributes:
-        features: width of what comes out.
+        features: width of the output.
     """
 
     def __init__(self, layout: ObservationLayout, activation: str) -> None:
@@ -121,11 +121,11 @@ class ObservationEncoder(nn.Module):
 
 
 class Encoded(nn.Module):
-    """Hidden layers behind an encoder, in the place of hidden layers alone.
+    """An encoder followed by hidden layers, which replaces plain hidden layers.
 
     Args:
         layout, activation: see `ObservationEncoder`.
-        sizes: widths of the hidden layers; none makes the encoder itself.
+        sizes: widths of the hidden layers; an empty sequence gives only the encoder.
     """
 
     def __init__(self, layout: ObservationLayout, sizes: Sequence[int], activation: str) -> None:

@@ -1,7 +1,7 @@
-"""Multi-layer perceptrons that are quick on a CPU: one autograd node per network, and NumPy for acting on a few rows.
+"""Multi-layer perceptrons that are fast on a CPU: one autograd node per network, and NumPy for acting on a few rows.
 
-Measured on an AMD EPYC core, where so small a network is bound by calls, `torch.tanh` takes ten times as long as `numpy.tanh`, and the
-product that is the gradient of the first layer's weights four times as long as NumPy's (torch brings MKL, NumPy OpenBLAS).
+Such a small network is bound by calls. On an AMD EPYC core `torch.tanh` takes ten times as long as `numpy.tanh`, and the
+matrix product for the first layer's weight gradient four times as long as NumPy's (torch uses MKL, NumPy OpenBLAS).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Network = Callable[[Array], Array]
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 TILE_ROWS = 2048
-"""Rows that are backed up at once, so that what is computed in between stays in the cache: measured with minibatches of 32,768 rows, the
-trainer is 1.4 times as fast."""
+"""Rows that are backpropagated at once, so that intermediate results stay in the cache: with minibatches of 32,768 rows this makes the
+trainer 1.4 times as fast."""
 
 
 class MLP(nn.Module):
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
     Args:
         inputs: length of a flattened observation.
-        sizes: widths of the layers; none makes the identity.
+        sizes: widths of the layers; an empty sequence gives the identity.
         activation: `tanh` or `relu`.
     """
 
@@ -70,7 +70,7 @@ class MLP(nn.Module):
             yield before, rows
 
     def as_numpy(self) -> Network:
-        """Return the network as a NumPy function of [N, ...]; it reads the weights in place, so it follows them until they move."""
+        """Return the network as a NumPy function of [N, ...]. It reads the weights in place and follows them until they are moved."""
         layers = [as_matrices(layer) for layer in self.layers]
         activate: Any = np.tanh if self.activation == "tanh" else relu
 
@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 def needs_plain_operations() -> bool:
-    """Return True where a compiler records operations or autocast changes their precision: `Layers` supports neither."""
+    """Return True if a compiler records operations or autocast changes their precision; `Layers` supports neither."""
     return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
 
 
@@ -107,7 +107,7 @@ class Layers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the rows, where asked for, and of each layer's weight and bias."""
+        """Gradients of the rows, if needed, and of each layer's weight and bias."""
         outputs, weights, upstream = ctx.outputs, ctx.weights, gradients[0].numpy()
         needs_rows_gradient, rows = ctx.needs_input_grad[0], len(upstream)
         if rows <= TILE_ROWS:
@@ -133,14 +133,14 @@ class Layers(torch.autograd.Function):
 def layer_gradients(
     outputs: Sequence[Array], weights: Sequence[Array], upstream: Array, activation: str, *, through: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients of the rows, if they are wanted, and of each layer's weight and bias in turn.
+    """Return the gradients of the rows, if needed, and of each layer's weight and bias in turn.
 
     Args:
-        outputs: the rows [N, inputs] and what each layer made of them, [N, width].
-        weights: of each layer.
+        outputs: the rows [N, inputs] and the output of each layer, [N, width].
+        weights: weights of each layer.
         upstream: gradient at the last of the outputs.
         activation: `tanh` or `relu`.
-        through: whether the rows' gradient is wanted.
+        through: whether the gradient of the rows is needed.
     """
     parameter_gradients: list[Tensor] = []
     for level in reversed(range(len(weights))):

@@ -1,7 +1,7 @@
 """Memory for the policy: stacked single-layer LSTM or GRU cells between layers without memory.
 
-Training runs over whole padded sequences, one fused call per cell. Acting on a few rows is done in NumPy, where a step
-takes a third of the time. A state is one array [layers, parts, B, H]: parts are hidden and cell state of an LSTM, the
+Training runs over whole padded sequences, with one fused call per cell. Acting on a few rows uses NumPy, where a step
+takes a third of the time. A state is one array [layers, parts, B, H]; the parts are hidden and cell state of an LSTM, or the
 hidden state of a GRU.
 """
 
@@ -21,7 +21,7 @@ from esper_telemetry.ppo.rollout import PARTS, Grid
 
 Advance = Callable[[Array, Array], Array]
 
-CLOSED = -1e4  # added to a gate, it closes it: σ(-1e4) is 0 in float32
+CLOSED = -1e4  # closes a gate when added to its input: σ(-1e4) is 0 in float32
 
 
 class Core(nn.Module):
@@ -29,9 +29,9 @@ class Core(nn.Module):
 
     Args:
         kind: `lstm` or `gru`.
-        inputs: width of what goes in.
-        size: width of the state and of what comes out, H.
-        layers: how many cells are stacked.
+        inputs: width of the inputs.
+        size: width of the state and of the outputs, H.
+        layers: number of stacked cells.
     """
 
     def __init__(self, kind: str, inputs: int, size: int, layers: int) -> None:
@@ -43,10 +43,10 @@ class Core(nn.Module):
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
 
     def forward(self, inputs: Tensor, state: Tensor, marks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them.
+        """Return outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them.
 
-        Where `marks` [L, B, 1] are 1, an LSTM forgets all: the step after begins with a state of zeros. A memory is kept in
-        float32, under autocast too: rounded at every step, it would forget.
+        At marks of 1 in `marks` [L, B, 1], an LSTM forgets everything: the next step begins with a state of zeros. A memory stays in
+        float32 even under autocast, because rounding at every step would make it forget.
         """
         if torch.is_autocast_enabled(inputs.device.type):
             with torch.autocast(inputs.device.type, enabled=False):
@@ -62,11 +62,11 @@ class Core(nn.Module):
         return inputs, torch.stack(after)
 
     def state_shape(self, rows: int) -> tuple[int, int, int, int]:
-        """Shape of the state of so many rows."""
+        """Shape of the state for that many rows."""
         return len(self.cells), PARTS[self.kind], rows, self.size
 
     def as_numpy(self) -> Advance:
-        """A function of inputs [B, F] and state, which it overwrites, that returns outputs [B, H]; reads the weights once."""
+        """Return a function of inputs [B, F] and state, which it overwrites, that returns outputs [B, H]; it reads the weights once."""
         make = lstm_step if self.kind == "lstm" else gru_step
         steps = [make(*matrices(cast("nn.RNNBase", cell))) for cell in self.cells]
 
@@ -79,7 +79,7 @@ class Core(nn.Module):
 
 
 class RecurrentTrunk(nn.Module):
-    """An encoder of single observations, a core that remembers them, and a decoder of what it gives."""
+    """An encoder of single observations, a core that remembers them, and a decoder of the core's outputs."""
 
     def __init__(self, encoder: MLP | Encoded, core: Core, decoder: MLP) -> None:
         super().__init__()
@@ -87,22 +87,22 @@ class RecurrentTrunk(nn.Module):
         self.inputs, self.features = encoder.inputs, decoder.features
 
     def forward(self, observations: Tensor, grid: Grid, state: Tensor) -> Tensor:
-        """Features [N, F] of observations [N, ...] that stand in the grid; its runs begin in `state`."""
+        """Features [N, F] of observations [N, ...] at their positions in the grid; its runs begin in `state`."""
         outputs, _ = self.core(grid.pad(self.encoder(observations)), state, grid.marks())
         features: Tensor = self.decoder(grid.gather(outputs))
         return features
 
     def step(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, F] of the observations [B, ...] that come next, and the state after them."""
+        """Features [B, F] of the next observations [B, ...], and the state after them."""
         outputs, after = self.core(self.encoder(observations).unsqueeze(0), state)
         return self.decoder(outputs[0]), after
 
 
 def run_lstm(cell: nn.LSTM, inputs: Tensor, state: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs [L, B, H] and the state [2, B, H] after the last step.
+    """Return outputs [L, B, H] and the state [2, B, H] after the last step.
 
-    A mark is one more input that closes the gates i, f and o: then c = f c + i g and h = o tanh c are exactly 0, and no
-    gradient passes. So whole columns of episodes go through the one fused call that torch has for a sequence.
+    A mark is another input that closes the gates i, f and o: then c = f c + i g and h = o tanh c are exactly 0, and
+    gradients do not pass. So whole columns of episodes go through torch's one fused call for a sequence.
     """
     if marks is None:
         outputs, (hidden, memory) = cell(inputs, (state[:1].contiguous(), state[1:].contiguous()))
@@ -133,7 +133,7 @@ def matrices(cell: nn.RNNBase) -> tuple[Array, Array, Array, Array]:
 
 
 def lstm_step(inputs: Array, hidden: Array, bias: Array, hidden_bias: Array) -> Advance:
-    """One step of an LSTM. σ(x) = ½ tanh(½x) + ½ makes one call of all four gates [i, f, g, o]."""
+    """Return one step of an LSTM. With σ(x) = ½ tanh(½x) + ½, all four gates [i, f, g, o] take one call."""
     size = len(hidden)
     scale = np.repeat(np.array([0.5, 0.5, 1.0, 0.5], np.float32), size)
     offset = np.repeat(np.array([0.5, 0.5, 0.0, 0.5], np.float32), size)

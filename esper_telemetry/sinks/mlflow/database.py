@@ -1,10 +1,10 @@
-"""MLflow's SQLite database: created completely or not at all, and written many rows in one statement.
+"""MLflow's SQLite database: created atomically, and written with many rows per statement.
 
-MLflow creates some forty tables, one after the other, when it first opens a database. A process that is killed meanwhile, or a second one
-that begins at the same time, leaves a file that no MLflow opens any more ("table already exists"). So the tables are created in a
-draft, which gets its name last, by one process at a time.
+MLflow creates about forty tables, one after the other, when it first opens a database. If the process is killed meanwhile, or a second
+one begins at the same time, no MLflow can open the file any more ("table already exists"). So one process at a time creates the tables
+in a draft, which gets its final name last.
 
-The bulk insert exists because `log_batch` takes 7.2 ms per record of a hundred numbers in the median, the bulk insert 2.6 ms.
+`log_batch` takes a median of 7.2 ms per record of a hundred numbers, and the bulk insert 2.6 ms.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LOCK: Final = "lock"
 LOCK_TIMEOUT_SECONDS: Final = 10.0
 
 METRIC_COLUMNS: Final = {"key", "value", "timestamp", "step", "is_nan", "run_uuid"}
-"""Columns of MLflow's table of metrics for which the bulk insert is written."""
+"""Columns of MLflow's table of metrics that the bulk insert supports."""
 MAX_ROWS: Final = 5000
-"""Rows of one transaction, during which no other process writes into the database."""
+"""Rows of one transaction, during which no other process can write to the database."""
 
 
 def ensure_database(path: Path) -> None:
-    """Create the database and its folder unless it is there; an unfinished one without runs is set aside.
+    """Create the database and its folder if it is missing; set an unfinished one without runs aside.
 
-    Raises OSError where nothing can be written.
+    Raises OSError if nothing can be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and _has_runs(path):
@@ -43,19 +43,19 @@ def ensure_database(path: Path) -> None:
     with _draft_folder(path) as folder:
         if path.exists() and _has_runs(path):
             return
-        # MLflow remembers, by name, which databases have tables, so each draft has a name of its own.
+        # MLflow remembers, by name, which databases have tables, so each draft has its own name.
         draft = folder / f"{secrets.token_hex(4)}.db"
         from mlflow.tracking import MlflowClient
 
         MlflowClient(f"{SQLITE}{draft}").search_experiments(max_results=1)
         if path.exists() and not _has_runs(path) and _schema(path) != _schema(draft):
             path.replace(path.with_name(path.name + BROKEN_SUFFIX))
-        with suppress(FileExistsError):  # an empty database is fine, and so is one made by another process meanwhile
+        with suppress(FileExistsError):  # an empty database is fine, and so is one that another process has just made
             _publish(draft, path)
 
 
 def _has_runs(path: Path) -> bool:
-    """Return whether the database holds runs, or experiments besides MLflow's default; True for a file that cannot be read."""
+    """Return whether the database holds runs, or experiments other than MLflow's default; True for a file that cannot be read."""
     tables = _query(path, "SELECT name FROM sqlite_master WHERE type = 'table'")
     if tables is None:
         return True
@@ -74,7 +74,7 @@ def _schema(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 def _query(path: Path, statement: str) -> list[Any] | None:
-    """Return the rows; None where the database cannot be read."""
+    """Return the rows; None if the database cannot be read."""
     try:
         with closing(sqlite3.connect(path, timeout=LOCK_TIMEOUT_SECONDS)) as database:
             return database.execute(statement).fetchall()
@@ -84,7 +84,7 @@ def _query(path: Path, statement: str) -> list[Any] | None:
 
 @contextmanager
 def _draft_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder beside the database that one process has at a time, as far as the file system has locks."""
+    """Yield a folder next to the database that one process holds at a time, if the file system has locks."""
     folder = path.with_name(f".{path.name}.draft")
     lock = _lock(folder)
     try:
@@ -95,7 +95,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Return the lock of a folder that exists: its last owner may have removed it with its lock, and others created it again."""
+    """Return the lock of a folder that exists. Its last owner may have removed it with its lock, and others created it again."""
     while True:
         folder.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # the folder was removed meanwhile
@@ -109,7 +109,7 @@ def _lock(folder: Path) -> int:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Give the draft its name, without replacing another file. Raises FileExistsError if there is one."""
+    """Rename the draft without replacing another file. Raises FileExistsError if one exists."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -120,7 +120,7 @@ def _publish(draft: Path, path: Path) -> None:
 
 
 class MetricTable:
-    """Inserts history into the SQLite database of a client's store, in the session that the store itself uses.
+    """Inserts history into the SQLite database of a client's store, in the store's own session.
 
     Args:
         store: MLflow's `SqlAlchemyStore`.
@@ -134,9 +134,9 @@ class MetricTable:
         self._statement = insert(SqlMetric).prefix_with("OR IGNORE")
 
     def add(self, run_id: str, metrics: Sequence[Any]) -> None:
-        """Store MLflow's `Metric`s; rows that exist already stay as they are.
+        """Store MLflow's `Metric`s; rows that exist already are not changed.
 
-        Raises MlflowException where the store's own functions would.
+        Raises MlflowException if the store's own functions would.
         """
         for start in range(0, len(metrics), MAX_ROWS):
             rows = [self._row(run_id, metric) for metric in metrics[start : start + MAX_ROWS]]
@@ -168,7 +168,7 @@ def metric_table(client: Any) -> MetricTable | None:
 def split_latest(metrics: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the history, and the latest metric of each key by step, then by time, as MLflow orders them.
 
-    The latest ones are not in the history: MLflow does not notice that a number which is in the table already is the latest.
+    The history leaves out the latest metrics: MLflow does not recognise a number as the latest if it is in the table already.
     """
     latest: dict[str, Any] = {}
     for metric in metrics:

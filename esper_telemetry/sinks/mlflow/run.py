@@ -1,7 +1,7 @@
 """An open run in MLflow: found or created, written in batches, with its files, ended with a status.
 
-Everything goes through `MlflowClient`, so no global state of MLflow changes. One `log_batch` of up to a thousand metrics is twenty times
-as fast as `log_metric`.
+Everything goes through `MlflowClient`, so MLflow's global state does not change. One `log_batch` of up to a thousand metrics is twenty
+times as fast as `log_metric`.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ QUANTILES: Final = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 RUN_TAG: Final = "esper.run_id"
 KEYMAP_TAG: Final = "esper.keymap"
 CHANGED_TAG: Final = "esper.changed."
-"""Prefix of the tag that holds a setting with which a resumed run goes on: MLflow lets no parameter change."""
+"""Prefix of the tag for a setting that changed when a run was resumed: MLflow parameters cannot change."""
 VERDICT_TAG: Final = "esper.verdict"
 """Tag with the outcome and the first cause, in one line; a column of MLflow's list of runs."""
 NOTE_TAG: Final = "mlflow.note.content"
 """Tag of the description at the top of a run's page."""
 NOTE_SECONDS: Final = 30.0
-"""Time between two updates of the description while nothing happens but that values change."""
+"""Minimum time between two updates of the description if only values change."""
 PARENT_TAG: Final = "mlflow.parentRunId"
-"""MLflow's pages show a run beneath the run of this id."""
+"""MLflow's pages show a run below the run with this id."""
 EXPERIMENT_TAGS: Final = {"mlflow.experimentKind": "custom_model_development"}
-"""Without it some of MLflow's pages take a training run for an evaluation of a language model; in others the address decides."""
+"""Without this tag, some MLflow pages treat a training run as an evaluation of a language model; on others the address decides."""
 
 PERMANENT_STATUSES: Final = {401, 403, 404}
 """HTTP statuses that a repeated request would get again."""
 BAD_REQUEST: Final = 400
-"""HTTP status of a batch with one number that MLflow does not accept."""
+"""HTTP status of a batch with a number that MLflow does not accept."""
 FINAL_STATUSES: Final = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
 """Other statuses are KILLED in MLflow."""
 
 CONFIG: Final = "config.json"
 CHECKPOINTS: Final = "checkpoints"
-"""Folder of that name, in the run directory and among the artifacts."""
+"""Name of this folder in the run directory and among the artifacts."""
 README: Final = "run.md"
 METRICS_PAGE: Final = "metrics.md"
 INCIDENTS: Final = "incidents"
-"""Name, without its ending, of the artifacts about incidents."""
+"""Name, without its extension, of the artifacts about incidents."""
 
 
 class MlflowRun:
-    """The open run; `is_own` says whether to end it, `checkpoints` whether to store them then."""
+    """The open run. `is_own` says whether to end it, and `checkpoints` whether to store its checkpoints then."""
 
     def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, is_own: bool, checkpoints: bool = False) -> None:
         self.run_id = run_id
@@ -89,9 +89,9 @@ class MlflowRun:
         self.table = metric_table(client)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Send all records in as few requests as MLflow's limit allows; history goes straight into the table where that is possible.
+        """Send all records in as few requests as MLflow's limit allows; if possible, history goes straight into the table.
 
-        Metrics are sorted by key, as MLflow's table is on the disk: a request then writes a few pages instead of one for each key.
+        Metrics are sorted by key, like MLflow's table on the disk, so that a request writes a few pages instead of one for each key.
         """
         from mlflow.entities import Metric
 
@@ -111,7 +111,7 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._write_keymap()
         self._last = records[-1] if records else self._last
-        # A repeated `write` stores nothing twice, so the description may fail after the numbers.
+        # Repeating `write` stores nothing twice, so the description may fail after the numbers.
         if self._is_own and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._write_verdict(self.incidents)
 
@@ -155,7 +155,7 @@ class MlflowRun:
                 self.client.set_terminated(self.run_id, FINAL_STATUSES.get(status, "KILLED"))
 
     def describe(self, run: RunInfo, known: Mapping[str, str]) -> None:
-        """Log the settings that MLflow does not have yet. MLflow refuses to change a parameter, so a resumed run's changes are tags."""
+        """Log the settings that MLflow does not have yet. MLflow parameters cannot change, so changes of a resumed run are tags."""
         from mlflow.entities import Param, RunTag
 
         settings = {self._names[name]: str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(run.config).items()}
@@ -193,7 +193,7 @@ def own_run(
     parent: str | None,
     checkpoints: bool,
 ) -> MlflowRun:
-    """Return the MLflow run of the budget's run, marked as running again, or a new one; beneath its parent, if it has one."""
+    """Return the MLflow run of the budget's run, marked as running again, or a new one; below its parent, if it has one."""
     run = budget.run
     with _without_migration_lines(), _classified():
         client = client_of(store)
@@ -224,7 +224,7 @@ def own_run(
 
 
 def client_of(store: str | None) -> Any:
-    """Return a client for the store; a missing SQLite database is created."""
+    """Return a client for the store; create a missing SQLite database."""
     from mlflow.tracking import MlflowClient
 
     if store is not None and store.startswith(SQLITE):
@@ -232,12 +232,12 @@ def client_of(store: str | None) -> Any:
     client = MlflowClient(store)
     inner = getattr(client, "_tracking_client", None)
     if inner is not None:
-        inner._log_url = lambda run_id: None  # prints the address of a run that ends, with the password in it
+        inner._log_url = lambda run_id: None  # it prints the address of an ended run, including its password
     return client
 
 
 def find_run(client: Any, experiment_id: str, run_id: str) -> Any | None:
-    """Return the MLflow run of this package's run with that id; None if there is none."""
+    """Return the MLflow run of this package's run with that id, or None."""
     quoted = run_id.replace("\\", "\\\\").replace("'", "\\'")
     runs = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
     return runs[0] if runs else None
@@ -263,7 +263,7 @@ def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapp
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return the numbers that are stored of a record: values, axes without a field in MLflow, three quantiles of each histogram."""
+    """Return the stored numbers of a record: values, axes without a field in MLflow, three quantiles of each histogram."""
     numbers = {**record.values}
     numbers["axis/update"] = record.axes.update
     numbers["axis/gradient_step"] = record.axes.gradient_step
@@ -308,7 +308,7 @@ def _without_migration_lines() -> Iterator[None]:
 
 
 class Artifacts:
-    """Stores the files of a run. A store that refuses files, as many do, costs one warning, and holds up no number."""
+    """Stores the files of a run. Many stores refuse files; this costs one warning and does not delay any number."""
 
     def __init__(self, client: Any, run_id: str) -> None:
         self._client = client
@@ -321,7 +321,7 @@ class Artifacts:
         self._try(INCIDENTS, lambda: self._client.log_text(self._run_id, incidents.to_json(), f"{INCIDENTS}.json"))
 
     def store_description(self, run: RunInfo) -> None:
-        """Store the pages about the run and its metrics, and its settings from the run directory, where secrets are masked."""
+        """Store the pages about the run and its metrics, and its settings from the run directory, which have secrets masked."""
         self._try(METRICS_PAGE, lambda: self._client.log_text(self._run_id, glossary(run), METRICS_PAGE))
         self._try(README, lambda: self._client.log_text(self._run_id, run_readme(run) + "\n", README))
         self._store_file(run, CONFIG)
@@ -335,7 +335,7 @@ class Artifacts:
             self._try(name, lambda: self._client.log_artifact(self._run_id, str(path)))
 
     def store_checkpoints(self, run: RunInfo) -> None:
-        """Store the files in the run directory's folder of checkpoints; warn if there are none."""
+        """Store the files in the run directory's folder of checkpoints; warn if none exist."""
         folder = None if run.run_dir is None else Path(run.run_dir) / CHECKPOINTS
         files = [] if folder is None else sorted(path for path in folder.glob("*") if path.is_file())
         if not files:
@@ -354,7 +354,7 @@ class Artifacts:
 
 
 class LegalNames:
-    """Maps each name to one that MLflow accepts, two names never to the same one: a single bad name would have a whole batch refused."""
+    """Maps each name to a distinct name that MLflow accepts, because a single bad name would have a whole batch refused."""
 
     def __init__(self) -> None:
         self._legal: dict[str, str] = {}
@@ -380,9 +380,9 @@ class LegalNames:
 
 
 def legal(name: str) -> str:
-    """Return the name if MLflow accepts it, else the nearest that it accepts."""
+    """Return the name if MLflow accepts it, else the nearest name that it accepts."""
     allowed = FORBIDDEN_IN_NAME.sub("_", name)[:MAX_NAME_LENGTH]
-    # MLflow treats names as paths: no empty segment, no `.` or `..`, nothing before the first `/`.
+    # MLflow treats names as paths: no empty segments, no `.` or `..`, nothing before the first `/`.
     if allowed and normpath(allowed) == allowed and allowed[0] not in "/.":
         return allowed
     return "_".join(part for part in re.split(r"[/.]+", allowed) if part) or "_"

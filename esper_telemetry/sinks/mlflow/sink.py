@@ -1,4 +1,4 @@
-"""MLflow: records as coalesced batches of metrics, and the numbers of a run read back from the store."""
+"""MLflow: records as merged batches of metrics, and the numbers of a run read back from the store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MAX_LOCK_SECONDS: Final = 10.0
 
 DEFAULT_ADDRESS: Final = "http://localhost:5000"
 TRAINING_PAGES: Final = "workflowType=machine_learning"
-"""Part of an address with which MLflow 3 shows its pages for model training; without it those for language models come first."""
+"""Part of an address that makes MLflow 3 show its pages for model training instead of the pages for language models."""
 
 FIND_RUN: Final = """
 SELECT runs.run_uuid, runs.status, runs.experiment_id FROM runs
@@ -73,19 +73,19 @@ BOOLEANS: Final = {"true": True, "false": False}
 class MLflowSink:
     """Logs the run to MLflow; steps are environment steps.
 
-    `MLflowSink(run_id=...)` writes into a run that is open in this process instead, and leaves it open.
+    `MLflowSink(run_id=...)` writes into a run that is already open in this process, and leaves it open.
 
     A server with passwords takes them from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or from the URI,
     `https://user:password@host`, which is shown with the password masked.
 
     Attributes:
-        tracking_uri: server or store; `sqlite:///RUN_DIR/mlflow.db` when not given.
-        experiment: the experiment's name; created when it is missing.
+        tracking_uri: server or store; `sqlite:///RUN_DIR/mlflow.db` by default.
+        experiment: the experiment's name; created if it is missing.
         run_id: an open run to join.
-        parent: the run beneath which MLflow's pages show this one, such as the one whose checkpoint it began with: the id
-            of an MLflow run, or that of a run of this package in the same experiment.
+        parent: the run below which MLflow's pages show this one, such as the run of its first checkpoint: the id
+            of an MLflow run, or of a run of this package in the same experiment.
         checkpoints: store the run directory's checkpoints as artifacts when the run ends.
-        max_keys: largest number of keys.
+        max_keys: maximum number of keys.
         details: also show the numbers of single layers and the histories of other keys.
     """
 
@@ -105,7 +105,7 @@ class MLflowSink:
         if not self.experiment.strip():
             raise ValueError(f"experiment must have a name, got {self.experiment!r}")
         if self.parent is not None and (self.run_id is not None or not self.parent.strip()):
-            raise ValueError(f"parent is the id of a run, and for a run of ours only, got {self.parent!r}")
+            raise ValueError(f"parent must be the id of a run and cannot be combined with run_id, got {self.parent!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> MLflowSink:
@@ -113,7 +113,7 @@ class MLflowSink:
         check_options("mlflow", options, ["experiment", "parent", "checkpoints"])
         checkpoints = options.get("checkpoints", "false")
         if checkpoints not in BOOLEANS:
-            raise ValueError(f"option checkpoints of sink mlflow is true or false, got {checkpoints!r}")
+            raise ValueError(f"option checkpoints of sink mlflow must be true or false, got {checkpoints!r}")
         return cls(
             rest or None,
             experiment=options.get("experiment", cls.experiment),
@@ -123,12 +123,12 @@ class MLflowSink:
 
     @property
     def in_process(self) -> bool:
-        """True for a joined run, whose settings are those of this process."""
+        """True for a joined run, whose MLflow settings belong to this process."""
         return self.run_id is not None
 
     @property
     def name(self) -> str:
-        """`mlflow:` and the tracking URI where one was given, or the joined run's id."""
+        """`mlflow:` and the given tracking URI, if any, or the joined run's id."""
         if self.run_id is not None:
             return f"mlflow:run/{self.run_id}"
         return f"mlflow:{masked(self.tracking_uri)}" if self.tracking_uri else "mlflow"
@@ -145,7 +145,7 @@ class MLflowSink:
         return self.name + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """Return the store, the command that shows it, and the addresses of the run's pages or that of the experiments."""
+        """Return the store, the command that shows it, and the addresses of the run's pages or of the experiments."""
         uri = self._store(run) or "the process's own tracking URI"
         if "://" not in uri:
             return Place(uri, "")
@@ -159,7 +159,7 @@ class MLflowSink:
         return Place(masked(uri), f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}", pages)
 
     def prepare_child(self) -> None:
-        """Let requests fail soon, where MLflow retries for minutes; this holds for the whole process, so not for the user's."""
+        """Let requests fail early instead of retrying for minutes. This affects the whole process, so it must not be the user's."""
         limit_mlflow_requests()
 
     def import_client(self) -> None:
@@ -167,7 +167,7 @@ class MLflowSink:
         import mlflow.tracking  # noqa: F401 - for its effect
 
         for module in STORE_MODULES:
-            with suppress(ModuleNotFoundError):  # other versions have others, and mlflow-skinny has no database
+            with suppress(ModuleNotFoundError):  # other versions have other modules, and mlflow-skinny lacks a database
                 import_module(module)
 
     def open(self, run: RunInfo) -> None:
@@ -177,7 +177,7 @@ class MLflowSink:
         if self.run_id is not None:
             self._open = joined_run(store, self.run_id, budget, checkpoints=self.checkpoints)
         else:
-            # Artifacts lie beside the default store; a server has a place of its own for them.
+            # Artifacts are stored next to the default store; a server has its own place for them.
             beside = self.tracking_uri is None and run.run_dir is not None
             self._open = own_run(
                 store,
@@ -195,13 +195,13 @@ class MLflowSink:
         return stored_run(self._store(run), run, self.experiment)
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return the function that gives the numbers MLflow should hold of a record."""
+        """Return a function that maps a record to the numbers that MLflow should hold."""
         budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, details=self.details, quiet=True)
         names = LegalNames()
         return lambda record: {names[key]: value for key, value in numbers_of(budget.select(record)).items()}
 
     def write(self, records: Sequence[Record]) -> None:
-        """Send the records in batches; when a batch is repeated, MLflow stores each number once."""
+        """Send the records in batches; if a batch is repeated, MLflow stores each number once."""
         if self._open is None:
             raise ValueError("MLflowSink.write needs open first")
         self._open.write(records)
@@ -212,7 +212,7 @@ class MLflowSink:
             self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Update the tag `esper.verdict` and the run's description: what the run does, and the first cause where something is wrong."""
+        """Update the tag `esper.verdict` and the run's description: the outcome so far, and the first cause if something is wrong."""
         if self._open is not None:
             self._open.outcome(event)
 
@@ -257,20 +257,20 @@ class MetricPoint(NamedTuple):
 
 
 def stored_run(store: str | None, run: RunInfo, experiment: str) -> StoredMetrics:
-    """Return the whole history of every metric of the run; empty if the store has no such run. No store is created."""
+    """Return the whole history of every metric of the run; empty if the store does not have it. No store is created."""
     if store is not None and store.startswith(SQLITE):
         path = Path(store.removeprefix(SQLITE))
         if not path.exists():
             return StoredMetrics()
-        # One query instead of MLflow, whose import takes three seconds of processor time and whose client reads one metric per call. The
-        # query returns what the client would: active runs, and metrics that MLflow lists for the run.
+        # This query avoids MLflow's import, which takes three seconds of processor time, and its client, which reads one metric a call. It
+        # returns what the client would: active runs, and metrics that MLflow lists for the run.
         with suppress(sqlite3.Error):  # other tables: the client knows how to read them
             return _in_database(path, run, experiment)
     return _through_client(client_of(store), run, experiment)
 
 
 def _run_in_database(path: Path, run: RunInfo, experiment: str) -> StoredRun | None:
-    """Return the run as the database has it; None where it has none, or cannot be read at once."""
+    """Return the run as stored in the database; None if it is missing, or the database cannot be read at once."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as database:
             row = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
@@ -280,7 +280,7 @@ def _run_in_database(path: Path, run: RunInfo, experiment: str) -> StoredRun | N
 
 
 def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
-    """Raise sqlite3.Error where the file does not have MLflow's tables, or is locked for too long."""
+    """Return the metrics of the run; raises sqlite3.Error if the file lacks MLflow's tables, or is locked for too long."""
     with closing(
         sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=MAX_LOCK_SECONDS)
     ) as database:

@@ -1,4 +1,4 @@
-"""Records and run descriptions as TensorBoard's protocol buffers; imported only where TensorBoard is installed."""
+"""Records and run descriptions as TensorBoard's protocol buffers; needs TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPARED = frozenset(["env", "env_id", "learning_rate", "lr", "policy", "seed", 
 
 
 def event(axes: Axes, values: Iterable[Any]) -> Any:
-    """Return one event at the environment step of the axes, with all the values."""
+    """Return one event with all the values, at the environment step of the axes."""
     return Event(wall_time=axes.wall_time, step=axes.env_step, summary=Summary(value=list(values)))
 
 
@@ -39,12 +39,12 @@ def note(wall_time: float, value: Any) -> Any:
 
 
 def restart(axes: Axes) -> Any:
-    """Return the event that voids what older files hold at or after this step."""
+    """Return the event that discards the contents of older files at or after this step."""
     return Event(wall_time=axes.wall_time, step=axes.env_step, session_log=SessionLog(status=SessionLog.START))
 
 
 def scalar(tag: str, number: float, info: SummaryMetadata | None = None) -> Any:
-    """Return a scalar, with its description for the first of its tag."""
+    """Return a scalar, with its description if it is the first of its tag."""
     return Summary.Value(tag=tag, simple_value=number, metadata=info)
 
 
@@ -56,7 +56,7 @@ def scalar_info(tag: str, described: MetricInfo | None) -> Any:
 
 
 def histogram(tag: str, counted: Histogram) -> Any:
-    """Return a histogram with the record's bins; its moments are those of the bins' midpoints."""
+    """Return a histogram with the record's bins; its moments are computed from the midpoints of the bins."""
     middles = midpoints(counted)
     weighted = list(zip(middles, counted.counts, strict=True))
     proto = HistogramProto(
@@ -77,7 +77,7 @@ def markdown(tag: str, content: str) -> Any:
 
 
 def layout(sections: Iterable[Section]) -> Any:
-    """Return the custom-scalars dashboard; all sections but the first two start closed."""
+    """Return the custom-scalars dashboard; only the first two sections start open."""
     categories = [
         layout_pb2.Category(
             title=section.question,
@@ -85,7 +85,7 @@ def layout(sections: Iterable[Section]) -> Any:
             chart=[
                 layout_pb2.Chart(
                     title=title,
-                    # The plugin reads tags as regular expressions; keys hold no special character.
+                    # The plugin reads tags as regular expressions; keys contain no special characters.
                     multiline=layout_pb2.MultilineChartContent(tag=[f"^{key}$" for key in keys]),
                 )
                 for title, keys in section.charts

@@ -1,4 +1,4 @@
-"""TensorBoard: one event with all values per record, in an event file of the sink's own.
+"""TensorBoard: one event with all values per record, in a separate event file.
 
 One event with many values takes a twelfth of the time and a third of the bytes of one event per value. The file is written through
 TensorBoard's `EventFileWriter`, without torch.
@@ -31,25 +31,25 @@ PAGES: Final = (
     ("charts by question", f"{ADDRESS}/#custom_scalars&_smoothingWeight=0"),
     ("verdict", f"{ADDRESS}/#text"),
 )
-"""Addresses of TensorBoard's pages; without smoothing, which draws alarms and jumps as slopes."""
+"""Addresses of TensorBoard's pages, without smoothing, which would draw alarms and jumps as slopes."""
 UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
 AXES: Final = {UPDATE, GRADIENT_STEP}
 FINAL_STATUSES: Final = {RunStatus.FINISHED, RunStatus.FAILED}
-"""Statuses that are written into the table of runs: it keeps the first that it gets, and runs with another status may go on."""
+"""Statuses that are written into the table of runs. It keeps the first status, and runs with another status may be resumed."""
 
 MAX_OUTCOMES: Final = 8
-"""Outcomes beside the settings in the table that compares runs."""
+"""Number of outcomes next to the settings in the table that compares runs."""
 
 
 @dataclass
 class TensorBoardSink:
     """Writes the run as TensorBoard event files; x is the environment step.
 
-    The directory may hold event files of other writers: the dashboard layout and the table of settings are then left as they are.
+    If the directory holds event files of other writers, the dashboard layout and the table of settings are left as they are.
 
     Attributes:
-        directory: folder of the event file; `RUN_DIR/tensorboard` when not given.
-        max_keys: largest number of tags.
+        directory: folder of the event file; `RUN_DIR/tensorboard` by default.
+        max_keys: maximum number of tags.
         details: also show the numbers of single layers and the histories of other keys.
     """
 
@@ -74,7 +74,7 @@ class TensorBoardSink:
 
     @property
     def name(self) -> str:
-        """`tensorboard`, and the directory where one was given."""
+        """`tensorboard`, and the directory if one was given."""
         return f"tensorboard:{self.directory}" if self.directory else "tensorboard"
 
     def place(self, run: RunInfo) -> Place:
@@ -83,11 +83,11 @@ class TensorBoardSink:
         return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}", PAGES)
 
     def stored(self, run: RunInfo) -> StoredMetrics:
-        """Return the numbers in this sink's event files; several runs in one directory are taken for parts of one."""
+        """Return the numbers in this sink's event files; several runs in one directory are treated as parts of one."""
         return _stored_in(self._directory(run))
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return the function that gives the numbers the files should hold of a record."""
+        """Return a function that maps a record to the numbers that the files should hold."""
         budget = self._budget(run, quiet=True)
 
         def numbers(record: Record) -> dict[str, float]:
@@ -104,27 +104,27 @@ class TensorBoardSink:
         import esper_telemetry.sinks.tensorboard.events  # noqa: F401
 
     def open(self, run: RunInfo) -> None:
-        """Start a new event file, beside those of earlier parts of the run."""
+        """Start a new event file, next to the files of earlier parts of the run."""
         self._open = _EventFile(self._directory(run), run, self._budget(run))
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append one event per record; on disk on return."""
+        """Append one event per record, which is on disk on return."""
         if self._open is None:
             raise ValueError("TensorBoardSink.write needs open first")
         self._open.write(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Append the verdict so far, among the texts; on disk on return."""
+        """Append the verdict so far, among the texts; it is on disk on return."""
         if self._open is not None:
             self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Append the verdict so far, among the texts; on disk on return."""
+        """Append the verdict so far, among the texts; it is on disk on return."""
         if self._open is not None and event.axes is not None:
             self._open.outcome(event.axes, event)
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Add the alarms of earlier parts of the run, whose incidents may go on."""
+        """Add the alarms of earlier parts of the run, whose incidents may continue."""
         if self._open is not None:
             self._open.incidents.add(*alarms)
 
@@ -170,7 +170,7 @@ class _EventFile:
             self.writer.flush()
 
     def alarm(self, alarm: Alarm) -> None:
-        """Append the verdict with the alarm: a viewer keeps one text per tag and step."""
+        """Append the verdict with the alarm; a viewer keeps one text per tag and step."""
         self._append_verdict(alarm.axes, IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome))
         self.incidents.add(alarm)
 
@@ -198,7 +198,7 @@ class _EventFile:
         try:
             yield
         except OSError:
-            self.writer = None  # the writer's thread has ended for good; the next attempt starts a new file
+            self.writer = None  # the writer's thread has ended; the next attempt starts a new file
             raise
 
     def _start(self) -> None:
@@ -208,7 +208,7 @@ class _EventFile:
         earlier = [path.name for path in self.directory.glob("*tfevents*")]
         self.shared = not all(name.endswith(SUFFIX) for name in earlier)
         self.restarts = bool(earlier) and not self.shared
-        if self.restarts:  # files are read in the order of their names, which hold the second they were made in
+        if self.restarts:  # files are read in the order of their names, which contain the second of their creation
             second = int(max(earlier).split(".")[3])
             time.sleep(min(1.0, max(0.0, second + 1 - time.time())))
         self.tags.clear()
@@ -262,7 +262,7 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 def _stored_in(directory: Path) -> StoredMetrics:
-    """Return the numbers in all event files of this sink as TensorBoard shows them: a restart voids what lies at or after its step."""
+    """Return the numbers in all event files of this sink as TensorBoard shows them: a restart discards points at or after its step."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog
 

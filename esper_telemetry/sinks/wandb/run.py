@@ -1,6 +1,6 @@
-"""W&B runs to write into: one that the sink starts, which never asks anything, and one that the user has open.
+"""W&B runs to write into: a run that the sink starts, which never asks questions, and a run that the user has open.
 
-The sink also watches the disk under its own run: W&B reports a full disk only in its own log, and loses the rows that it has accepted.
+The sink also checks the disk under its own run: W&B reports a full disk only in its own log, and loses rows that it has accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXIT_CODES: Final = {
     RunStatus.KILLED: 137,
     RunStatus.PREEMPTED: 143,
 }
-"""Exit codes of a shell: 128 and the signal's number."""
+"""Exit codes of a shell: 128 plus the signal's number."""
 
 MAX_WAITING_ROWS: Final = 10
 """Rows that wait for the owner's first call, which shows how the owner logs."""
@@ -53,7 +53,7 @@ FULL_DISK_SIGNS: Final = (b"no space left", b"disk quota exceeded", b"file too l
 class OwnRun:
     """A run that the sink started: one row per `log`, and no other writer.
 
-    W&B has no field for the meaning of a metric; its definitions hold the axis of each family, and that axes need no charts.
+    W&B cannot store the meaning of a metric; its definitions hold the axis of each family, and hide charts of the axes.
     """
 
     def __init__(self, run: Any) -> None:
@@ -62,22 +62,22 @@ class OwnRun:
             run.define_metric(axis, hidden=True)
 
     def chart_name(self, key: str) -> str:
-        """Return the name that stands for the key's whole family."""
+        """Return the name that matches the key's whole family."""
         return f"{family_name(key)}/*" if "/" in key else key
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Add a row; never with `step=`, as W&B drops rows whose step lies behind its counter."""
+        """Add a row; never with `step=`, because W&B drops rows whose step is before its counter."""
         self.run.log(dict(row))
 
     def close(self, status: RunStatus) -> None:
-        """End the run; all statuses but `finished` are a failure for W&B."""
+        """End the run; W&B treats all statuses except `finished` as a failure."""
         if status is RunStatus.PREEMPTED:
             self.run.mark_preempting()
         self.run.finish(exit_code=EXIT_CODES[status])
 
 
 def start(run: RunInfo, parent: Path, *, mode: str, settings: Mapping[str, Any]) -> Any:
-    """Return a new W&B run in `parent/wandb`, or the one of that id to resume; offline if the server cannot be reached."""
+    """Return a new W&B run in `parent/wandb`, or resume the run with that id; offline if the server cannot be reached."""
     parent.mkdir(parents=True, exist_ok=True)
     resolved = _resolved(mode)
     # W&B names the folder of a run by the second of its start and its id, so two parts must not begin in the same second.
@@ -113,23 +113,23 @@ def _resolved(mode: str) -> str:
 
 
 def why_offline(mode: str) -> str:
-    """Return the reason for which a run of that mode is offline, and what puts the next one online; W&B is not imported."""
+    """Return why a run of that mode is offline, and how to put the next one online; W&B is not imported."""
     if mode == "offline":
-        return "offline, as the sink says mode=offline"
+        return "offline, because the sink has mode=offline"
     if mode == "auto" and (environment := os.environ.get("WANDB_MODE")):
-        return f"offline, as the environment says WANDB_MODE={environment}"
+        return f"offline, because WANDB_MODE={environment} is set"
     host = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).hostname
     with suppress(OSError, NetrcParseError):
         has_key = bool(os.environ.get("WANDB_API_KEY")) or netrc(os.environ.get("NETRC")).authenticators(host or "")
         if has_key:
-            return "offline, as the server could not be reached or refused the API key"
-    return "offline, as no API key was found: `wandb login` stores one for the next run"
+            return "offline, because the server could not be reached or refused the API key"
+    return "offline, because no API key was found: `wandb login` stores one for the next run"
 
 
 def _free_id(run_id: str) -> str:
-    """Return the id after ending W&B's process, which keeps the id of a run that failed to start as "in use".
+    """Return an id that W&B accepts. Its process keeps the id of a run that failed to start as "in use", so the process is ended.
 
-    If other runs are open in this process they need W&B's process, so the id is changed instead.
+    If other runs in this process need W&B's process, the id is changed instead.
     """
     import wandb
 
@@ -168,14 +168,14 @@ def _init(run: RunInfo, parent: Path, mode: str, settings: Mapping[str, Any]) ->
 
 
 def _is_accepted(what: Literal["name", "tag", "notes"], value: str) -> bool:
-    """Return whether W&B accepts a text of a run; one that it refuses is left out, with a warning."""
+    """Return whether W&B accepts a text of a run; a refused text is left out, with a warning."""
     import wandb
 
     try:
         wandb.Settings(**{"run_tags": (value,)} if what == "tag" else {f"run_{what}": value})
     except ValueError as error:
         reason = " ".join(str(error).split()).partition(" [type=")[0].rpartition("Value error, ")[2]
-        logger.warning("W&B does not take the %s %s (%s): it is left out there", what, shown(value), one_line(reason))
+        logger.warning("W&B does not accept the %s %s (%s): it is left out there", what, shown(value), one_line(reason))
         return False
     return True
 
@@ -185,7 +185,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Owner(Enum):
-    """The way in which the owner of a joined run logs, as far as it was observed."""
+    """How the owner of a joined run logs, if that has been observed."""
 
     UNKNOWN = "no call observed"
     ENDS_ROWS = "each call is a row"
@@ -195,13 +195,13 @@ class Owner(Enum):
 class JoinedRun:
     """Writes into a run that the user has open, and leaves it open.
 
-    W&B drops a row whose `step=` lies behind the run's counter, and a row of the sink that ends the current step moves the
-    counter. So the sink follows how the owner logs:
+    W&B drops a row whose `step=` is before the run's counter. A row of the sink that ends the current step would move the
+    counter. So the sink follows the owner's way of logging:
 
     - with `step=`, or `commit=False`: the sink's row joins the owner's, which stays open, so the counter does not move; of
-      several records within one row of the owner the newest stays (the journal has all);
-    - without: a row per record;
-    - not at all, for `MAX_WAITING_ROWS` records: a row per record.
+      several records within one row of the owner, the newest stays (the journal has all);
+    - without these: a row per record;
+    - if the owner does not log for `MAX_WAITING_ROWS` records: a row per record.
     """
 
     def __init__(self, run: Any) -> None:
@@ -216,7 +216,7 @@ class JoinedRun:
         self.stop_observing = _observe(run, self._on_owner_row)
 
     def chart_name(self, key: str) -> str:
-        """Return the key: a name for a whole family could cover metrics of the owner."""
+        """Return the key: a name for a whole family might also match the owner's metrics."""
         return key
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -246,12 +246,12 @@ class JoinedRun:
             self._join(rows)
 
     def _join(self, rows: list[dict[str, Any]]) -> None:
-        """Put the newest row into the owner's current one, in place of the sink's earlier one there."""
+        """Put the newest row into the owner's current row, replacing an earlier one of the sink."""
         if not self.warned and (self.in_open_row or len(rows) > 1):
             self.warned = True
             logger.warning(
-                "the W&B run is logged to with step=, so of several updates within one step only the newest is shown "
-                "there; the journal has all. A run of our own in the same group would show all: WandbSink(group=...)"
+                "the W&B run is logged to with step=, so it shows only the newest of several updates within one step; "
+                "the journal has all. A separate run in the same group would show all: WandbSink(group=...)"
             )
         stale = dict.fromkeys(self.in_open_row.keys() - rows[-1].keys())
         self._send({**rows[-1], **stale}, commit=False)
@@ -277,10 +277,10 @@ class JoinedRun:
 
 
 def _observe(run: Any, on_row: Callable[[int | None, bool | None], None]) -> Callable[[], object]:
-    """Call `on_row(step, commit)` before each row that goes into the run; returns the function that ends it.
+    """Call `on_row(step, commit)` before each row that is added to the run; returns a function that ends this.
 
-    W&B has no public hook: `wandb.log` is bound to the run when it starts, so replacing `run.log` would miss its calls; both end
-    in this one method. Without the method the owner is treated as one who passes steps.
+    W&B has no public hook. `wandb.log` is bound to the run when it starts, so replacing `run.log` would miss its calls; both call
+    this one method. If it is missing, the owner is treated as passing steps.
     """
     inner = getattr(run, "_partial_history_callback", None)
     if inner is None:
@@ -305,14 +305,14 @@ class DiskWatch:
         self._reported = False
 
     def check(self) -> None:
-        """Raise OSError if there is no room, and once if W&B's log says that it could not store rows."""
+        """Raise OSError if the disk is full, and once if W&B's log says that it could not store rows."""
         try:
             disk = os.statvfs(self._folder)
             free = disk.f_bavail * disk.f_frsize
         except OSError:
             free = MIN_FREE_BYTES
         if free < MIN_FREE_BYTES:
-            raise OSError(errno.ENOSPC, "the disk is full: W&B would lose rows and not say so", str(self._folder))
+            raise OSError(errno.ENOSPC, "the disk is full: W&B would lose rows without a warning", str(self._folder))
         if not self._reported and time.monotonic() - self._checked_at >= LOG_CHECK_SECONDS:
             self._checked_at = time.monotonic()
             if any(sign in self._new_log_text().lower() for sign in FULL_DISK_SIGNS):

@@ -1,10 +1,10 @@
-"""Weights & Biases: one row per record, the axes among its values; offline where there is no key.
+"""Weights & Biases: one row per record, the axes among its values; offline without a key.
 
-Alarms are alerts, lines in the run's summary and a table at its end; none of them is a row, so no step moves. Rows never pass `step=`:
-W&B drops rows whose step lies behind its counter.
+Alarms are alerts, lines in the run's summary and a table at its end. None of them is a row, so the step does not move. Rows never pass
+`step=`, because W&B drops rows whose step is before its counter.
 
-What W&B holds of a run is read in the files of an offline run, or on a server. A client that is killed loses rows that it has accepted,
-up to a second of them, so a resumed run reads the last update from disk.
+Stored numbers are read from the files of an offline run, or from a server. A client that is killed loses up to a second of rows that it
+has accepted, so a resumed run reads the last update from disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from esper_telemetry.sinks.protocol import (
 from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start, why_offline
 
 ALERT_INTERVAL: Final = timedelta(minutes=5)
-"""W&B sends no second alert of one title, which is the alarm's type, within this time."""
+"""W&B sends one alert per title, which is the alarm's type, within this time."""
 ALERT_LEVELS: Final = {AlarmLevel.CRITICAL: "ERROR", AlarmLevel.WARN: "WARN", AlarmLevel.INFO: "INFO"}
 
 MAX_BINS: Final = 512
@@ -54,20 +54,20 @@ NAME_OPTIONS: Final = ("entity", "group", "job_type")
 
 @dataclass
 class WandbSink:
-    """Logs the run to Weights & Biases; without an API key it is kept offline, and nothing ever asks for one.
+    """Logs the run to Weights & Biases; without an API key the run is kept offline, and no prompt asks for a key.
 
-    `WandbSink(run=wandb.run)` writes into a run that is open in this process instead: the sink never ends it, and never displaces
+    `WandbSink(run=wandb.run)` writes into a run that is already open in this process: the sink never ends it, and never displaces
     rows that its owner logs with `step=`.
 
     Attributes:
         project: the project's name.
-        mode: `online`, `offline`, or `auto`: online where a key is found.
-        entity: user or team; the account's default when not given.
+        mode: `online`, `offline`, or `auto`, which is online if a key is found.
+        entity: user or team; the account's default if not given.
         group, job_type: name of the experiment that the run is part of, and its task there, such as `train` or `rank3`. Ranks that
             report as one are one run and need neither.
-        directory: the folder in which a folder `wandb` is made; the run's directory when not given.
+        directory: parent of the folder `wandb`; the run's directory by default.
         run: an open run to join.
-        max_keys: largest number of keys.
+        max_keys: maximum number of keys.
         details: also show the numbers of single layers and the histories of other keys.
     """
 
@@ -126,7 +126,7 @@ class WandbSink:
         return f"wandb:{self.project}" + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """Return the folder of an offline run, why it is offline and the command that uploads it, or the id of a run on a server."""
+        """Return the folder of an offline run, why it is offline and how to upload it, or the id of a run on a server."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
@@ -136,10 +136,10 @@ class WandbSink:
         return Place(str(folder), command, note=why_offline(self.mode))
 
     def prepare_child(self) -> None:
-        """Use a W&B client process of its own, and silence the login.
+        """Use a separate W&B client process, and silence the login.
 
         A run that the user opened leaves the address of its client process in the environment; a shared client process would
-        end with the training process. With a key, the login asks the server for the account's name only to print it.
+        end with the training process. With a key, the login would ask the server for the account's name only to print it.
         """
         os.environ.pop("WANDB_SERVICE", None)
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -150,7 +150,7 @@ class WandbSink:
         import wandb.proto.wandb_internal_pb2  # noqa: F401 - for its effect
 
     def open(self, run: RunInfo) -> None:
-        """Start the run, or resume the one of that id; offline after a minute without a server."""
+        """Start the run, or resume the run with that id; offline after a minute without a server."""
         target: OwnRun | JoinedRun
         if self.run is not None:
             self.run.config.update({"esper_telemetry": {"run_id": run.run_id, "config": plain(run.config)}})
@@ -161,7 +161,7 @@ class WandbSink:
         self._open = _OpenRun(target, self._budget(run))
 
     def held(self, run: RunInfo) -> int | None:
-        """Return the last update of earlier parts of an offline run on disk: a client that was killed has lost its last rows."""
+        """Return the last update of earlier parts of an offline run on disk, because a killed client has lost its last rows."""
         if self._open is None or self.run is not None or not self._open.target.run.offline:
             return None
         folder = self._parent(run) / "wandb"
@@ -180,7 +180,7 @@ class WandbSink:
         return StoredMetrics()
 
     def shown(self, run: RunInfo) -> Shown:
-        """Return the function that gives the numbers W&B should hold of a record."""
+        """Return a function that maps a record to the numbers that W&B should hold."""
         budget = self._budget(run, quiet=True)
 
         def numbers(record: Record) -> dict[str, float]:
@@ -204,7 +204,7 @@ class WandbSink:
                 self._open.alarm(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Set what the run does in the run's summary and notes."""
+        """Set the outcome so far in the run's summary and notes."""
         if self._open is not None:
             with _classified():
                 self._open.outcome(event)
@@ -243,7 +243,7 @@ def _classified() -> Iterator[None]:
     except (ConnectionResetError, BrokenPipeError) as error:
         raise DeadClientError(f"the W&B client process is gone: {error}") from error
     except UsageError as error:
-        raise PermanentSinkError(f"the W&B run takes no more rows: {error}") from error
+        raise PermanentSinkError(f"the W&B run accepts no more rows: {error}") from error
 
 
 class _OpenRun:
@@ -275,7 +275,7 @@ class _OpenRun:
             self.target.log(row)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Alert if the alarm is raised or becomes critical; update summary and notes: alarms now active, the first cause, the failure."""
+        """Alert if the alarm is raised or becomes critical; update summary and notes: active alarms, the first cause, the failure."""
         cards = IncidentCards([*self.incidents.alarms, alarm], self.incidents.outcome)
         run = self.target.run
         is_critical_now = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
@@ -295,7 +295,7 @@ class _OpenRun:
         self.incidents.add(alarm)
 
     def outcome(self, event: JournalEvent) -> None:
-        """Update summary and notes: what the run does."""
+        """Update the outcome in summary and notes."""
         outcome = {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
         self.target.run.summary.update(outcome)
         self._write_verdict(IncidentCards(self.incidents.alarms, event))
@@ -308,7 +308,7 @@ class _OpenRun:
             self.target.run.notes = run_note(cards, self._last, self._budget.run)
 
     def close(self, status: RunStatus) -> None:
-        """Add the table of alarms and the page of the run, where there are some, and end the run; what cannot be stored costs a warning."""
+        """Add the table of alarms and the page of the run, if any, and end the run; what cannot be stored costs a warning."""
         run, run_dir = self.target.run, self._budget.run.run_dir
         if self.incidents.alarms:
             import wandb
@@ -322,7 +322,7 @@ class _OpenRun:
 
 
 def _try(what: str, store: Callable[[], object]) -> None:
-    """Store an artifact; one that cannot be stored costs a warning."""
+    """Store an artifact; log a warning if it cannot be stored."""
     try:
         store()
     except (ConnectionResetError, BrokenPipeError):
@@ -352,7 +352,7 @@ UPDATE: Final = "axis/update"
 RUNNING: Final = "running"
 SERVER_TIMEOUT_SECONDS: Final = 30
 SETTLE_SECONDS: Final = 2.0
-"""Time for which a file without an end must not grow: a client that was asked to finish may still write."""
+"""Time for which a file without an end must not grow, because a client that was asked to finish may still write."""
 
 
 class FileSummary(NamedTuple):
@@ -364,7 +364,7 @@ class FileSummary(NamedTuple):
 
 
 def last_update(folder: Path, run_id: str, project: str, *, besides: Path) -> int | None:
-    """Return the last update in any part of the run, 0 for none; None if there is no part `besides` that folder."""
+    """Return the last update in any part of the run, 0 for none; None if no part exists outside the folder `besides`."""
     files = [file for file in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb") if file.parent.name != besides.name]
     summaries = [summary for summary in map(_settled_summary, files) if summary.project == project]
     return max((summary.update for summary in summaries), default=None)
@@ -388,7 +388,7 @@ def stored_in(folder: Path, run_id: str, project: str) -> StoredMetrics:
 
 
 def stored_on_server(run_id: str, project: str, entity: str | None) -> StoredMetrics:
-    """Return all rows of the run's history on the server; raises the client's exceptions if it does not answer or has no such run."""
+    """Return all rows of the run's history on the server; raises the client's exceptions if it does not answer or lacks the run."""
     import wandb
 
     path = "/".join(part for part in (entity, project, run_id) if part)

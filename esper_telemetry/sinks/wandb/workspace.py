@@ -1,4 +1,4 @@
-"""A W&B workspace for a run: its charts by question, the meaning of its headlines, its alarms, and the runs beside it."""
+"""A W&B workspace for a run: its charts by question, the meaning of its headlines, its alarms, and a list of runs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from esper_telemetry.sinks.pages import guide
 from esper_telemetry.sinks.protocol import require_package
 
 DEFAULT_NAME: Final = "esper_telemetry"
-"""A project has at most one workspace of a name."""
+"""A project has at most one workspace with this name."""
 OPEN_FAMILIES: Final = frozenset(["alarm", "episode", "policy", "value"])
 """Families whose sections are open when the page opens."""
 GRID_COLUMNS: Final = 3
 ALARMS: Final = "alarm"
 SUMMARY_COLUMNS: Final = ("episode/return_mean_100", "alarms/active", "alarms/first", "alarms/raised")
-"""Entries of each run's summary that are shown beside its name."""
+"""Entries of each run's summary that are shown next to its name."""
 FORBIDDEN_CATEGORIES: Final = frozenset(["So", "Sk", "Sm", "Sc", "Cs", "Cc"])
-"""Unicode categories that W&B refuses in a workspace's name: emojis, signs of arithmetic, control characters."""
+"""Unicode categories that W&B refuses in a workspace's name: emojis, mathematical symbols, control characters."""
 SHORT_NAME_LENGTH: Final = 11
 ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 ALARMS_GUIDE: Final = """\
-**Alarms** are what detectors say of a run: `alarms/first` beside its name tells what broke first, `alarms/active` what is wrong now.
-The table has every alarm with its evidence in words, once the run has ended.
+**Alarms** are the findings of the detectors. Next to the run's name, `alarms/first` shows what broke first, and `alarms/active` what is
+wrong now. The table lists every alarm with its evidence in words, once the run has ended.
 
-`esper-telemetry diagnose RUN_DIR` says what to try, `esper-telemetry metrics KEY` what a chart means."""
+`esper-telemetry diagnose RUN_DIR` says what to try, `esper-telemetry metrics KEY` explains a chart."""
 
 
 class PushError(Exception):
@@ -46,20 +46,22 @@ def workspace(run: RunInfo, keys: Iterable[str], *, project: str, entity: str = 
     """Return the project's workspace for such a run, as an object of `wandb_workspaces`; nothing is sent.
 
     Args:
-        run: whose metrics are described, and which is pinned if the entity is known.
-        keys: in W&B; each stands in exactly one chart. Alarms are shown by a pattern of their names.
-        project: of W&B.
+        run: run with the descriptions of the metrics; it is pinned if the entity is known.
+        keys: keys in W&B; each is in exactly one chart. Alarms are shown by a pattern of their names.
+        project: W&B project.
         entity: user or team; empty if it is not known yet.
-        name: of the workspace.
+        name: name of the workspace.
 
-    Raises ModuleNotFoundError with the install command if `wandb-workspaces` is missing, ValueError for a name that W&B refuses.
+    Raises:
+        ModuleNotFoundError: `wandb-workspaces` is missing; the message has the install command.
+        ValueError: W&B would refuse the name.
     """
     require_workspaces()
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
     if not name.strip() or any(unicodedata.category(letter) in FORBIDDEN_CATEGORIES for letter in name):
-        raise ValueError(f"a workspace's name is made of letters, digits and punctuation, got {name!r}")
+        raise ValueError(f"a workspace's name may contain only letters, digits and punctuation, got {name!r}")
     settings = [f"config:{setting}" for setting in ("env", "seed") if setting in run.config]
     shown = [section for section in sections(keys, run) if section.family != ALARMS]
     made = ws.Workspace(
@@ -79,7 +81,7 @@ def workspace(run: RunInfo, keys: Iterable[str], *, project: str, entity: str = 
 
 
 def specification(made: Any) -> dict[str, Any]:
-    """Return what W&B stores of a workspace, as plain values."""
+    """Return the contents of a workspace as W&B stores them, as plain values."""
     view = made._to_model()
     return {
         "entity": view.entity,
@@ -91,7 +93,7 @@ def specification(made: Any) -> dict[str, Any]:
 
 
 def has_key() -> bool:
-    """Return whether there is an API key for W&B; asks neither the user nor a server."""
+    """Return whether an API key for W&B exists; asks neither the user nor a server."""
     import wandb
     from wandb.errors import Error
 
@@ -107,15 +109,15 @@ def default_entity() -> str:
 
     try:
         entity = wandb.Api().default_entity
-    except Exception as error:  # W&B's client raises its own errors, those of requests, and ValueError
-        raise PushError(f"W&B cannot be asked whose key this is: {_first_line(error)}") from error
+    except Exception as error:  # W&B's client raises its own errors, errors of requests, and ValueError
+        raise PushError(f"W&B did not say who owns this key: {_first_line(error)}") from error
     if not entity:
-        raise PushError("W&B does not say whose key this is: give --entity")
+        raise PushError("W&B does not say who owns this key: give --entity")
     return str(entity)
 
 
 def push(made: Any) -> str:
-    """Save the workspace in place of the project's one of that name; returns its address. Raises PushError if the server refuses."""
+    """Save the workspace, replacing the project's workspace with that name; returns its address. Raises PushError if the server refuses."""
     from wandb_workspaces.workspaces import internal
 
     try:
@@ -127,11 +129,11 @@ def push(made: Any) -> str:
         made.save()
         return str(made.url)
     except Exception as error:  # as above, and KeyError or TypeError for an answer without a view
-        raise PushError(f"W&B does not save the workspace: {_first_line(error)}") from error
+        raise PushError(f"W&B did not save the workspace: {_first_line(error)}") from error
 
 
 def _alarm_section() -> Any:
-    """Return the alarms now raised, their severities, and the table that W&B gets when a run ends."""
+    """Return the active alarms, their severities, and the table that W&B gets when a run ends."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 

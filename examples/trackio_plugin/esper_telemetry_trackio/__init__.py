@@ -29,7 +29,7 @@ class TrackioSink:
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> TrackioSink:
         """Return the sink of `trackio[:PROJECT]`."""
         if options:
-            raise ValueError(f"sink trackio has no option {next(iter(options))!r}: it has none")
+            raise ValueError(f"sink trackio has no option {next(iter(options))!r}: it takes none")
         return cls(rest or cls.project)
 
     @property

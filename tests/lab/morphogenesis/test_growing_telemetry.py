@@ -180,7 +180,7 @@ def test_the_environment_is_made_by_name() -> None:
         (("--env", "CartPole-v1", "--task", "text"), "--task text is for --env morphogenesis, got --env CartPole-v1"),
         (
             ("--env", "morphogenesis", "--policy", "random", "--eval-every", "9"),
-            "--policy random does not learn, so --eval-every has nothing to evaluate",
+            "--policy random does not learn, so --eval-every cannot be used with it",
         ),
     ],
 )

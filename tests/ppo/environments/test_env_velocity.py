@@ -32,5 +32,5 @@ def test_velocities_are_zero_and_the_rest_is_as_it_was(env_id: str) -> None:
 
 def test_the_name_says_so_and_other_tasks_are_refused() -> None:
     assert make_env("CartPole-v1", mask_velocity=True).name == "CartPole-v1 without velocities"
-    with pytest.raises(ValueError, match=r"mask_velocity knows CartPole-v0, .*, got 'Blackjack-v1'"):
+    with pytest.raises(ValueError, match=r"mask_velocity supports CartPole-v0, .*, got 'Blackjack-v1'"):
         make_env("Blackjack-v1", mask_velocity=True)

@@ -87,7 +87,7 @@ class Operations(MetricGroup):
     op: tuple[str, ...] = label()
     share: Mean = reports(
         Metric.fraction("env/op/{op}", 1649, "share of an operation").asks(
-            "Which share of all steps does this operation take?"
+            "What share of all steps does this operation take?"
         )
     )
 
@@ -98,7 +98,7 @@ class Decisions(MetricGroup):
 
     density: Mean = reports(
         Metric.fraction("env/decision_density", 1693, "share of steps with a choice").asks(
-            "In which share of the steps may the controller do anything but wait?"
+            "In what share of the steps may the controller do anything but wait?"
         )
     )
     rollbacks: Sum = reports(

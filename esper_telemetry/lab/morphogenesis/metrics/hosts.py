@@ -151,7 +151,7 @@ class SingleSeeds(MetricGroup):
     alpha: Last = reports(
         Metric.quantity(
             "seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight", low=0.0, high=1.0, level=Level.DEBUG
-        ).asks("With which weight does its seed count?")
+        ).asks("With what weight does its seed count?")
     )
     norm: Last = reports(
         Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed", level=Level.DEBUG)

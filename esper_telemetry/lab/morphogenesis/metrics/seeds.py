@@ -63,13 +63,13 @@ class SeedCounts(MetricGroup):
     )
     success: Mean = reports(
         Metric.fraction("seed/success_frac", 1512, "share of seeds kept")
-        .asks("Which share of the seeds whose fate was decided was kept?")
+        .asks("What share of the seeds whose fate was decided was kept?")
         .changed("after 0.2.0: the largest of each parameter of a seed, not of the whole seed; critical from 1 on")
         .absent("no seed was fossilised or pruned")
     )
     alpha: Mean = reports(
         Metric.quantity("seed/alpha", 1551, "weight of seeds", unit="weight", low=0.0, high=1.0)
-        .asks("With which weight do the seeds count that have an effect?")
+        .asks("With what weight do the seeds count that have an effect?")
         .absent("no seed has an effect")
     )
     life: Mean = reports(
@@ -125,7 +125,7 @@ class SeedGradients(MetricGroup):
     )
     exploding_share: Mean = reports(
         Metric.fraction("seed/exploding_frac", 1582, "share of seeds with exploding gradients")
-        .asks("Which share of the seeds that learn has an exploding gradient?")
+        .asks("What share of the seeds that learn has an exploding gradient?")
         .absent("no seed learns")
     )
     vanishing: Mean = reports(
@@ -153,7 +153,7 @@ class SeedCauses(MetricGroup):
     cause: tuple[str, ...] = label()
     share: Mean = reports(
         Metric.fraction("seed/cause/{cause}", 1583, "share of seeds by cause")
-        .asks("For which share of the seeds that learn is this why their gradient is as it is beside the host's?")
+        .asks("For what share of the seeds that learn is this why their gradient is as it is beside the host's?")
         .absent("no seed learns")
     )
 
@@ -174,7 +174,7 @@ class SeedWorth(MetricGroup):
     )
     shapley: Moments = reports(
         Metric.accuracy("seed/shapley/mean", 1533, "Shapley value of a seed", low=-1.0)
-        .asks("Which share of what all seeds add is a seed's own, averaged over the orders in which they might come?")
+        .asks("What share of what all seeds add is a seed's own, averaged over the orders in which they might come?")
         .bounds(source="Shapley 1953, exact over all subsets")
         .absent("no seed has an effect"),
         Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std")
