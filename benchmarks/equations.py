@@ -42,7 +42,7 @@ from equation_bugs import CONTINUOUS, PROGRAMS, Bug, edited
 from equation_healthy import HEALTHY, Healthy
 from results import Row, save
 
-from esper_telemetry.alarms.rules.exact.equations import RATE_KEY
+from esper_telemetry.alarms.rules.equation_alarms import RATE_KEY
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.equations.equation import EQUATION_KEY, Equation, equations
 from esper_telemetry.equations.schedules import RateHistory

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from esper_telemetry.alarms.diagnosis import diagnose
-from esper_telemetry.alarms.verdict.outcome import GOOD
+from esper_telemetry.alarms.verdict.run_outcome import GOOD
 from esper_telemetry.alarms.verdict.unusual import RunValues, kind_of_task, quantiles_of
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.journal.read import read_run

@@ -18,8 +18,8 @@ from bed_programs import Program
 from bed_truth import Truth, harm, truth_of
 
 from esper_telemetry.alarms.diagnosis import NOT_EXPLAINING, Diagnosis, diagnose
-from esper_telemetry.alarms.rules.task import Failure
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.alarms.rules.task_alarms import Failure
+from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.equations.equation import EQUATION_KEY
 from esper_telemetry.journal.read import read_run

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
+    from esper_telemetry.alarms.alarm_bounds import Bound as Bound
+    from esper_telemetry.alarms.alarm_bounds import Ramp as Ramp
     from esper_telemetry.alarms.detectors import Detectors as Detectors
     from esper_telemetry.alarms.detectors import Verdict as Verdict
     from esper_telemetry.alarms.diagnosis import Diagnosis as Diagnosis
@@ -17,14 +19,12 @@ if TYPE_CHECKING:
     from esper_telemetry.alarms.diagnosis import diagnose as diagnose
     from esper_telemetry.alarms.judges import AboveBound as AboveBound
     from esper_telemetry.alarms.judges import OnRamp as OnRamp
-    from esper_telemetry.alarms.registry import alarm_rules as alarm_rules
     from esper_telemetry.alarms.rule import AlarmRule as AlarmRule
-    from esper_telemetry.alarms.rule import Bound as Bound
     from esper_telemetry.alarms.rule import Finding as Finding
-    from esper_telemetry.alarms.rule import Ramp as Ramp
     from esper_telemetry.alarms.rule import View as View
-    from esper_telemetry.alarms.rules.task import Failure as Failure
-    from esper_telemetry.alarms.rules.task import bad_ending as bad_ending
+    from esper_telemetry.alarms.rule_registry import alarm_rules as alarm_rules
+    from esper_telemetry.alarms.rules.task_alarms import Failure as Failure
+    from esper_telemetry.alarms.rules.task_alarms import bad_ending as bad_ending
     from esper_telemetry.alarms.thresholds import Thresholds as Thresholds
 
 __all__, __getattr__, __dir__ = lazy_names(
@@ -33,9 +33,10 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.alarms.detectors": ("Detectors", "Verdict"),
         "esper_telemetry.alarms.diagnosis": ("Diagnosis", "IncidentReport", "diagnose"),
         "esper_telemetry.alarms.judges": ("AboveBound", "OnRamp"),
-        "esper_telemetry.alarms.registry": ("alarm_rules",),
-        "esper_telemetry.alarms.rule": ("AlarmRule", "Bound", "Finding", "Ramp", "View"),
-        "esper_telemetry.alarms.rules.task": ("Failure", "bad_ending"),
+        "esper_telemetry.alarms.rule_registry": ("alarm_rules",),
+        "esper_telemetry.alarms.alarm_bounds": ("Bound", "Ramp"),
+        "esper_telemetry.alarms.rule": ("AlarmRule", "Finding", "View"),
+        "esper_telemetry.alarms.rules.task_alarms": ("Failure", "bad_ending"),
         "esper_telemetry.alarms.thresholds": ("Thresholds",),
     },
 )

@@ -101,12 +101,8 @@ class HysteresisStep(NamedTuple):
     change: Change | None
 
 
-WORSE_SEVERITY: Final = 0.25
-"""Severity that an alarm has to gain before it is reported again."""
-
-
-SEVERITY: Final = itemgetter(0)
-"""Severity of a finding: this runs for every alarm in every update, and an expression takes three times as long."""
+WORSE_SEVERITY: Final = 0.25  # severity that an alarm has to gain before it is reported again
+SEVERITY: Final = itemgetter(0)  # of a finding, in every update: an expression takes three times as long
 
 
 class AlarmChange(NamedTuple):
@@ -127,7 +123,6 @@ class AlarmState:
     """State of one type of alarm: one `Hysteresis` per head, group or layer; the alarm is on while any of them is.
 
     Args:
-        rule: its declaration.
         patience: times that it waits longer than declared; see `rule.patience_factor`.
 
     Attributes:
@@ -210,11 +205,8 @@ class AlarmState:
         return before + 1 if change else 0
 
 
-LIMIT_WINDOW_UPDATES: Final = 100
-"""Updates whose alarms count against the limit."""
-
-LIMIT_CALM_UPDATES: Final = 20
-"""Updates without too many alarms after which alarms are reported again."""
+LIMIT_WINDOW_UPDATES: Final = 100  # updates whose alarms count against the limit
+LIMIT_CALM_UPDATES: Final = 20  # updates without too many alarms after which alarms are reported again
 
 
 class AlarmRateLimit:
@@ -249,12 +241,7 @@ class AlarmRateLimit:
 
 
 class RuleCoverage:
-    """Inputs of the rules that a run has had, and those that it lacks.
-
-    Args:
-        rules: those that apply to it.
-        facts: of the run.
-    """
+    """Inputs of the rules that apply to a run, those that it has had and those that it lacks."""
 
     def __init__(self, rules: Iterable[AlarmRule], facts: Facts) -> None:
         self._rules = tuple(rules)
@@ -270,11 +257,7 @@ class RuleCoverage:
             self._part_families = self._part_families - {key.partition("/")[0] for key in values}
 
     def unanswered(self, *, sampled: bool = True) -> dict[str, str]:
-        """The reason why an alarm cannot be raised, by type.
-
-        Args:
-            sampled: also of values that are measured in some updates only, and may still come.
-        """
+        """The reason why an alarm cannot be raised, by type; `sampled` values, which may still come, among them."""
         reasons = {}
         for rule, facts, keys in self._gaps(sampled=sampled):
             if facts:
@@ -294,12 +277,8 @@ class RuleCoverage:
 
     def judged(self) -> int:
         """Number of rules whose inputs the run has had."""
-        kinds = {
-            rule.type
-            for rule in self._rules
-            if rule.type.partition("/")[0] not in self._part_families and not self._lacks_inputs(rule)
-        }
-        return len(kinds - self.unanswered().keys())
+        asked = [rule for rule in self._rules if rule.type.partition("/")[0] not in self._part_families]
+        return len({rule.type for rule in asked if not self._lacks_inputs(rule)} - self.unanswered().keys())
 
     def _lacks_inputs(self, rule: AlarmRule) -> bool:
         """Return whether no record has had what the rule cannot do without; any of its inputs where it does not say what that is.
@@ -321,9 +300,7 @@ class RuleCoverage:
     def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[tuple[str, ...]]]]:
         """Yield the rules that cannot be judged, with the facts and the keys that they lack."""
         for rule in self._rules:
-            if (
-                rule.type.partition("/")[0] in self._part_families
-            ):  # the network has no such part, as far as anybody knows
+            if rule.type.partition("/")[0] in self._part_families:  # the network has no such part, as far as is known
                 continue
             facts = self._lacking[rule.type]
             passed = rule.optional or (rule.sampled and not sampled)
@@ -358,23 +335,15 @@ class AlarmSeverity(Derived):
 
 
 def alarm_values(severities: Mapping[str, float], active: int) -> dict[str, float]:
-    """Values of a record by key.
-
-    Args:
-        severities: of the alarms that are raised, and 0 of those that have just ended, by type.
-        active: kinds of alarm that are raised.
-    """
+    """Values of a record by key, of the severities by type, 0 where an alarm has just ended, and the number that is active."""
     values = AlarmCount(float(active)).values()
     if severities:
         values.update(AlarmSeverity(tuple(severities), np.array([*severities.values()])).values())
     return values
 
 
-CAP: Final = 20
-"""Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
-
-COOLDOWN_FACTOR: Final = 2
-"""After a window, its type opens no other for so many times its duration."""
+CAP: Final = 20  # updates at DEBUG in a row, at most; the next one is NORMAL by force
+COOLDOWN_FACTOR: Final = 2  # after a window, its type opens no other for so many times its duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +409,3 @@ class EscalationStep(NamedTuple):
 
     state: Escalation
     remaining: int
-
-    def values(self) -> EscalationRemaining:
-        """As a record has it."""
-        return EscalationRemaining(float(self.remaining))

@@ -15,17 +15,10 @@ import numpy as np
 from esper_telemetry.core.requirements import require_flag, require_number, require_text
 from esper_telemetry.history.deviations import N_MIN, SCALE_MIN, spread
 
-WINDOW = 100
-"""Healthy values that are stored of each key."""
-
-OUTLIER = 8.0
-"""Robust scores from which on a value does not enter: anomalies must not train their own baseline."""
-
-REBASELINE_AFTER = 50
-"""Values in a row that did not enter, after which the history restarts."""
-
-MIN_MEDIAN_VALUES = 5
-"""Values from which on a key has a median; robust scores wait for twenty."""
+WINDOW = 100  # healthy values that are stored of each key
+OUTLIER = 8.0  # robust scores from which on a value does not enter: anomalies must not train their own baseline
+REBASELINE_AFTER = 50  # values in a row that did not enter, after which the history restarts
+MIN_MEDIAN_VALUES = 5  # values from which on a key has a median; robust scores wait for twenty
 
 USUAL_LEVEL_DECADES = 0.5
 """Decades: that close to the highest or lowest level that a key has had in this run, a value is no outlier. A solved task leaves errors
@@ -100,10 +93,7 @@ class Baselines:
         self._x = np.zeros(0)
         self._medians: list[float] = []
         self._counts: list[int] = []
-        self._highest = np.zeros(0)
-        self._lowest = np.zeros(0)
-        self._peak = np.zeros(0)
-        self._trough = np.zeros(0)
+        self._marks = np.zeros((4, 0))  # highest and lowest median, largest and smallest value
 
     def look(self, values: Mapping[str, float]) -> None:
         """Compare the values of an update with those of the updates before it; `learn` adds them."""
@@ -119,11 +109,12 @@ class Baselines:
         median, scale = spread(filled, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
         self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN
-        low = np.fmin(median, self._lowest + USUAL_LEVEL_DECADES)  # levels that were usual earlier are no outliers
-        high = np.fmax(median, self._highest - USUAL_LEVEL_DECADES)
+        highest, lowest, peak, trough = self._marks
+        low = np.fmin(median, lowest + USUAL_LEVEL_DECADES)  # levels that were usual earlier are no outliers
+        high = np.fmax(median, highest - USUAL_LEVEL_DECADES)
         shift = np.where(enough, self._x - np.clip(self._x, low, high), np.nan)
-        self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
-        self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
+        levels = np.where(enough, median, np.nan)
+        self._marks[:2] = np.fmax(highest, levels), np.fmin(lowest, levels)
         with np.errstate(over="ignore"):  # what is infinitely far off is left out below
             z = shift / scale
         scored = np.flatnonzero(np.isfinite(z))
@@ -132,8 +123,8 @@ class Baselines:
         names = [self._names[row] for row in scored.tolist()]
         self.z = dict(zip(names, z[scored].tolist(), strict=True))
         self.shift = dict(zip(names, shift[scored].tolist(), strict=True))
-        self.beyond = dict(zip(names, (self._x[scored] - self._peak[scored]).tolist(), strict=True))
-        self.below = dict(zip(names, (self._trough[scored] - self._x[scored]).tolist(), strict=True))
+        self.beyond = dict(zip(names, (self._x[scored] - peak[scored]).tolist(), strict=True))
+        self.below = dict(zip(names, (trough[scored] - self._x[scored]).tolist(), strict=True))
 
     def learn(self) -> None:
         """Add the values of the latest update, without outliers."""
@@ -144,8 +135,8 @@ class Baselines:
         self._count[restarted] = 0
         self._rejected[restarted] = 0
         rows = np.flatnonzero(finite & (~outlier | restarted))
-        self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
-        self._trough[rows] = np.fmin(self._trough[rows], self._x[rows])
+        peak, trough = self._marks[2:]
+        peak[rows], trough[rows] = np.fmax(peak[rows], self._x[rows]), np.fmin(trough[rows], self._x[rows])
         self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
         self._count[rows] += 1
 
@@ -154,8 +145,7 @@ class Baselines:
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0
-        for levels in (self._highest, self._lowest, self._peak, self._trough):
-            levels[:] = np.nan
+        self._marks[:] = np.nan
         self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
         self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
 
@@ -188,7 +178,7 @@ class Baselines:
     def fallen(self, key: str) -> float:
         """Decades by which the latest value lies below the highest level that has been usual in this run; 0 above it, or without one."""
         row = self._rows.get(key)
-        off = float(self._highest[row] - self._x[row]) if row is not None else nan
+        off = float(self._marks[0, row] - self._x[row]) if row is not None else nan
         return max(0.0, off) if isfinite(off) else 0.0
 
     def _add(self, key: str) -> None:
@@ -206,7 +196,4 @@ class Baselines:
         self._floor = np.append(self._floor, history.scale_min)
         self._medians.append(nan)
         self._counts.append(0)
-        self._highest = np.append(self._highest, np.nan)
-        self._lowest = np.append(self._lowest, np.nan)
-        self._peak = np.append(self._peak, np.nan)
-        self._trough = np.append(self._trough, np.nan)
+        self._marks = np.hstack([self._marks, np.full((4, 1), np.nan)])

@@ -27,20 +27,14 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
-from esper_telemetry.alarms.registry import alarm_rules, is_foreign, with_alarms
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View, checked
-from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
-from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
+from esper_telemetry.alarms.rule_registry import alarm_rules, is_foreign, with_alarms
+from esper_telemetry.alarms.rules.task_alarms import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
+from esper_telemetry.alarms.rules.telemetry_alarms import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
-from esper_telemetry.alarms.verdict.published_settings import (
-    PUBLISHED,
-    is_outside,
-    range_sentence,
-    settings_of,
-    with_logged_rate,
-)
+from esper_telemetry.alarms.verdict.published_settings import outside_sentences
 from esper_telemetry.alarms.verdict.remarks import Remarks
+from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.containment import Containment, call_note
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import (
@@ -57,18 +51,10 @@ from esper_telemetry.core.record import (
 
 QUIET_UPDATES: Final = 3
 """Updates after an intervention in which only certain mistakes raise alarms: the change itself makes numbers jump."""
-
-COVERAGE_UPDATE: Final = 20
-"""Update whose event says which alarms cannot be raised."""
-
-MAX_EVIDENCE_VALUES: Final = 24
-"""Values of a record that are attached to an alarm."""
-
-MAX_TEXT_CHARACTERS: Final = 4000
-"""Length of the sentences of an alarm."""
-
-MAX_EVIDENCE_INSTANCES: Final = 8
-"""Heads, groups or layers that are named."""
+COVERAGE_UPDATE: Final = 20  # update whose event says which alarms cannot be raised
+MAX_EVIDENCE_VALUES: Final = 24  # values of a record that are attached to an alarm
+MAX_TEXT_CHARACTERS: Final = 4000  # length of the sentences of an alarm
+MAX_EVIDENCE_INSTANCES: Final = 8  # heads, groups or layers that are named
 
 EXPLAINING_FAMILIES: Final = ("policy", "value", "loss", "adv", "ret", "integrity")
 """Families of keys, of which at least one is needed to say why gradients or steps of the optimizer are as they are."""
@@ -82,28 +68,8 @@ GRADIENTS_ALONE: Final = (
 _logger = logging.getLogger("esper_telemetry")
 
 
-STATE: Final = (
-    "_judges",
-    "_baselines",
-    "_view",
-    "_states",
-    "_incidents",
-    "_escalation",
-    "_task",
-    "_remarks",
-    "_outcome",
-    "_coverage",
-    "_limit",
-    "_limit_incident",
-    "_recorded",
-    "_quiet",
-    "_update",
-    "_before",
-    "_intervened",
-    "_families",
-    "_explained",
-)
-"""Attributes of a detector that follow from the records."""
+OF_THE_RUN: Final = ("facts", "thresholds", "rules", "_containment", "_declared", "_order", "_user_types")
+"""Attributes of a detector that do not follow from the records."""
 
 DECLARATIONS: Final = Containment()
 """Of rules that cannot be asked whether they apply; a run makes several detectors, and a process warns once."""
@@ -216,12 +182,11 @@ class Detectors:
 
     def state(self) -> Mapping[str, Any]:
         """Return all that follows from the records so far, for `restore`; the values change with the next record."""
-        return {name: getattr(self, name) for name in STATE}
+        return {name: value for name, value in vars(self).items() if name not in OF_THE_RUN}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; alarms that are banned are over."""
-        for name in STATE:
-            setattr(self, name, state[name])
+        vars(self).update(state)
         for kind in self._states.keys() - {rule.type for rule in self.rules}:
             self._states[kind].stop()
 
@@ -391,18 +356,10 @@ class Detectors:
         event, finding, streak = change
         over = event is AlarmEvent.CLEAR
         incident = state.incident
+        level = AlarmLevel.of(state.reported_severity if over else finding.severity)
         alarm = Alarm(
-            seq=record.seq,
-            axes=record.axes,
-            type=state.rule.type,
-            event=event,
-            severity=finding.severity,
-            level=AlarmLevel.of(state.reported_severity if over else finding.severity),
-            key=finding.key,
-            value=finding.value,
-            threshold=finding.threshold,
-            adaptive=finding.adaptive,
-            z=finding.z,
+            *(record.seq, record.axes, state.rule.type, event, finding.severity, level),
+            *(finding.key, finding.value, finding.threshold, finding.adaptive, finding.z),
             since=state.since or self._update,
             streak=streak,
             incident=incident.number if incident else 0,
@@ -426,40 +383,30 @@ class Detectors:
 
     def _limit_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
         """The alarm that stands for those beyond the limit."""
-        counts = dict(self._limit.counts().most_common(8))
+        counts, limit, since = dict(self._limit.counts().most_common(8)), self._limit.limit, self._limit.since
         words = ", ".join(f"{kind} {count}x" for kind, count in counts.items())
-        raised = event is AlarmEvent.RAISE
-        since = self._limit.since
-        return Alarm(
-            seq=record.seq,
-            axes=record.axes,
-            type=TOO_MANY,
-            event=event,
-            severity=1.0 if raised else 0.0,
-            level=AlarmLevel.CRITICAL,
-            key="alarm/active",
-            value=float(sum(counts.values())),
-            threshold=float(self._limit.limit),
+        over = Alarm(
+            *(record.seq, record.axes, TOO_MANY, event, 0.0, AlarmLevel.CRITICAL, "alarm/active"),
+            *(float(sum(counts.values())), float(limit)),
             since=since,
-            streak=1 if raised else LIMIT_CALM_UPDATES,
+            streak=LIMIT_CALM_UPDATES,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=f"Since update {since}, more than {self._limit.limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
-            "Further ones are not reported until it is over."
-            if raised
-            else f"Over since update {self._update}: alarms are reported again.",
-            evidence={"counts": counts} if raised else {},
+            text=f"Over since update {self._update}: alarms are reported again.",
         )
+        if event is not AlarmEvent.RAISE:
+            return over
+        text = f"Since update {since}, more than {limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
+        text += "Further ones are not reported until it is over."
+        return replace(over, severity=1.0, streak=1, text=text, evidence={"counts": counts})
 
     def _values(self, alarms: Iterable[Alarm], remaining: int) -> dict[str, float]:
         severities = {kind: state.severity for kind, state in self._states.items() if state.instances}
         if self._limit.active:
             severities[TOO_MANY] = 1.0
         over = {alarm.type: 0.0 for alarm in alarms if alarm.event is AlarmEvent.CLEAR}
-        return {
-            **alarm_values({**over, **severities}, len(severities)),
-            **EscalationRemaining(float(remaining)).values(),
-        }
+        values = alarm_values({**over, **severities}, len(severities))
+        return values | EscalationRemaining(float(remaining)).values()
 
     def _events(self, record: Record) -> tuple[Event, ...]:
         events: list[Event] = []
@@ -491,21 +438,13 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: Vie
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
     known = explained or not rule.type.startswith(SYMPTOMS)
     course = view.course.sentence(update) if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""
-    sentences = [f"{worse} update {since}, {clause}{others}.", course, *unusual_settings(rule, view)]
+    sentences = [
+        f"{worse} update {since}, {clause}{others}.",
+        course,
+        *outside_sentences(rule.settings, view.facts, view.get("opt/lr")),
+    ]
     sentences.append(f"Try: {advice}" if known else f"{GRADIENTS_ALONE}.")
     return " ".join(filter(None, sentences))
-
-
-def unusual_settings(rule: AlarmRule, view: View) -> list[str]:
-    """Sentences on the settings that a rule's advice would change, of those outside of all published values."""
-    if not rule.settings:
-        return []
-    values = settings_of(with_logged_rate(view.facts, view.get("opt/lr")))
-    return [
-        f"{range_sentence(name, values[name], view.facts)}."
-        for name in rule.settings
-        if name in values and is_outside(PUBLISHED[name], values[name])
-    ]
 
 
 def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:

@@ -9,20 +9,18 @@ from functools import lru_cache
 from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.rules.task import Failure
+from esper_telemetry.alarms.rules.task_alarms import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.headline import Tone, tone_of
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.verdict.unusual import RunValues, Unusual
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, Record, RunStatus
 
-ACTIVE: Final = "alarm/active"
-"""Key that every record has which was judged when it was written."""
-NOT_EXPLAINING: Final = ("telemetry/", "task/")
-"""Beginnings of alarms that say nothing about why a run does what it does."""
+ACTIVE: Final = "alarm/active"  # key that every record has which was judged when it was written
+NOT_EXPLAINING: Final = ("telemetry/", "task/")  # alarms that say nothing about why a run does what it does
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from typing import Final
 
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule
 
-INCIDENT_UPDATES: Final = 3
-"""Updates within which alarms form one incident."""
+INCIDENT_UPDATES: Final = 3  # updates within which alarms form one incident
 
 
 RETURN_UPDATES: Final = 50
@@ -87,10 +86,7 @@ class Incident:
     def expects(self, kind: str, lasting: Collection[str], is_claim: bool) -> bool:
         """Return whether an alarm that is raised late belongs here: a mistake that shows again, one that comes back, or an effect.
 
-        Args:
-            kind: its type.
-            lasting: types of this incident that are still on.
-            is_claim: it is a mistake in itself.
+        `lasting` are the types of this incident that are still on, and `is_claim` says that it is a mistake in itself.
         """
         if kind in self.raised:
             return kind in self.claims or bool(lasting)

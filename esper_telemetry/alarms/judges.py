@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from statistics import median
+from typing import Any, Generic, TypeVar
 
-from esper_telemetry.alarms.rule import (
-    Bound,
-    Finding,
-    Ramp,
-    View,
-    above,
-    hard,
-    number,
-    percent,
-    require_template,
-    times,
-)
+from esper_telemetry.alarms.alarm_bounds import Bound, Ramp, above, hard
+from esper_telemetry.alarms.rule import Finding, View, require_template
+from esper_telemetry.core.messages import number, percent, times
 from esper_telemetry.core.requirements import require_number, require_text
 
+S = TypeVar("S")
 Z = Ramp("z", 4.0, 12.0, "robust standard scores where the severity of an outlier begins")
 Z_SUDDEN = Ramp("z_sudden", 6.0, 18.0, "the same for a single update, nothing before it being unusual")
 BEYOND = Ramp("beyond", 0.5, 2.5, "decades above all values before, where the severity of an outlier begins")
@@ -51,9 +45,8 @@ class AboveBound:
         value = view.get(self.key)
         if value is not None:
             bound = view.limits[self.bound] if isinstance(self.bound, Bound) else self.bound
-            yield Finding(hard(value > bound), self.key, value, bound).with_text(
-                lambda: clause(self.words, view, self.key, value)
-            )
+            finding = Finding(hard(value > bound), self.key, value, bound)
+            yield finding.with_text(lambda: clause(self.words, view, self.key, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +67,17 @@ class OnRamp:
     def __call__(self, view: View) -> Iterator[Finding]:
         value = view.get(self.key)
         if value is not None:
-            yield Finding(
-                view.limits.severity(self.ramp, value), self.key, value, view.limits.middle(self.ramp)
-            ).with_text(lambda: clause(self.words, view, self.key, value))
+            severity, bound = view.limits.severity(self.ramp, value), view.limits.middle(self.ramp)
+            finding = Finding(severity, self.key, value, bound)
+            yield finding.with_text(lambda: clause(self.words, view, self.key, value))
 
 
 def _require_words(words: str) -> None:
     try:
         require_text("words", words).format(number="", percent="", inverse="", usual="")
     except (LookupError, ValueError):
-        raise ValueError(
-            f"words must be a text with {{number}}, {{percent}}, {{inverse}} or {{usual}} in it, got {words!r}"
-        ) from None
+        fields = "{number}, {percent}, {inverse} or {usual}"
+        raise ValueError(f"words must be a text with {fields} in it, got {words!r}") from None
 
 
 def clause(words: str, view: View, key: str, value: float) -> str:
@@ -122,41 +114,98 @@ OUTLIER_BOUNDS = (Z, Z_SUDDEN, BEYOND)
 
 
 @dataclass(slots=True)
-class RollingMean:
-    """Mean of the last values of a key that not every update has."""
+class Recent:
+    """The latest values of a series that not every update has."""
 
-    size: int = 10
+    size: int
     values: list[float] = field(default_factory=list)
 
-    def add(self, value: float | None) -> float | None:
-        """The mean with this value; None before there are enough, and where there is no new one."""
-        if value is None:
-            return None
+    def add(self, value: float) -> list[float]:
+        """Add a value; returns the latest ones with it."""
         self.values.append(value)
         del self.values[: -self.size]
-        return sum(self.values) / self.size if len(self.values) == self.size else None
+        return self.values
 
+    @property
+    def full(self) -> bool:
+        """True where there are as many as it holds."""
+        return len(self.values) == self.size
 
-@dataclass(slots=True)
-class RollingMedian:
-    """Median of the values before the latest one, at most twenty."""
+    def mean(self, value: float) -> float | None:
+        """The mean with this value; None before there are enough."""
+        self.add(value)
+        return sum(self.values) / self.size if self.full else None
 
-    values: list[float] = field(default_factory=list)
-
-    def add(self, value: float | None) -> float | None:
-        """The median without this value; None of fewer than three."""
+    def earlier_median(self, value: float) -> float | None:
+        """The median without this value, which is added; None of fewer than three."""
         middle = median(self.values) if len(self.values) >= 3 else None
-        if value is not None:
-            self.values.append(value)
-            del self.values[:-20]
+        self.add(value)
         return middle
 
 
-ANNEALED_SHARE = 0.05
-"""Share of the largest learning rate below which a schedule may well end at nothing."""
+@dataclass(slots=True)
+class Before:
+    """A value of the update before."""
 
-WARMUP_UPDATES = 5
-"""Updates at the beginning in which a schedule may not have begun to warm up."""
+    value: float = 0.0
+
+    def swap(self, value: float) -> float:
+        """Return it, and keep this one."""
+        before, self.value = self.value, value
+        return before
+
+
+@dataclass(slots=True)
+class Total:
+    """A sum over updates in a row."""
+
+    total: float = 0.0
+
+    def add(self, value: float, goes_on: bool) -> float:
+        """The sum with this value; 0 where the row ends."""
+        self.total = self.total + value if goes_on else 0.0
+        return self.total
+
+
+@dataclass(slots=True)
+class Streaks:
+    """Updates in a row for which something has held, by name."""
+
+    updates: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, holds: bool) -> int:
+        """Add an update."""
+        streak = self.updates[name] = self.updates.get(name, 0) + 1 if holds else 0
+        return streak
+
+
+@dataclass(slots=True)
+class StateJudge(Generic[S]):
+    """A judge that is a function of the update and of a state, of which every run has its own."""
+
+    function: Callable[[View, S], Iterable[Finding]]
+    state: S
+
+    def __call__(self, view: View) -> Iterable[Finding]:
+        return self.function(view, self.state)
+
+
+def reading(*keys: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[..., Iterable[Finding]]]:
+    """Decorate a judge that takes the values of these keys behind the view: it is called where an update has all of them."""
+
+    def decorate(function: Callable[..., Iterator[Finding]]) -> Callable[..., Iterable[Finding]]:
+        @wraps(function)
+        def judge(view: View, *state: Any) -> Iterable[Finding]:
+            values = [view.values.get(key) for key in keys]
+            return () if None in values else function(view, *values, *state)
+
+        return judge
+
+    return decorate
+
+
+ANNEALED_SHARE = 0.05  # share of the largest learning rate below which a schedule may well end at nothing
+WARMUP_UPDATES = 5  # updates at the beginning in which a schedule may not have begun to warm up
 
 
 @dataclass(slots=True)

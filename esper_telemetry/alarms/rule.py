@@ -1,8 +1,8 @@
 """The declaration of an alarm, and what its judge sees of an update.
 
 One `AlarmRule` holds everything that belongs to one alarm: keys, bounds, judge, sentences, place among causes. Bounds are data with a name
-and a source, so that a user can change each, and a multiplier all of them. A judge is a callable from a `View` to findings. A judge with
-state is a dataclass whose fields are that state: every run judges with a copy.
+and a source, so that a user can change each, and a multiplier all of them. A judge is a callable from a `View` to findings, a function or
+one with a state of its own (`judges.StateJudge`, or a dataclass whose fields are that state): every run judges with a copy.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, inf, isfinite, log10
+from math import ceil, isfinite
+from string import Formatter
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
+from esper_telemetry.alarms.alarm_bounds import Bound, Limits, Ramp
 from esper_telemetry.alarms.baselines import Baselines, History
 from esper_telemetry.alarms.verdict.return_course import ReturnCourse
 from esper_telemetry.core.facts import Facts
-from esper_telemetry.core.messages import number as number
-from esper_telemetry.core.messages import percent as percent
-from esper_telemetry.core.messages import span as span
-from esper_telemetry.core.messages import times as times
+from esper_telemetry.core.messages import number, percent, span, times
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import check_key
 from esper_telemetry.core.requirements import (
@@ -42,128 +41,8 @@ EvidencePiece = Literal["transitions", "layers", "stability", "pairs"]
 """Part of the update that raised an alarm: transitions and optimizer steps, gradients by layer, non-finite tensors, modules beside their
 hosts."""
 
-TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")
-"""Form of metric keys, of their templates and of their beginnings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A number that a judge compares values with.
-
-    Attributes:
-        name: by which users change it.
-        default: its value.
-        meaning: the quantity and its unit, in words.
-        direction: 1 where larger values speak for the alarm, -1 where smaller ones do, 0 for a count that no multiplier changes.
-        lowest: smallest value that users can give it.
-    """
-
-    name: str
-    default: float
-    meaning: str
-    direction: int = 1
-    lowest: float = -inf
-
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a wrong field."""
-        require_text("the name of a bound", self.name)
-        require_number(f"bound {self.name}", self.default)
-        require_text(f"the meaning of bound {self.name}", self.meaning)
-        require_choice(f"the direction of bound {self.name}", self.direction, (1, -1, 0))
-
-
-SMALLEST_DIVISOR: Final = 1e-12
-"""Smallest value of a bound that judges divide by."""
-
-
-def above(name: str, default: float, meaning: str, *, lowest: float = -inf) -> Bound:
-    """Return a bound that values have to exceed."""
-    return Bound(name, default, meaning, lowest=lowest)
-
-
-def below(name: str, default: float, meaning: str) -> Bound:
-    """Return a bound that values have to fall below."""
-    return Bound(name, default, meaning, -1)
-
-
-def count(name: str, default: float, meaning: str) -> Bound:
-    """Return a number of updates and the like, which no multiplier changes."""
-    return Bound(name, default, meaning, 0, lowest=0.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # judges ask for its ends by identity, hundreds of times per update
-class Ramp:
-    """The range over which a severity rises from 0 to 1; half of it raises an alarm.
-
-    Users change its ends as `<name>_low` and `<name>_high`. Severities fall with the value where `high` is the smaller end.
-    """
-
-    name: str
-    low: float
-    high: float
-    meaning: str
-
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a wrong field."""
-        require_text("the name of a ramp", self.name)
-        require_number(f"the low end of ramp {self.name}", self.low)
-        require_number(f"the high end of ramp {self.name}", self.high)
-        require_text(f"the meaning of ramp {self.name}", self.meaning)
-
-    @property
-    def bounds(self) -> tuple[Bound, Bound]:
-        """Both ends as bounds."""
-        direction = 1 if self.high > self.low else -1
-        lowest = 0.0 if min(self.low, self.high) >= 0 else -inf
-        return (
-            Bound(f"{self.name}_low", self.low, self.meaning, direction, lowest),
-            Bound(f"{self.name}_high", self.high, "end of that ramp", direction, lowest),
-        )
-
-
-class Limits:
-    """Values of bounds: the defaults of their declarations, but for those that were changed by name."""
-
-    def __init__(self, changes: Mapping[str, float]) -> None:
-        self._changes = dict(changes)
-        self._ends: dict[Ramp, tuple[float, float]] = {}
-
-    def __getitem__(self, bound: Bound) -> float:
-        return self._changes.get(bound.name, bound.default)
-
-    def ends(self, span: Ramp) -> tuple[float, float]:
-        """Both ends of a ramp."""
-        ends = self._ends.get(span)
-        if ends is None:
-            low, high = span.bounds
-            ends = self._ends[span] = self[low], self[high]
-        return ends
-
-    def low(self, span: Ramp) -> float:
-        """The value at which the severity begins."""
-        return self.ends(span)[0]
-
-    def high(self, span: Ramp) -> float:
-        """The value from which on the severity is 1."""
-        return self.ends(span)[1]
-
-    def middle(self, span: Ramp) -> float:
-        """The value that raises an alarm on a linear ramp."""
-        low, high = self.ends(span)
-        return (low + high) / 2
-
-    def log_middle(self, span: Ramp) -> float:
-        """The value that raises an alarm on a logarithmic ramp."""
-        low, high = self.ends(span)
-        return float((low * high) ** 0.5)
-
-    def severity(self, span: Ramp, x: float) -> float:
-        """Severity of a value on a linear ramp."""
-        return ramp(x, *self.ends(span))
-
-    def log_severity(self, span: Ramp, x: float) -> float:
-        """Severity of a value on a logarithmic ramp: half at the geometric mean of its ends."""
-        return decade_ramp(x, *self.ends(span))
+TEMPLATE: Final = re.compile(r"[a-z0-9_{}*]+(/[a-z0-9_{}*]+)*/?")  # of metric keys, their templates and beginnings
+WARNING: Final = 0.5  # severity of what is unusual and may be harmless or right: it raises the alarm and no level
 
 
 class Finding(NamedTuple):
@@ -199,9 +78,26 @@ class Finding(NamedTuple):
         """Return the same with advice of its own; None leaves that of the rule."""
         return self._replace(advice=advice)
 
+    def says(self, words: str, *values: float | str | Callable[[], str]) -> Finding:
+        """Return the same with a clause: `{}` stands for a number or a text, `{:%}` for a share, `{:x}` for a ratio."""
+        return Finding(*self[:-1], lambda: WORDING.vformat(words, values, {}))
+
     def with_text(self, text: Callable[[], str]) -> Finding:
         """Return the same with the clause that `text` returns."""
         return Finding(*self[:-1], text)  # a third of the time of `_replace`, some ninety times per update
+
+
+class Wording(Formatter):
+    """Fills values into the words of a clause."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Return a value as text; functions are called when the clause is read."""
+        if isinstance(value, str):
+            return value
+        return str(value()) if callable(value) else {"": number, "%": percent, "x": times}[format_spec](value)
+
+
+WORDING: Final = Wording()
 
 
 def checked(finding: Finding) -> Finding:
@@ -337,8 +233,7 @@ def patience_factor(facts: Facts) -> int:
     return max(1, ceil(MIN_UPDATE_STEPS / steps)) if steps > 0 else 1
 
 
-segment_of = lru_cache(maxsize=4096)(segment)
-"""Names of parameters as segments of keys, cached: every update has the same ones."""
+segment_of = lru_cache(maxsize=4096)(segment)  # of names of parameters: every update has the same ones
 
 Judge = Callable[[View], Iterable[Finding]]
 """Yields the findings of an update; none where the values do not say, which leaves the alarm as it was."""
@@ -438,16 +333,12 @@ class AlarmRule:
         for name in ("hard", "claim", "effect", "relative", "certain", "sampled", "optional", "partial", "default_off"):
             require_flag(name, getattr(self, name))
         require_each("inputs", self.inputs, require_template, may_be_empty=False)
-        if self.required is not None:
-            require_each("required", self.required, _require_templates)
-        require_each("evidence", self.evidence, require_template)
-        if self.histograms is not None:
-            require_each("histograms", self.histograms, require_template)
-        for name in ("facts", "settings"):
-            require_each(name, getattr(self, name), require_text)
-        require_each("pieces", self.pieces, _require_piece)
-        require_each("histories", self.histories, _require_history)
-        require_each("bounds", self.bounds, _require_bound)
+        items: dict[str, Callable[[str, Any], object]] = {"facts": require_text, "settings": require_text}
+        items |= {"evidence": require_template, "histories": _require_history, "bounds": _require_bound}
+        items |= {"pieces": _require_piece} | ({} if self.required is None else {"required": _require_templates})
+        items |= {} if self.histograms is None else {"histograms": require_template}
+        for name, require in items.items():
+            require_each(name, getattr(self, name), require)
 
     @property
     def required_keys(self) -> tuple[tuple[str, ...], ...]:
@@ -464,6 +355,48 @@ class AlarmRule:
     def single_bounds(self) -> tuple[Bound, ...]:
         """All bounds, ramps as their two ends."""
         return tuple([bound for item in self.bounds for bound in (item.bounds if isinstance(item, Ramp) else (item,))])
+
+
+class AlarmDraft:
+    """A built-in alarm under declaration, a group of fields at a time; `judged` completes it. Fields are those of `AlarmRule`."""
+
+    def __init__(self, type: str, *inputs: str, **fields: Any) -> None:
+        self._fields: dict[str, Any] = {"type": type, "inputs": inputs, **fields}
+
+    def _with(self, **fields: Any) -> Self:
+        self._fields |= fields
+        return self
+
+    def reads(self, *inputs: str) -> Self:
+        """Add keys that show it, where they are many; the deciding one comes first."""
+        return self._with(inputs=(*self._fields["inputs"], *inputs))
+
+    def needs(self, *required: str | tuple[str, ...], **fields: Any) -> Self:
+        """Add keys without which it cannot be raised, and `facts` or `applies`."""
+        return self._with(**({"required": required} if required else {}), **fields)
+
+    def follows(self, *histories: str | History) -> Self:
+        """Add the keys whose history it compares with."""
+        return self._with(histories=histories)
+
+    def changes(self, *settings: str) -> Self:
+        """Add the settings that the advice would change."""
+        return self._with(settings=settings)
+
+    def says(self, meaning: str, action: str, source: str = "") -> Self:
+        """Add the sentences."""
+        return self._with(meaning=meaning, action=action, source=source)
+
+    def shows(self, *evidence: str, **fields: Any) -> Self:
+        """Add the evidence, with `pieces` and `histograms`."""
+        return self._with(evidence=(*self._fields.get("evidence", ()), *evidence), **fields)
+
+    def judged(self, judge: Judge | None, *bounds: Bound | Ramp) -> AlarmRule:
+        """Return the rule with its judge, and the bounds that the judge compares with."""
+        return AlarmRule(judge=judge, bounds=bounds, **self._fields)
+
+
+alarm = AlarmDraft
 
 
 def require_template(name: str, value: Any) -> str:
@@ -489,20 +422,3 @@ def _require_bound(name: str, value: Any) -> Bound | Ramp:
     if not isinstance(value, Bound | Ramp):
         raise TypeError(f"{name} must be a Bound or a Ramp, got {value!r}")
     return value
-
-
-def ramp(x: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high` on, linear between; downwards where `high` is the smaller."""
-    if low == high:
-        return float(x >= high)
-    return min(max((x - low) / (high - low), 0.0), 1.0)
-
-
-def decade_ramp(x: float, low: float, high: float) -> float:
-    """The same over logarithms: half of it at the geometric mean."""
-    return ramp(log10(max(x, 1e-300)), log10(low), log10(high)) if low > 0 and high > 0 else hard(x >= high)
-
-
-def hard(wrong: bool) -> float:
-    """1 if something is wrong."""
-    return 1.0 if wrong else 0.0

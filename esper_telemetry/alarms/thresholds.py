@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from esper_telemetry.alarms.registry import alarm_rules
-from esper_telemetry.alarms.rule import Bound, Limits, Ramp
+from esper_telemetry.alarms.alarm_bounds import Bound, Limits, Ramp
+from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import did_you_mean
 
@@ -22,10 +22,6 @@ ON, OFF = "on", "off"
 def bounds() -> dict[str, Bound]:
     """The bounds of all installed alarms, by name."""
     return {bound.name: bound for rule in alarm_rules() for bound in rule.single_bounds}
-
-
-def _ramps() -> set[Ramp]:
-    return {item for rule in alarm_rules() for item in rule.bounds if isinstance(item, Ramp)}
 
 
 def _default_off() -> frozenset[str]:
@@ -56,7 +52,8 @@ class Thresholds(Limits):
 
     def _check_ramps(self, changed: Mapping[str, float]) -> None:
         """Raise ValueError if the ends of a changed ramp are the other way round."""
-        for span in _ramps() if changed else ():
+        items = {item for rule in alarm_rules() for item in rule.bounds} if changed else set()
+        for span in (item for item in items if isinstance(item, Ramp)):
             low, high = span.bounds
             if not {low.name, high.name}.isdisjoint(changed) and (self[high] - self[low]) * low.direction <= 0:
                 larger, smaller = (high, low) if low.direction > 0 else (low, high)
@@ -86,11 +83,7 @@ class Thresholds(Limits):
 
     @classmethod
     def parse(cls, assignments: Iterable[str], before: Self | None = None) -> Self:
-        """Bounds that `NAME=VALUE` change; a type of alarm is a name too, its value `on` or `off`.
-
-        Args:
-            assignments: the changes.
-            before: bounds to begin with; the defaults otherwise.
+        """Bounds that `NAME=VALUE` change, `before` or the defaults; a type of alarm is a name too, its value `on` or `off`.
 
         Raises ValueError, in a sentence with the offending text.
         """
@@ -120,12 +113,8 @@ class Thresholds(Limits):
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""
-        off, values, declared, types = (
-            set(self._off),
-            dict(self._changes),
-            bounds(),
-            {rule.type for rule in alarm_rules()},
-        )
+        off, values = set(self._off), dict(self._changes)
+        declared, types = bounds(), {rule.type for rule in alarm_rules()}
         for name, value in changes.items():
             if name in types:
                 switch = (ON if value else OFF) if isinstance(value, bool) else value

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.alarms.diagnosis import Diagnosis
 from esper_telemetry.alarms.diagnosis import diagnose as judge
-from esper_telemetry.alarms.rules.task import Failure, bad_ending
+from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.alarms.verdict.outcome import BAD, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import BAD, OutcomeKind
 from esper_telemetry.cli.arguments import WrongUse, echo, without_warnings, wrong_use
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
 from esper_telemetry.importers.source import READERS, read_source

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from esper_telemetry.alarms.rules.task import Failure, bad_ending
+from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.cli.arguments import WrongUse, agrees, echo, output_path, without_warnings, wrong_use
 from esper_telemetry.core.files import replace_file, write_output
 from esper_telemetry.core.record import Axes, Record

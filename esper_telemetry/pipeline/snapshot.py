@@ -27,7 +27,8 @@ from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.alarms.rule import AlarmRule, Ramp
+from esper_telemetry.alarms.alarm_bounds import Ramp
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.files import draft_of
 from esper_telemetry.journal.file import JOURNAL_NAME
 from esper_telemetry.journal.read import JournalContents

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.verdict.headline import COLOURS as TONE_COLOURS
 from esper_telemetry.alarms.verdict.headline import Tone
-from esper_telemetry.alarms.verdict.outcome import outcome_of
+from esper_telemetry.alarms.verdict.run_outcome import outcome_of
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmLevel, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.metric import MetricFamily

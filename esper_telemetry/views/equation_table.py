@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from esper_telemetry.alarms.rules.exact.equations import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
+from esper_telemetry.alarms.rules.equation_alarms import ACTIONS, RATE_KEY, ActionSum, CalibrationJudge
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Record, RunInfo, judgeable
 from esper_telemetry.equations.equation import (

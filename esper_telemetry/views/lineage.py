@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
-from esper_telemetry.alarms.verdict import outcome, remarks, return_course
+from esper_telemetry.alarms.verdict import remarks, return_course, run_outcome
 from esper_telemetry.core.catalogue import families, family_name, groups
 from esper_telemetry.core.metric import Derived, Metric, declared
 from esper_telemetry.core.record import Level, RunInfo
@@ -196,7 +196,7 @@ def _computed_from() -> Mapping[str, Sequence[str]]:
 @lru_cache(maxsize=1)
 def _verdicts() -> Mapping[str, str]:
     """Return the source of the parts that judge a run by keys which no declaration names; they spell them as strings."""
-    parts = {"outcome of the run": (outcome, return_course, recent_return), "remarks of `diagnose`": (remarks,)}
+    parts = {"outcome of the run": (run_outcome, return_course, recent_return), "remarks of `diagnose`": (remarks,)}
     return {name: "".join(map(getsource, modules)) for name, modules in parts.items()}
 
 

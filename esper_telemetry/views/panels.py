@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.text import Text
 
-from esper_telemetry.alarms.verdict.outcome import BAD, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import BAD, OutcomeKind
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM
 from esper_telemetry.views.series import Judgement
 

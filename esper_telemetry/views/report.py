@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.alarms.verdict.headline import Tone
-from esper_telemetry.alarms.verdict.outcome import NAMES
+from esper_telemetry.alarms.verdict.run_outcome import NAMES
 from esper_telemetry.core.files import read_json, replace_file
 from esper_telemetry.core.messages import capitalized
 from esper_telemetry.core.record import RUN_FAILED

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, RunJudge, is_course
 from esper_telemetry.alarms.metric_entries import metric_entries
-from esper_telemetry.alarms.rules.task import Failure, bad_ending
+from esper_telemetry.alarms.rules.task_alarms import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
-from esper_telemetry.alarms.verdict.outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized

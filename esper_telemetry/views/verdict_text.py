@@ -11,8 +11,8 @@ from rich.table import Table
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport, described_keys
-from esper_telemetry.alarms.verdict.outcome import OutcomeKind
 from esper_telemetry.alarms.verdict.remarks import REMARK
+from esper_telemetry.alarms.verdict.run_outcome import OutcomeKind
 from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.core.record import RUN_FAILED, Record, template_of
 from esper_telemetry.history.recent_return import RECENT_RETURN

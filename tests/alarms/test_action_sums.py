@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
+from esper_telemetry.alarms.alarm_bounds import Limits
 from esper_telemetry.alarms.baselines import Baselines
-from esper_telemetry.alarms.rule import Limits, View
-from esper_telemetry.alarms.rules.exact.equations import CalibrationJudge, sum_bound
+from esper_telemetry.alarms.rule import View
+from esper_telemetry.alarms.rules.equation_alarms import CalibrationJudge, sum_bound
 from esper_telemetry.equations.drawn_actions import action_inputs, action_totals, check_actions
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.verdict.outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
+from esper_telemetry.alarms.verdict.run_outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
 from esper_telemetry.core.record import Axes, Record, RunStatus
 from esper_telemetry.history.course import Array
 

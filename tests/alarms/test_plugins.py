@@ -14,7 +14,7 @@ from healthy_run import judged, raised, record, run, set_to
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import AboveBound, AlarmRule, Detectors, Finding, Thresholds, View, alarm_rules, diagnose
-from esper_telemetry.alarms.rule import above
+from esper_telemetry.alarms.alarm_bounds import above
 from esper_telemetry.core.record import AlarmEvent, Level
 from esper_telemetry.pipeline.record import PipelineSettings
 from esper_telemetry.pipeline.worker import LOG_NAME, can_use_worker
@@ -66,7 +66,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     def entries(group: str) -> list[Entry]:
         return [Entry(str(number)) for number in range(len(values))]
 
-    monkeypatch.setattr("esper_telemetry.alarms.registry.entry_points", entries)
+    monkeypatch.setattr("esper_telemetry.alarms.rule_registry.entry_points", entries)
     alarm_rules.cache_clear()
     yield values
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from test_startup_checks import WRONG
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors, Thresholds
-from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.catalogue import schedule

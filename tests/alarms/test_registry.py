@@ -10,8 +10,8 @@ import pytest
 from metrics_reference import page
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
-from esper_telemetry.alarms.registry import alarm_rules, alarms_reading
 from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.alarms.rule_registry import alarm_rules, alarms_reading
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.catalogue import catalogue, families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of

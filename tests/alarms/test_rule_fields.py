@@ -14,8 +14,8 @@ from healthy_run import FACTS, judged, raised, run, set_to
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import AboveBound, AlarmRule, Detectors, Finding, OnRamp, Ramp, Thresholds, View
+from esper_telemetry.alarms.alarm_bounds import Bound
 from esper_telemetry.alarms.baselines import History
-from esper_telemetry.alarms.rule import Bound
 from esper_telemetry.alarms.thresholds import bounds
 
 RULE = AlarmRule(

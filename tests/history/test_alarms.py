@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_telemetry.alarms.alarm_state import Change, Escalation, Hysteresis, Patience
+from esper_telemetry.alarms.alarm_state import Change, Escalation, EscalationRemaining, Hysteresis, Patience
 
 SEVERITIES = st.lists(st.sampled_from([None, math.nan, 0.0, 0.24, 0.25, 0.49, 0.5, 0.9, 1.0]), max_size=60)
 PATIENCES = st.builds(Patience, n_on=st.integers(1, 3), n_off=st.integers(1, 4), warmup=st.integers(0, 5))
@@ -123,4 +123,4 @@ def test_a_type_without_a_duration_raises_no_level() -> None:
 def test_what_is_left_is_a_value_of_the_record() -> None:
     outlook = Escalation({"grad/drift": 2}).step(["grad/drift"])
 
-    assert outlook.values().values() == {"telemetry/escalation_remaining": 2.0}
+    assert EscalationRemaining(float(outlook.remaining)).values() == {"telemetry/escalation_remaining": 2.0}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.alarms.rules.exact.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
+from esper_telemetry.alarms.rules.integrity_alarms import RATIO_INIT_BOUNDS, ratio_init_bounds
 from esper_telemetry.core.metric import declared
 from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import (
@@ -87,8 +87,9 @@ def test_data_of_an_older_policy_have_an_age() -> None:
 
 
 def test_bounds_of_the_first_minibatch_are_strict_and_widen_with_small_sigma() -> None:
-    assert [ratio_init_grade(value, "fp32") for value in (1e-5, 2e-5, 1e-3, 2e-3)] == ["ok", "warn", "warn", "crit"]
-    assert ratio_init_grade(5e-5, "fp32", smallest_std=0.1) == "ok"
+    bounds = ratio_init_bounds("fp32")
+    assert [bounds.severity(value) for value in (1e-5, 2e-5, 1e-3, 2e-3)] == [0.0, 0.5, 0.5, 1.0]
+    assert ratio_init_bounds("fp32", smallest_std=0.1).severity(5e-5) == 0.0
     assert ratio_init_bounds("fp32", smallest_std=10.0) == RATIO_INIT_BOUNDS["fp32"]
     with pytest.raises(ValueError, match="precision must be one of fp32, tf32, bf16, fp16, got 'int8'"):
         ratio_init_bounds("int8")

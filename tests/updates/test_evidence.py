@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.alarms.rule_registry import alarm_rules
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd

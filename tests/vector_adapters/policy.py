@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from esper_telemetry.alarms.rules.exact.integrity import ratio_init_grade
+from esper_telemetry.alarms.rules.integrity_alarms import ratio_init_bounds
 from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
 from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy
@@ -47,7 +47,8 @@ def _update(inputs: Inputs) -> Values:
 def ratio_init(inputs: Inputs) -> Values:
     """I1 with its grade."""
     values = ratio(inputs)
-    return {**values, "aux:grade": ratio_init_grade(values["integrity/ratio_init"], inputs["precision"])}
+    severity = ratio_init_bounds(inputs["precision"]).severity(values["integrity/ratio_init"])
+    return {**values, "aux:grade": {0.0: "ok", 0.5: "warn", 1.0: "crit"}[severity]}
 
 
 def heads(inputs: Inputs) -> Values:

@@ -18,12 +18,10 @@ from typing import Final, Literal
 
 from esper_telemetry.core.record import MetricInfo
 
-Judgement = Literal["", "outside", "warn", "critical"]
-"""State of a value by its metric's bounds; empty within them or without plain bounds."""
-
-Other = Callable[[str], float | None]
-"""Returns the value of another metric at the same time, by its key or template."""
-
+Judgement = Literal[
+    "", "outside", "warn", "critical"
+]  # state of a value by its metric's bounds; empty within them or without plain bounds
+Other = Callable[[str], float | None]  # returns the value of another metric at the same time, by its key or template
 NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
 BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
 RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})\s*(?:[;:(].*)?")
@@ -34,10 +32,8 @@ RELATIVE: Final = re.compile(r"\s*(of|%|times|x|std|batch sizes?|σ)\b")
 """What follows a number in units of another value, which does not bound the value itself."""
 
 HEAD: Final = "{head}"
-LATEST_RECORDS: Final = 10
-"""Records over which a value that is critical for longer than a moment is the median."""
-MIN_LATEST_VALUES: Final = 3
-"""Values among them, at least: metrics of sampled updates may have fewer."""
+LATEST_RECORDS: Final = 10  # records over which a value that is critical for longer than a moment is the median
+MIN_LATEST_VALUES: Final = 3  # values among them, at least: metrics of sampled updates may have fewer
 
 
 @dataclass(frozen=True, slots=True)

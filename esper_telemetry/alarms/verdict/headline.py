@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from enum import StrEnum
 from typing import Final
 
-from esper_telemetry.alarms.verdict.outcome import BAD, GOOD, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import AlarmLevel
 
 
@@ -27,8 +27,7 @@ class Tone(StrEnum):
     BAD = "bad"
 
 
-COLOURS: Final = {Tone.GOOD: "green", Tone.OPEN: "cyan", Tone.WARN: "yellow", Tone.BAD: "red"}
-"""Colours of a terminal."""
+COLOURS: Final = {Tone.GOOD: "green", Tone.OPEN: "cyan", Tone.WARN: "yellow", Tone.BAD: "red"}  # colours of a terminal
 
 
 def tone_of(outcome: OutcomeKind | str, lasting: Iterable[AlarmLevel] = (), critical: Collection[str] = ()) -> Tone:

@@ -8,7 +8,7 @@ Settings that a configuration leaves out are the defaults of its trainer. A valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -23,7 +23,7 @@ class PublishedRange:
     Attributes:
         name: of the setting, as `PPOConfig` and the facts of a run have it.
         lowest, p10, median, p90, highest: of the published values.
-        sb3: its name in Stable-Baselines3.
+        sb3: its name in Stable-Baselines3, if that is another one.
         sb3_factor: value there over value here.
         example: the published configurations at both ends.
     """
@@ -39,65 +39,29 @@ class PublishedRange:
     example: str = ""
 
 
+ZOO, CAR = "rl-baselines3-zoo", "rl-baselines3-zoo MountainCarContinuous-v0"
 PUBLISHED: Final[Mapping[str, PublishedRange]] = {
-    item.name: item
-    for item in (
-        PublishedRange(
-            *("learning_rate", 2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3),
-            sb3="learning_rate",
-            example="rl-baselines3-zoo HalfCheetah-v3; Sample Factory MuJoCo",
-        ),
-        PublishedRange(
-            *("gamma", 0.8, 0.98, 0.99, 0.999, 0.9999), sb3="gamma", example="skrl ManiSkill; rl-baselines3-zoo Swimmer"
-        ),
-        PublishedRange(
-            *("gae_lambda", 0.8, 0.9, 0.95, 0.98, 1.0),
-            sb3="gae_lambda",
-            example="rl-baselines3-zoo CartPole-v1, Reacher-v2",
-        ),
-        PublishedRange(
-            *("clip", 0.1, 0.1, 0.2, 0.4, 0.4), sb3="clip_range", example="CleanRL Atari; rl-baselines3-zoo PyBullet"
-        ),
-        PublishedRange(
-            *("num_epochs", 1, 4, 10, 20, 20), sb3="n_epochs", example="Sample Factory; rl-baselines3-zoo CartPole-v1"
-        ),
-        PublishedRange(
-            *("minibatch_size", 8, 32, 64, 2048, 25_000),
-            sb3="batch_size",
-            example="rl-baselines3-zoo MountainCarContinuous-v0; RSL-RL ANYmal C",
-        ),
-        PublishedRange(
-            *("rollout_size", 8, 512, 4096, 16_000, 98_000),
-            sb3="n_steps x n_envs",
-            example="rl-baselines3-zoo MountainCarContinuous-v0; RSL-RL ANYmal C",
-        ),
-        PublishedRange(
-            *("entropy_coef", 0.0, 0.0, 0.0, 0.01, 0.01),
-            sb3="ent_coef",
-            example="rl-baselines3-zoo MuJoCo; CleanRL Atari",
-        ),
-        PublishedRange(
-            *("value_coef", 0.38, 0.5, 1.0, 2.0, 5.0),
-            sb3="vf_coef",
-            sb3_factor=0.5,
-            example="rl-baselines3-zoo MountainCarContinuous-v0; skrl",
-        ),
-        PublishedRange(
-            *("max_grad_norm", 0.3, 0.5, 0.5, 1.0, 5.0),
-            sb3="max_grad_norm",
-            example="rl-baselines3-zoo InvertedPendulum-v3, MountainCarContinuous-v0",
-        ),
+    name: PublishedRange(name, low, p10, p50, p90, high, sb3, 0.5 if name == "value_coef" else 1.0, example)
+    for name, (low, p10, p50, p90, high), sb3, example in (
+        ("learning_rate", (2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3), "", f"{ZOO} HalfCheetah-v3; Sample Factory MuJoCo"),
+        ("gamma", (0.8, 0.98, 0.99, 0.999, 0.9999), "", f"skrl ManiSkill; {ZOO} Swimmer"),
+        ("gae_lambda", (0.8, 0.9, 0.95, 0.98, 1.0), "", f"{ZOO} CartPole-v1, Reacher-v2"),
+        ("clip", (0.1, 0.1, 0.2, 0.4, 0.4), "clip_range", f"CleanRL Atari; {ZOO} PyBullet"),
+        ("num_epochs", (1, 4, 10, 20, 20), "n_epochs", f"Sample Factory; {ZOO} CartPole-v1"),
+        ("minibatch_size", (8, 32, 64, 2048, 25_000), "batch_size", f"{CAR}; RSL-RL ANYmal C"),
+        ("rollout_size", (8, 512, 4096, 16_000, 98_000), "n_steps x n_envs", f"{CAR}; RSL-RL ANYmal C"),
+        ("entropy_coef", (0.0, 0.0, 0.0, 0.01, 0.01), "ent_coef", f"{ZOO} MuJoCo; CleanRL Atari"),
+        ("value_coef", (0.38, 0.5, 1.0, 2.0, 5.0), "vf_coef", f"{CAR}; skrl"),
+        ("max_grad_norm", (0.3, 0.5, 0.5, 1.0, 5.0), "", f"{ZOO} InvertedPendulum-v3, MountainCarContinuous-v0"),
     )
 }
 
 INITIAL_STD: Final = PublishedRange(
-    *("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0),
-    example="rl-baselines3-zoo MountainCarContinuous-v0; CleanRL, RSL-RL",
+    *("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0), example=f"{CAR}; CleanRL, RSL-RL"
 )
 """In the units of the network's actions, of 67 configurations with continuous actions; actions with other bounds move it."""
 
-TOLERANCE: Final = 0.02
-"""Relative distance beyond the end of a range that is rounding."""
+TOLERANCE: Final = 0.02  # relative distance beyond the end of a range that is rounding
 
 MIN_SEEN_SHARE: Final = 0.01
 """Steps that a discount looks ahead, 1 / (1 - gamma), relative to the length of episodes: the least published is 0.015, of Atari games."""
@@ -164,6 +128,13 @@ def outside_settings(facts: Facts) -> Iterator[OutsideSetting]:
         if is_outside(published, value):
             limit = published.lowest if value < published.lowest else published.highest
             yield OutsideSetting(name, value, limit, range_sentence(name, value, facts))
+
+
+def outside_sentences(names: Iterable[str], facts: Facts, rate: float | None) -> list[str]:
+    """Return sentences on those of these settings that are outside of all published values; `rate` is the learning rate that was logged."""
+    values = settings_of(with_logged_rate(facts, rate)) if names else {}
+    outside = [name for name in names if name in values and is_outside(PUBLISHED[name], values[name])]
+    return [f"{range_sentence(name, values[name], facts)}." for name in outside]
 
 
 def spread_sentence(value: float) -> str:

@@ -21,106 +21,76 @@ from esper_telemetry.alarms.verdict.published_settings import (
 )
 from esper_telemetry.core.messages import number, percent
 
-REMARK: Final = "remark"
-"""Type of the journal event."""
-
-MIN_STEPS: Final = 5000
-"""Environment steps without a reward that are worth a remark."""
-
-MIN_EPISODES: Final = 10
-"""Episodes that end alike, before that is one."""
-
-MIN_LIMITED_STEPS: Final = 20
-"""Steps of an episode from which on its length may be a time limit."""
-
-TINY_REWARD: Final = 1e-3
-"""Largest reward below which the scale of rewards is worth a remark."""
+REMARK: Final = "remark"  # type of the journal event
+MIN_STEPS: Final = 5000  # environment steps without a reward that are worth a remark
+MIN_EPISODES: Final = 10  # episodes that end alike, before that is one
+MIN_LIMITED_STEPS: Final = 20  # steps of an episode from which on its length may be a time limit
+TINY_REWARD: Final = 1e-3  # largest reward below which the scale of rewards is worth a remark
 
 SAME_STD: Final = 0.8
 """Smallest over mean standard deviation, from which on a head has one for all states: else the setting does not say its size."""
 
-UNEQUAL_FEATURES: Final = 1000.0
-"""Largest over smallest feature of an observation."""
+UNEQUAL_FEATURES: Final = 1000.0  # largest over smallest feature of an observation
 
 NO_ACTION_EFFECT: Final = ((2000, 1.4), (1000, 1.0), (600, 0.9))
 """Steps in which effects were looked for, and means of `policy/action_effect` below which none shows: chance gives about 0.9 however many
 steps there are, and the weakest of healthy runs 1.3 in 500 steps and 1.8 in 2,000."""
 
-Remark = tuple[str, dict[str, Any]]
-"""Name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`."""
+Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`
 
 
 @dataclass(slots=True)
-class RewardCourse:
-    """Rewards of all records so far.
+class RunSoFar:
+    """Rewards, ends of episodes and effects of actions in all records so far.
 
     Attributes:
-        steps: environment steps.
-        largest: largest magnitude.
-        spread: largest standard deviation within a record.
+        reward_steps: environment steps with rewards.
+        largest, spread: largest magnitude of a reward, and standard deviation within a record.
         values: mean rewards of records in which all were equal.
-    """
-
-    steps: int = 0
-    largest: float = 0.0
-    spread: float = 0.0
-    values: set[float] = field(default_factory=set)
-
-    def add(self, view: View) -> bool:
-        """Add a record; True where it has rewards."""
-        largest, spread = view.get("reward/absmax"), view.get("reward/std")
-        if largest is None or spread is None:
-            return False
-        self.steps += view.rollout_steps
-        self.largest, self.spread = max(self.largest, largest), max(self.spread, spread)
-        if spread == 0 and len(self.values) < 2:
-            self.values.add(view.get("reward/mean") or 0.0)
-        return True
-
-
-@dataclass(slots=True)
-class EpisodeLengths:
-    """Ends of all episodes so far.
-
-    Attributes:
         episodes: that ended.
         cut: some were cut off by a time limit.
         shortest, longest: of those that terminated.
+        effect_records, effect_steps: that have `policy/action_effect`.
+        effect: sum of it.
     """
 
+    reward_steps: int = 0
+    largest: float = 0.0
+    spread: float = 0.0
+    values: set[float] = field(default_factory=set)
     episodes: float = 0.0
     cut: bool = False
     shortest: float = float("inf")
     longest: float = 0.0
+    effect_records: int = 0
+    effect_steps: int = 0
+    effect: float = 0.0
 
-    def add(self, view: View) -> None:
-        """Add a record."""
+    def add_ends(self, view: View) -> None:
+        """Add the episodes of a record."""
         self.episodes += view.get("episode/count") or 0.0
         self.cut = self.cut or (view.get("episode/truncated_frac") or 0.0) > 0
         self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
         self.longest = max(self.longest, view.get("episode/terminated_length_max") or 0.0)
 
-
-@dataclass(slots=True)
-class ActionEffects:
-    """Effects of actions on observations so far.
-
-    Attributes:
-        records, steps: that have them.
-        total: sum of `policy/action_effect`.
-    """
-
-    records: int = 0
-    steps: int = 0
-    total: float = 0.0
-
-    def add(self, view: View) -> bool:
-        """Add a record; True where it has the effect."""
-        effect = view.get("policy/action_effect")
-        if effect is None:
+    def add_rewards(self, view: View) -> bool:
+        """Add the rewards of a record; True where it has any."""
+        largest, spread = view.get("reward/absmax"), view.get("reward/std")
+        if largest is None or spread is None:
             return False
-        self.records, self.steps, self.total = self.records + 1, self.steps + view.rollout_steps, self.total + effect
+        self.reward_steps += view.rollout_steps
+        self.largest, self.spread = max(self.largest, largest), max(self.spread, spread)
+        if spread == 0 and len(self.values) < 2:
+            self.values.add(view.get("reward/mean") or 0.0)
         return True
+
+    def add_effect(self, view: View) -> bool:
+        """Add the effect of the actions of a record; True where it is known."""
+        effect = view.get("policy/action_effect")
+        if effect is not None:
+            self.effect_records, self.effect_steps = self.effect_records + 1, self.effect_steps + view.rollout_steps
+            self.effect += effect
+        return effect is not None
 
 
 class Remarks:
@@ -128,9 +98,7 @@ class Remarks:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._rewards = RewardCourse()
-        self._ends = EpisodeLengths()
-        self._effects = ActionEffects()
+        self._run = RunSoFar()
         self._episode_length: float | None = None
 
     def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
@@ -147,13 +115,13 @@ class Remarks:
             for name, value, limit, text in outside_settings(with_logged_rate(view.facts, view.get("opt/lr"))):
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
-        self._ends.add(view)
+        self._run.add_ends(view)
         self._episode_length = view.get("episode/length_mean") or self._episode_length
         yield from self._horizon(view)
         yield from self._fixed_length()
-        if self._rewards.add(view):
+        if self._run.add_rewards(view):
             yield from self._reward_remarks()
-        if self._effects.add(view):
+        if self._run.add_effect(view):
             yield from self._effect_remark()
         yield from unequal_features(view)
         yield from features_and_gradients(view)
@@ -161,7 +129,7 @@ class Remarks:
     def _horizon(self, view: View) -> Iterator[Remark]:
         """A discount that looks a few steps ahead in long episodes."""
         gamma, length = view.facts.gamma, self._episode_length
-        if gamma is None or not 0 <= gamma < 1 or not length or self._ends.episodes < MIN_EPISODES:
+        if gamma is None or not 0 <= gamma < 1 or not length or self._run.episodes < MIN_EPISODES:
             return
         seen = 1 / (1 - gamma)
         if seen < MIN_SEEN_SHARE * length:
@@ -173,13 +141,9 @@ class Remarks:
 
     def _fixed_length(self) -> Iterator[Remark]:
         """Episodes that all terminate after the same number of steps."""
-        ends = self._ends
-        if (
-            ends.episodes < MIN_EPISODES
-            or ends.cut
-            or ends.shortest != ends.longest
-            or ends.longest < MIN_LIMITED_STEPS
-        ):
+        ends = self._run
+        few = ends.episodes < MIN_EPISODES or ends.longest < MIN_LIMITED_STEPS
+        if few or ends.cut or ends.shortest != ends.longest:
             return
         text = (
             f"all {number(ends.episodes)} episodes have ended after exactly {number(ends.longest)} steps and count as terminated: if that "
@@ -188,11 +152,11 @@ class Remarks:
         yield "fixed length", _data(text, "episode/terminated_length_max", ends.longest, ends.longest)
 
     def _reward_remarks(self) -> Iterator[Remark]:
-        rewards = self._rewards
-        if rewards.steps < MIN_STEPS:
+        rewards = self._run
+        if rewards.reward_steps < MIN_STEPS:
             return
         if rewards.largest == 0:
-            text = f"none of the first {rewards.steps:,} steps has been paid a reward"
+            text = f"none of the first {rewards.reward_steps:,} steps has been paid a reward"
             yield "no reward", _data(text, "reward/absmax", 0.0, 0.0)
         elif rewards.largest < TINY_REWARD:
             text = f"rewards are {number(rewards.largest)} at most: the critic's targets are next to nothing; scale them to about 1"
@@ -200,20 +164,20 @@ class Remarks:
         elif rewards.spread == 0 and len(rewards.values) == 1:
             (value,) = rewards.values
             text = (
-                f"every one of the first {rewards.steps:,} steps has been paid the same reward, {number(value)}: "
+                f"every one of the first {rewards.reward_steps:,} steps has been paid the same reward, {number(value)}: "
                 "only the length of an episode counts"
             )
             yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
 
     def _effect_remark(self) -> Iterator[Remark]:
         """Observations that do not change with the actions."""
-        effects = self._effects
-        mean = effects.total / effects.records
-        limit = next((limit for steps, limit in NO_ACTION_EFFECT if effects.steps >= steps), 0.0)
+        effects = self._run
+        mean = effects.effect / effects.effect_records
+        limit = next((limit for steps, limit in NO_ACTION_EFFECT if effects.effect_steps >= steps), 0.0)
         if mean < limit:
             text = (
-                f"in {effects.steps:,} steps observations have not changed with the actions of the policy: check that env.step receives "
-                "them, in their units, also beneath wrappers (in a bandit they change nothing)"
+                f"in {effects.effect_steps:,} steps observations have not changed with the actions of the policy: check that env.step "
+                "receives them, in their units, also beneath wrappers (in a bandit they change nothing)"
             )
             yield "ignored actions", _data(text, "policy/action_effect", mean, limit, quiet=True)
 

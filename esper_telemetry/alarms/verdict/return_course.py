@@ -10,24 +10,12 @@ from math import isfinite
 from esper_telemetry.core.messages import number
 
 MEAN, STD, COUNT = "episode/return_mean", "episode/return_std", "episode/count"
-
-MIN_EPISODES = 20
-"""Episodes that a level of the return is the mean of; fewer where an update has less than one."""
-
-MIN_UPDATES = 3
-"""Updates with episodes that it is the mean of, at least."""
-
-MAX_UPDATES = 20
-"""Updates with episodes that it is the mean of, at most."""
-
-CLEAR_ERRORS = 3.0
-"""Standard errors by which two levels differ clearly."""
-
-FALL_ERRORS = 4.0
-"""The same for a fall that is looked for in every update."""
-
-CLEAR_SHARE = 0.02
-"""Share of the first level by which they must differ besides."""
+MIN_EPISODES = 20  # episodes that a level of the return is the mean of; fewer where an update has less than one
+MIN_UPDATES = 3  # updates with episodes that it is the mean of, at least
+MAX_UPDATES = 20  # updates with episodes that it is the mean of, at most
+CLEAR_ERRORS = 3.0  # standard errors by which two levels differ clearly
+FALL_ERRORS = 4.0  # the same for a fall that is looked for in every update
+CLEAR_SHARE = 0.02  # share of the first level by which they must differ besides
 
 
 @dataclass(slots=True)

@@ -18,21 +18,19 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-from esper_telemetry.alarms.rule import number
 from esper_telemetry.alarms.verdict.bounds import RANGE, Other, distance_beyond
 from esper_telemetry.core.catalogue import catalogue, family_name, groups
 from esper_telemetry.core.facts import Facts
+from esper_telemetry.core.messages import number
 from esper_telemetry.core.metric import Metric, declared
 from esper_telemetry.core.record import Level, Record, template_of
 
 MAX_UNUSUAL: Final = 10
 MIN_SCORE: Final = 1.0
 """Score above which a value is unusual: it lies outside the middle 80 % of the values of healthy runs."""
-MAX_SAMPLES: Final = 400
-"""Values of a key that are kept; of longer runs every second, every fourth and so on."""
+MAX_SAMPLES: Final = 400  # values of a key that are kept; of longer runs every second, every fourth and so on
 QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
-WARN_SCORE, CRITICAL_SCORE = 2.0, 4.0
-"""Scores of values beyond a metric's own bounds, to which the distance in decades adds."""
+WARN_SCORE, CRITICAL_SCORE = 2.0, 4.0  # of values beyond a metric's own bounds; the distance in decades adds to it
 
 UNITS: Final = re.compile(
     r"fraction.*|share|nats.*|ratio|1( .*)?|cosine|σ|σ_R|decades|relative error|severity|Pearson|Spearman ρ|accuracy|dimensions|flag"
@@ -183,8 +181,7 @@ def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tupl
         yield key, [pooled[min(len(pooled) - 1, int(share * len(pooled)))] for share in QUANTILES]
 
 
-WATCHED: Final = ("grad/global/", "grad/clip/", "opt/lr")
-"""Beginnings of keys that `telemetry.watch` measures."""
+WATCHED: Final = ("grad/global/", "grad/clip/", "opt/lr")  # beginnings of keys that `telemetry.watch` measures
 DERIVED_FROM: Final = {
     "value/r2": "value_fit",
     "value/loss_norm": "value_fit",

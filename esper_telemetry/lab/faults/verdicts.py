@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.rules.exact.integrity import NONFINITE
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record
 from esper_telemetry.equations.equation import EQUATION_KEY, equations

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esper_telemetry.alarms.rule import SMALLEST_DIVISOR, AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, above, below, hard
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View
+from esper_telemetry.core.messages import number, percent
 from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, ROLLBACK_ALARM, Stage
 
 EXPLODING, SUSTAINED, EXPLODING_FRAC = "seed/exploding", "seed/exploding_sustained", "seed/exploding_frac"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from esper_telemetry.alarms.verdict.outcome import NONFINITE
+from esper_telemetry.alarms.verdict.run_outcome import NONFINITE
 from esper_telemetry.views.compare.compared_runs import RETURN_KEYS, ComparedRun, FirstDifference, first_difference
 from esper_telemetry.views.compare.seed_statistics import (
     METRICS_LEVEL,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.alarms.alarm_state import ALARMS_FAMILY
-from esper_telemetry.alarms.verdict.outcome import EVALUATION, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import EVALUATION, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.record import AlarmEvent, MetricInfo, Record, RunInfo, RunStatus, judgeable, template_of

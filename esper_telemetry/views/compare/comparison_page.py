@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from esper_telemetry.alarms.verdict.outcome import NAMES
+from esper_telemetry.alarms.verdict.run_outcome import NAMES
 from esper_telemetry.core.messages import capitalized, number
 from esper_telemetry.views.compare import Comparison, GroupComparison
 from esper_telemetry.views.compare.compared_runs import FirstDifference

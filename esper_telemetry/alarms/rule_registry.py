@@ -10,45 +10,35 @@ from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules import (
-    data,
-    exploration,
-    gradient_course,
-    gradients,
-    language,
-    memory,
-    optimizer,
-    stagnation,
-    startup,
-    task,
-    telemetry,
-    trust_region,
-    value,
+    data_alarms,
+    equation_alarms,
+    exploration_alarms,
+    gradient_alarms,
+    gradient_course_alarms,
+    integrity_alarms,
+    language_alarms,
+    memory_alarms,
+    optimizer_alarms,
+    stagnation_alarms,
+    startup_alarms,
+    task_alarms,
+    telemetry_alarms,
+    trust_region_alarms,
+    value_alarms,
 )
-from esper_telemetry.alarms.rules.exact import equations, integrity
-from esper_telemetry.alarms.rules.exact.integrity import NONFINITE, NONFINITE_KEY
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE, NONFINITE_KEY
 from esper_telemetry.core.messages import shown
 from esper_telemetry.core.redaction import error_line
 
 ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 """Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
 
-BUILT_IN: tuple[AlarmRule, ...] = (
-    *integrity.RULES,
-    *equations.RULES,
-    *trust_region.RULES,
-    *exploration.RULES,
-    *value.RULES,
-    *data.RULES,
-    *startup.RULES,
-    *gradients.RULES,
-    *gradient_course.RULES,
-    *optimizer.RULES,
-    *memory.RULES,
-    *language.RULES,
-    *stagnation.RULES,
-    *task.RULES,
-    *telemetry.RULES,
+FAMILIES = (
+    *(integrity_alarms, equation_alarms, trust_region_alarms, exploration_alarms, value_alarms, data_alarms),
+    *(startup_alarms, gradient_alarms, gradient_course_alarms, optimizer_alarms, memory_alarms, language_alarms),
+    *(stagnation_alarms, task_alarms, telemetry_alarms),
 )
+BUILT_IN: tuple[AlarmRule, ...] = tuple(rule for family in FAMILIES for rule in family.RULES)
 
 _logger = logging.getLogger("esper_telemetry")
 

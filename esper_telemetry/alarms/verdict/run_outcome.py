@@ -55,10 +55,7 @@ from esper_telemetry.history.recent_return import (
 NOT_REPORTED: Final = (
     "no returns are reported: observe esper_telemetry.metrics.episode_stats(returns, lengths) after a rollout"
 )
-
-OUTCOME: Final = "outcome"
-"""Type of the journal's event."""
-
+OUTCOME: Final = "outcome"  # type of the journal's event
 MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
 MIN_SPREAD_BLOCKS: Final = 3
@@ -66,8 +63,7 @@ MIN_SPREAD_BLOCKS: Final = 3
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
 MIN_ENDED_UPDATES: Final = 10
-MIN_ENDED_EPISODES: Final = 100
-"""The same for a run that has finished: nothing more can follow."""
+MIN_ENDED_EPISODES: Final = 100  # the same for a run that has finished: nothing more can follow
 MIN_FLAT_AVERAGED_EPISODES: Final = 300
 """A flat curve needs more than a rising one: learning may begin late, and means of the last hundred episodes hold on to the first ones."""
 BLOCK_EPISODES: Final = 5
@@ -80,12 +76,9 @@ STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
 """Share of the rise within which a stable level stays, and of which a return above the first rollouts has to lose more to decline."""
 MIN_STABLE_BLOCKS: Final = 8
-SOLVED_EPISODES: Final = 100
-"""Episodes before which the return cannot have passed a threshold."""
-SOLVED_BAND: Final = 0.1
-"""Share of the way from the first rollouts to the threshold by which the return of a solved task may fall below it."""
-MIN_FALL_SHARE: Final = 0.02
-"""Share of the first level that a run has to fall to decline."""
+SOLVED_EPISODES: Final = 100  # episodes before which the return cannot have passed a threshold
+SOLVED_BAND: Final = 0.1  # share of the way from the first rollouts to the threshold by which the return of a solved task may fall below it
+MIN_FALL_SHARE: Final = 0.02  # share of the first level that a run has to fall to decline
 CONFIRMING_UPDATES: Final = 2
 CONFIRMING_SHARE: Final = 0.1
 FAILED_RECORDS: Final = 3
@@ -153,12 +146,14 @@ class Outcome:
     since: int | None = None
     threshold: float | None = None
 
+    @property
+    def began_above(self) -> bool:
+        """True where the first rollouts were above the environment's threshold already."""
+        return self.threshold is not None and self.first is not None and self.first >= self.threshold
+
     def data(self) -> dict[str, Any]:
         """Return plain values, as the journal's event has them."""
-        return {
-            "outcome": str(self.kind),
-            **{name: getattr(self, name) for name in self.__slots__ if name != "kind"},
-        }
+        return {"outcome": str(self.kind), **{name: getattr(self, name) for name in self.__slots__ if name != "kind"}}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Outcome:
@@ -167,7 +162,7 @@ class Outcome:
         return cls(OutcomeKind(data.get("outcome", "")), **values)
 
 
-class Candidate(NamedTuple):
+class OutcomeCandidate(NamedTuple):
     """A kind that is to be confirmed, and the number of updates when it was first found."""
 
     kind: OutcomeKind
@@ -195,7 +190,7 @@ class OutcomeJudge:
         self._nonfinite = self._nonfinite_since = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
-        self._candidate: Candidate | None = None
+        self._candidate: OutcomeCandidate | None = None
         self._sign, self._note = 1.0, ""
         self.outcome, self.has_changed = Outcome(), False
 
@@ -269,16 +264,9 @@ class OutcomeJudge:
                 if key in values:
                     std = values.get(STD) if key == RETURN else None
                     std = std if std is None or 0 <= std <= MAX_RETURN else 0.0
-                    self._put(
-                        key,
-                        values[key],
-                        episodes,
-                        update,
-                        std=std,
-                        settling=settling,
-                        passed=passed,
-                        recent=values.get(RECENT_RETURN) if key in (RETURN, RECENT_RETURN) else None,
-                    )
+                    recent = values.get(RECENT_RETURN) if key in (RETURN, RECENT_RETURN) else None
+                    block = {"std": std, "settling": settling, "steps": passed}
+                    self._put(key, values[key], episodes, update, recent, **block)
 
     def _note_threshold(self, update: int) -> None:
         """Note since when the return has been above the environment's threshold, or not far below it."""
@@ -293,26 +281,17 @@ class OutcomeJudge:
             self._passed_since = None if lost else self._passed_since
 
     def _put(
-        self,
-        key: str,
-        value: float,
-        episodes: float,
-        update: int,
-        *,
-        std: float | None = None,
-        settling: float = 0.0,
-        passed: float = math.inf,
-        recent: float | None = None,
+        self, key: str, value: float, episodes: float, update: int, recent: float | None = None, **block: Any
     ) -> None:
         if recent is not None and not abs(recent) <= MAX_RETURN:
             recent = None
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
             least = AVERAGED_BLOCK_EPISODES if key == RECENT_RETURN else BLOCK_EPISODES
             blocks = self._series.setdefault(key, Blocks(least))
-            blocks.add(value, episodes, update, std=std, settling=settling, steps=passed)
+            blocks.add(value, episodes, update, **block)
             self._recent.setdefault(key, RecentMean()).add(value, episodes, recent=recent)
 
-    def _confirmed(self, judged: Outcome) -> tuple[Outcome, Candidate | None]:
+    def _confirmed(self, judged: Outcome) -> tuple[Outcome, OutcomeCandidate | None]:
         """Return the outcome after a judgement, and the kind that is to be confirmed: one judgement of another kind may be chance."""
         before, candidate = self.outcome, self._candidate
         kinds = {before.kind, judged.kind}
@@ -322,7 +301,7 @@ class OutcomeJudge:
         if before.kind is judged.kind or at_once:
             return judged, None
         if candidate is None or candidate.kind is not judged.kind:
-            candidate = Candidate(judged.kind, self._updates)
+            candidate = OutcomeCandidate(judged.kind, self._updates)
         lasted = self._updates - candidate.since
         is_confirmed = lasted >= max(CONFIRMING_UPDATES, CONFIRMING_SHARE * self._updates)
         if is_confirmed and judged.kind is not OutcomeKind.TOO_SHORT:
@@ -414,7 +393,7 @@ class OutcomeJudge:
         kind, since = self._consistent(kind, base, shift), None
         if kind is OutcomeKind.FLAT and not self._flat_is_known(key, blocks):
             kind = OutcomeKind.TOO_SHORT
-        elif kind in GOOD and self._passed_since is not None and not _began_above(base):
+        elif kind in GOOD and self._passed_since is not None and not base.began_above:
             kind, since = OutcomeKind.SOLVED, self._passed_since
         elif kind is OutcomeKind.CONVERGED:
             since = blocks.blocks[stable].begin
@@ -429,11 +408,8 @@ class OutcomeJudge:
         """Return `return 21 -> 340 in 48 updates`; it begins with the best return if that is what has been lost."""
         name = NAMES.get(outcome.key, outcome.key)
         first, last, best = (0.0 if level is None else level for level in (outcome.first, outcome.last, outcome.best))
-        few = (
-            f" (mean of all {outcome.episodes:,} episodes)"
-            if self._counted and outcome.episodes < RECENT_EPISODES
-            else ""
-        )
+        is_few = self._counted and outcome.episodes < RECENT_EPISODES
+        few = f" (mean of all {outcome.episodes:,} episodes)" if is_few else ""
         reach = f"-> {number(last)} in {outcome.updates:,} updates{few}"
         if outcome.kind is OutcomeKind.DECLINING and self._sign * (best - first) > self._sign * (first - last):
             return f"{name} {number(best)} at best {reach}, {number(first)} in the first rollouts"
@@ -485,25 +461,16 @@ def flat_episodes(key: str) -> int:
     return MIN_FLAT_AVERAGED_EPISODES if key == RECENT_RETURN else MIN_FLAT_EPISODES
 
 
-def _began_above(outcome: Outcome) -> bool:
-    """Return whether the first rollouts were above the environment's threshold already."""
-    return outcome.threshold is not None and outcome.first is not None and outcome.first >= outcome.threshold
-
-
 def _clause(outcome: Outcome, facts: Facts) -> str:
     """Return the end of the sentence: what makes the kind."""
     threshold = "" if outcome.threshold is None else number(outcome.threshold)
-    passed = (
-        f"; the first rollouts were above the environment's threshold of {threshold} already, as when rewards are scaled"
-        if _began_above(outcome)
-        else ""
-    )
+    passed = f"; the first rollouts were above the environment's threshold of {threshold} already, as when rewards are scaled"
+    passed = passed if outcome.began_above else ""
     match outcome.kind:
         case OutcomeKind.SOLVED:
             above = outcome.last is not None and outcome.threshold is not None and outcome.last >= outcome.threshold
-            verb = "above" if above else "not far below"
-            name = facts.env or "the environment"
-            return f", {verb} {threshold}, the threshold of {name}, since update {outcome.since:,}"
+            place = f"{'above' if above else 'not far below'} {threshold}, the threshold of {facts.env or 'the environment'}"
+            return f", {place}, since update {outcome.since:,}"
         case OutcomeKind.CONVERGED:
             return f", stable since update {outcome.since:,}{passed}"
         case OutcomeKind.FLAT:

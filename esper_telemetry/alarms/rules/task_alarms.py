@@ -7,94 +7,77 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
-from esper_telemetry.alarms.rules.exact.integrity import NONFINITE_KEY
+from esper_telemetry.alarms.alarm_bounds import above, count, hard
+from esper_telemetry.alarms.judges import StateJudge, reading
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, Finding, View, alarm
+from esper_telemetry.alarms.rules.integrity_alarms import NONFINITE_KEY
+from esper_telemetry.core.messages import number, percent
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 
 COUNT, RETURN, EPISODE_RETURN = "episode/count", "episode/return_mean_100", "episode/return_mean"
-SETTLE_UPDATES = 10
-"""Updates with episodes, after which the average return means something."""
-
+SETTLE_UPDATES = 10  # updates with episodes, after which the average return means something
 EPISODES_UPDATES = count("episodes_updates", 20, "updates without the end of an episode, at least")
 EPISODES_FACTOR = count("episodes_factor", 5, "times the longest such gap so far, at least")
 
 
 @dataclass(slots=True)
-class NoEpisodesJudge:
-    """No episode that ends, for much longer than they take.
-
-    Attributes:
-        ended: some episode has ended.
-        gap, longest: updates since the last end, and between two ends at most.
-    """
+class Gaps:
+    """Whether some episode has ended, and updates since the last end, and between two ends at most."""
 
     ended: bool = False
     gap: int = 0
     longest: int = 0
 
-    def __call__(self, view: View) -> Iterator[Finding]:
-        ends, limits = view.get(COUNT), view.limits
-        if ends is None:
-            return
-        if ends > 0:
-            if self.ended:
-                self.longest = max(self.longest, self.gap)
-            self.ended, self.gap = True, 0
-        else:
-            self.gap += 1
-        horizon, steps = view.facts.horizon, view.facts.num_steps
-        by_limit = horizon / steps if horizon is not None and steps else None  # updates per episode
-        expected = by_limit or self.longest
-        bound = max(limits[EPISODES_UPDATES], limits[EPISODES_FACTOR] * expected)
-        gap = self.gap
-        yield Finding(hard((self.ended or by_limit is not None) and gap > bound), COUNT, ends, 0.0).with_text(
-            lambda: f"no episode has ended for {gap} updates (usually at most {number(max(expected, 1))})"
-        )
+
+@reading(COUNT)
+def no_episodes(view: View, ends: float, gaps: Gaps) -> Iterator[Finding]:
+    """No episode that ends, for much longer than they take."""
+    if ends > 0:
+        gaps.longest = max(gaps.longest, gaps.gap) if gaps.ended else gaps.longest
+        gaps.ended, gaps.gap = True, 0
+    else:
+        gaps.gap += 1
+    horizon, steps = view.facts.horizon, view.facts.num_steps
+    by_limit = horizon / steps if horizon is not None and steps else None  # updates per episode
+    expected = by_limit or gaps.longest
+    bound = max(view.limits[EPISODES_UPDATES], view.limits[EPISODES_FACTOR] * expected)
+    wrong = (gaps.ended or by_limit is not None) and gaps.gap > bound
+    words = f"no episode has ended for {gaps.gap} updates (usually at most {{}})"
+    yield Finding(hard(wrong), COUNT, ends, 0.0).says(words, max(expected, 1))
 
 
 RETURN_DROP = above("return_drop", 0.6, "share of what was learned that is lost")
 
 
 @dataclass(slots=True)
-class ReturnDropJudge:
-    """Much of what was learned that is lost again.
-
-    Attributes:
-        count: updates with a return.
-        level: its average.
-        first, best: the level when it settled, and its largest since.
-    """
+class ReturnLevels:
+    """Updates with a return and its average; the level when it settled, and its largest since."""
 
     count: int = 0
     level: float = 0.0
     first: float = 0.0
     best: float = 0.0
 
-    def __call__(self, view: View) -> Iterator[Finding]:
-        value, limits = view.get(RETURN), view.limits
-        if value is None:
-            return
-        self.count += 1
-        level = self.level if self.count > 1 else value
-        level = self.level = level + max(0.1, 1 / self.count) * (value - level)
-        if self.count == SETTLE_UPDATES:
-            self.first = self.best = level
-        if self.count < SETTLE_UPDATES:
-            return
-        best = self.best = max(self.best, level)
-        learned, lost = best - self.first, best - value
-        yield Finding(
-            hard(learned > 0 and lost > limits[RETURN_DROP] * learned and lost > 0.3 * abs(best)),
-            RETURN,
-            value,
-            best - limits[RETURN_DROP] * learned,
-            adaptive=True,
-        ).with_text(
-            lambda: (
-                f"the return has been {number(value)}, down from {number(best)}: "
-                f"{percent(min(1.0, lost / learned))} of what was learned is lost"
-            )
+
+@reading(RETURN)
+def return_drop(view: View, value: float, past: ReturnLevels) -> Iterator[Finding]:
+    """Much of what was learned that is lost again."""
+    past.count += 1
+    level = past.level if past.count > 1 else value
+    level = past.level = level + max(0.1, 1 / past.count) * (value - level)
+    if past.count == SETTLE_UPDATES:
+        past.first = past.best = level
+    if past.count < SETTLE_UPDATES:
+        return
+    best, drop = max(past.best, level), view.limits[RETURN_DROP]
+    past.best, learned, lost = best, best - past.first, best - value
+    wrong = learned > 0 and lost > drop * learned and lost > 0.3 * abs(best)
+    yield Finding(hard(wrong), RETURN, value, best - drop * learned, adaptive=True).with_text(
+        lambda: (
+            f"the return has been {number(value)}, down from {number(best)}: "
+            f"{percent(min(1.0, lost / learned))} of what was learned is lost"
         )
+    )
 
 
 FAILED_KEY: Final = f"alarm/{RUN_FAILED}"
@@ -166,27 +149,13 @@ def resumed(view: View) -> Iterator[Finding]:
     yield Finding(0.0, FAILED_KEY)
 
 
-SPAN_UPDATES: Final = 10
-"""Updates with episodes that are compared with as many before them."""
-
-STARTED_SHARE: Final = 0.1
-"""Share of a run after which its returns are judged."""
-
-STARTED_UPDATES: Final = 20
-"""Updates after which they are, where the length of the run is not known."""
-
-PLATEAU_SPANS: Final = 5
-"""Spans in a row without progress that make a plateau."""
-
-CHANGED_SHARE: Final = 0.1
-"""Share of the range of returns so far that counts as a change."""
-
-NOISE_ERRORS: Final = 4.0
-"""Standard errors of the difference that it must exceed besides."""
-
-MAX_RETURN: Final = 1e100
-"""Returns beyond it are passed over: their squares are no numbers."""
-
+SPAN_UPDATES: Final = 10  # updates with episodes that are compared with as many before them
+STARTED_SHARE: Final = 0.1  # share of a run after which its returns are judged
+STARTED_UPDATES: Final = 20  # updates after which they are, where the length of the run is not known
+PLATEAU_SPANS: Final = 5  # spans in a row without progress that make a plateau
+CHANGED_SHARE: Final = 0.1  # share of the range of returns so far that counts as a change
+NOISE_ERRORS: Final = 4.0  # standard errors of the difference that it must exceed besides
+MAX_RETURN: Final = 1e100  # returns beyond it are passed over: their squares are no numbers
 Event = tuple[str, Mapping[str, Any]]
 
 
@@ -225,13 +194,9 @@ class TaskEvents:
         change = new - old
         clear = abs(change) > CHANGED_SHARE * (high - low) and abs(change) > NOISE_ERRORS * error
         self._still = 0 if clear else self._still + 1
-        state = (
-            ("improvement" if change > 0 else "degradation")
-            if clear
-            else "plateau"
-            if self._still >= PLATEAU_SPANS
-            else ""
-        )
+        state = "plateau" if self._still >= PLATEAU_SPANS else ""
+        if clear:
+            state = "improvement" if change > 0 else "degradation"
         if not state or state == self._state:
             return ()
         self._state = state
@@ -258,46 +223,29 @@ def _moments(values: list[float]) -> tuple[float, float]:
 
 
 RULES = (
-    AlarmRule(
-        type="task/no_episodes",
-        inputs=(COUNT, "episode/length_mean"),
-        meaning="No episode has finished for long.",
-        action="Set a time limit; check that termination is passed on.",
-        judge=NoEpisodesJudge(),
-        bounds=(EPISODES_UPDATES, EPISODES_FACTOR),
-        source="20 updates, and five times the time that an episode takes",
-        rank=CAUSE_LAST_RANK,
-        hard=True,
-        n_off=1,
-        debug_updates=2,
-        evidence=(COUNT, "lstm/reset_rate", "lstm/age/max"),
-    ),
-    AlarmRule(
-        type="task/return_drop",
-        inputs=(RETURN, EPISODE_RETURN),
-        meaning="The return has fallen well below its best.",
-        action="Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
-        judge=ReturnDropJudge(),
-        bounds=(RETURN_DROP,),
-        source="Returns differ in sign and size, so what counts is the share of what was learned; unstable runs lose a third and recover.",
-        rank=CAUSE_LAST_RANK,
-        warmup=10,
-        n_on=10,
-        debug_updates=5,
-        evidence=("episode/*", "policy/kl", "policy/entropy_norm", "value/r2"),
-        relative=True,
-    ),
-    AlarmRule(
-        type=RUN_FAILED,
-        inputs=("alarm/{key}",),
-        meaning="An exception ended the run.",
-        action="Read the exception and its traceback; where a tensor is not finite, look at what computes the first one.",
-        judge=resumed,
-        source="always an error: raised by the failure event, over with the next whole record",
-        rank=CAUSE_LAST_RANK,
-        hard=True,
-        required=(),
-        n_off=1,
-        certain=True,
-    ),
+    alarm("task/no_episodes", COUNT, "episode/length_mean", rank=CAUSE_LAST_RANK, hard=True, n_off=1, debug_updates=2)
+    .says(
+        "No episode has finished for long.",
+        "Set a time limit; check that termination is passed on.",
+        "20 updates, and five times the time that an episode takes",
+    )
+    .shows(COUNT, "lstm/reset_rate", "lstm/age/max")
+    .judged(StateJudge(no_episodes, Gaps()), EPISODES_UPDATES, EPISODES_FACTOR),
+    alarm("task/return_drop", rank=CAUSE_LAST_RANK, relative=True, warmup=10, n_on=10, debug_updates=5)
+    .reads(RETURN, EPISODE_RETURN)
+    .says(
+        "The return has fallen well below its best.",
+        "Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
+        "Returns differ in sign and size, so what counts is the share of what was learned; unstable runs lose a third and recover.",
+    )
+    .shows("episode/*", "policy/kl", "policy/entropy_norm", "value/r2")
+    .judged(StateJudge(return_drop, ReturnLevels()), RETURN_DROP),
+    alarm(RUN_FAILED, "alarm/{key}", rank=CAUSE_LAST_RANK, hard=True, certain=True, n_off=1)
+    .needs(required=())
+    .says(
+        "An exception ended the run.",
+        "Read the exception and its traceback; where a tensor is not finite, look at what computes the first one.",
+        "always an error: raised by the failure event, over with the next whole record",
+    )
+    .judged(resumed),
 )

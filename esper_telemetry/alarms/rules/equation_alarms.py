@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count, number
+from esper_telemetry.alarms.alarm_bounds import above, count
+from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
+from esper_telemetry.core.messages import number
 from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
 from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
 
@@ -19,14 +21,8 @@ EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the com
 UNEXPLAINED = count(
     "equation_unexplained", 2.0, "checks in a row that differ without an explanation, for integrity/equation"
 )
-
 RATE_KEY: Final = "opt/lr"
-
-UNEXPLAINED_SEVERITY: Final = 0.5
-"""Severity of a difference that no hypothesis explains: the trainer may compute a variant that is not known here."""
-
-MAX_OTHERS: Final = 3
-"""Other quantities that the sentence names."""
+MAX_OTHERS: Final = 3  # other quantities that the sentence names
 
 
 @dataclass(slots=True)
@@ -59,11 +55,8 @@ class EquationJudge:
                 self.differences.pop(name, None)
             else:
                 self.differences[name] = result
-        certain = [
-            result
-            for name, result in self.differences.items()
-            if result.explanations or self.streaks[name] >= view.limits[UNEXPLAINED]
-        ]
+        enough = view.limits[UNEXPLAINED]
+        certain = [one for name, one in self.differences.items() if one.explanations or self.streaks[name] >= enough]
         # A difference that is explained says what to change: it comes before those that are not.
         ordered = sorted(certain, key=lambda result: (not result.explanations, result.equation.rank))
         if ordered:
@@ -74,16 +67,10 @@ class EquationJudge:
 
 def _finding(differences: Sequence[EquationResult]) -> Finding:
     cause, *others = differences
-    explained = bool(cause.explanations)
-    return Finding(
-        1.0 if explained else UNEXPLAINED_SEVERITY,
-        _key(cause.equation),
-        cause.error,
-        cause.tolerance,
-        claim=explained,
-        text=lambda: cause.sentence + _others(others),
-        advice=(lambda: f"{cause.advice.rstrip('.')}.") if cause.advice else None,
-    )
+    severity, key = 1.0 if cause.explanations else WARNING, _key(cause.equation)
+    finding = Finding(severity, key, cause.error, cause.tolerance, claim=bool(cause.explanations))
+    advice = (lambda: f"{cause.advice.rstrip('.')}.") if cause.advice else None
+    return finding.with_advice(advice).with_text(lambda: cause.sentence + _others(others))
 
 
 def _key(equation: Equation) -> str:
@@ -102,29 +89,20 @@ def _others(others: Sequence[EquationResult]) -> str:
 
 EXCESS: Final = "integrity/actions/"
 VARIANCE: Final = "integrity/actions_variance/"
-
-FALSE_ALARM_RATE: Final = 1e-7
-"""Probability that a test ever raises an alarm in a correct run, however long."""
-
+FALSE_ALARM_RATE: Final = 1e-7  # probability that a test ever raises an alarm in a correct run, however long
 FACTOR = above("actions_factor", 1.0, "times the bound on the sums of integrity/actions over a run")
 
 PHRASES: Final = {
     "likelihood": ("likelier than draws of the policy", "unlikelier than draws of the policy"),
     "mode": ("the policy's likeliest choice too often", "the policy's likeliest choice too rarely"),
-    "spread": (
-        "farther from the mean than the standard deviation says",
-        "closer to the mean than the standard deviation says",
-    ),
+    "spread": tuple(f"{far} the mean than the standard deviation says" for far in ("farther from", "closer to")),
     "repeat": ("too often like those of the step before", "too rarely like those of the step before"),
     "neighbours": ("too often like those of the next environment", "too rarely like those of the next environment"),
 }
 """Excess of each test in words, above and below 0."""
 
-ACTIONS: Final = "actions"
-"""Name of the equation of the actions of one rollout."""
-
-ON_PURPOSE: Final = ("repeat",)
-"""Tests that noise which is correlated on purpose fails, where actions are real numbers."""
+ACTIONS: Final = "actions"  # name of the equation of the actions of one rollout
+ON_PURPOSE: Final = ("repeat",)  # tests that noise which is correlated on purpose fails, where actions are real numbers
 
 
 def sum_bound(variance: float) -> float:
@@ -172,13 +150,8 @@ class CalibrationJudge:
     def __call__(self, view: View) -> Iterator[Finding]:
         worst = self.add(view.values, factor=view.limits[FACTOR])
         if worst is not None:
-            yield Finding(
-                1.0 if worst.exceeds else 0.0,
-                EXCESS + worst.test,
-                abs(worst.total),
-                worst.bound,
-                text=lambda: f"the actions are {worst}",
-            )
+            finding = Finding(1.0 if worst.exceeds else 0.0, EXCESS + worst.test, abs(worst.total), worst.bound)
+            yield finding.says("the actions are {}", worst.__str__)
 
     def add(self, values: Mapping[str, float], *, factor: float = FACTOR.default) -> ActionSum | None:
         """Add the values of a record; return the largest sum next to its bound, None without one."""
@@ -197,42 +170,24 @@ class CalibrationJudge:
 
 
 RULES = (
-    AlarmRule(
-        type="integrity/equation",
-        inputs=(
-            "integrity/equation/{equation}",
-            "integrity/equation_tolerance/{equation}",
-            "integrity/fitted/{equation}",
-            RATE_KEY,
-        ),
-        meaning="Numbers of the trainer differ from the equation that they are meant to follow.",
-        action="Compare the lines of the trainer that compute them with the reference; `esper-telemetry check RUN` shows all equations.",
-        judge=EquationJudge(),
-        bounds=(EQUATION_FACTOR, UNEXPLAINED),
-        source="recomputed in float64; tolerances by precision, from healthy runs",
-        rank=25,
-        hard=True,
-        n_off=1,
-        certain=True,
-        sampled=True,
-        optional=True,
-        evidence=("integrity/equation/*", "integrity/fitted/*"),
-    ),
-    AlarmRule(
-        type="integrity/actions",
-        inputs=("integrity/actions/{test}", "integrity/actions_variance/{test}"),
-        meaning="The actions were not drawn from the distributions that are stored beside them.",
-        action="Take the actions from the policy's own draws, in the same step and environment, and store them as they were drawn.",
-        judge=CalibrationJudge(),
-        bounds=(FACTOR,),
-        source="Freedman 1975, theorem 1.6, at a rate of 1e-7 over a whole run",
-        rank=26,
-        required=(),
-        hard=True,
-        n_off=1,
-        certain=True,
-        sampled=True,
-        optional=True,
-        evidence=("integrity/actions/*", "integrity/actions_variance/*", "integrity/equation/actions*"),
-    ),
+    alarm("integrity/equation", rank=25, hard=True, certain=True, sampled=True, optional=True, n_off=1)
+    .reads("integrity/equation/{equation}", "integrity/equation_tolerance/{equation}", "integrity/fitted/{equation}")
+    .reads(RATE_KEY)
+    .says(
+        "Numbers of the trainer differ from the equation that they are meant to follow.",
+        "Compare the lines of the trainer that compute them with the reference; `esper-telemetry check RUN` shows all equations.",
+        "recomputed in float64; tolerances by precision, from healthy runs",
+    )
+    .shows("integrity/equation/*", "integrity/fitted/*")
+    .judged(EquationJudge(), EQUATION_FACTOR, UNEXPLAINED),
+    alarm("integrity/actions", rank=26, hard=True, certain=True, sampled=True, optional=True, n_off=1)
+    .reads("integrity/actions/{test}", "integrity/actions_variance/{test}")
+    .needs(required=())
+    .says(
+        "The actions were not drawn from the distributions that are stored beside them.",
+        "Take the actions from the policy's own draws, in the same step and environment, and store them as they were drawn.",
+        "Freedman 1975, theorem 1.6, at a rate of 1e-7 over a whole run",
+    )
+    .shows("integrity/actions/*", "integrity/actions_variance/*", "integrity/equation/actions*")
+    .judged(CalibrationJudge(), FACTOR),
 )

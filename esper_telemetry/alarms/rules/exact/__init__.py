@@ -1,1 +1,0 @@
-"""Alarms of exact checks: identities and equations."""

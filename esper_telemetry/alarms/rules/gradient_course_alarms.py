@@ -1,0 +1,240 @@
+"""Gradients over updates: they oscillate, drift, are noise, or belong to few parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import log10
+from statistics import stdev
+
+from esper_telemetry.alarms.alarm_bounds import above, below, hard
+from esper_telemetry.alarms.baselines import power
+from esper_telemetry.alarms.judges import RATE_GROWN, Recent, StateJudge, Z, reading
+from esper_telemetry.alarms.rule import Finding, View
+from esper_telemetry.alarms.rules.gradient_alarms import gradient_alarm
+
+MAX_PERIOD = 20
+"""Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""
+MIN_SWINGS = 3  # swings of the learning rate that are no schedule any more: warm restarts are rarer
+SWING_UPDATES = 16  # updates in which they are counted
+MAX_REJECTED = 50  # outliers in a row that do not enter the average; then it begins to follow them
+MIN_FALL = 0.7  # decades by which the norm must have fallen beyond what the critic's error explains
+MIN_RISES = 5  # updates in a row in which a learning rate that creeps rises
+OSCILLATION = above("oscillation", 0.3, "negative average cosine of successive gradients")
+OPPOSED_ERRORS = above("opposed_errors", 6.0, "the same in standard errors: a chance of 1e-4 in each of many tests")
+RATE_SWING = above("rate_swing", 4.0, "factor between turning points of a learning rate that does not follow the KL")
+PERIOD_P = below("period_p", 1e-6, "chance of an oscillation of the KL as strong as the one seen")
+
+
+@dataclass(slots=True)
+class Oscillations:
+    """Cosines of successive gradients and severities of what they and the KL say, as far as it goes; the latest learning rates."""
+
+    cosines: Recent = field(default_factory=partial(Recent, 10))
+    episode_steps: float = 0.0
+    opposed: float = 0.0
+    mean: float = 0.0
+    periodic: float = 0.0
+    period: float | None = None
+    rates: list[float] = field(default_factory=list)
+
+
+def oscillation(view: View, past: Oscillations) -> Iterator[Finding]:
+    """Successive gradients that point against each other, a KL that swings with a period, or a learning rate that swings.
+
+    Updates that hold a part of an episode each see its course: what comes back within an episode is the rhythm of the task.
+    """
+    past.episode_steps = view.values.get("episode/length_mean", past.episode_steps)
+    cosine = view.get("grad/align/successive_cos")
+    mean = None if cosine is None else past.cosines.mean(cosine)
+    if mean is not None:
+        error = stdev(past.cosines.values) / len(past.cosines.values) ** 0.5
+        against = mean < -view.limits[OSCILLATION] and mean < -view.limits[OPPOSED_ERRORS] * error
+        past.opposed, past.mean = hard(against and not within_episode(view, 2, past.episode_steps)), mean
+    chance, length = view.get("policy/kl/period/p"), view.get("policy/kl/period/length")
+    if chance is not None and length is not None:
+        clear = chance < view.limits[PERIOD_P] and length <= MAX_PERIOD
+        clear = clear and not within_episode(view, length, past.episode_steps)
+        again = clear and past.period is not None and abs(past.period - length) <= 0.1 * length
+        past.periodic, past.period = hard(again), length if clear else None
+    yield from swinging_rate(view, past.rates)
+    if mean is None and chance is None:
+        return
+    shown = ("policy/kl/period/p", chance) if mean is None else ("grad/align/successive_cos", mean)
+    words, value = "successive gradients point against each other: their cosine averages {}", past.mean
+    if past.periodic:
+        words, value = "the KL divergence swings with a period of {} updates", length or 0.0
+    yield Finding(max(past.opposed, past.periodic), *shown).says(words, value)
+
+
+def within_episode(view: View, updates: float, episode_steps: float) -> bool:
+    """True where so many updates take fewer steps of an environment than an episode; False where either is not known."""
+    environments, steps = view.facts.num_envs, view.rollout_steps
+    if not environments or environments < 0 or steps <= 0:
+        return False
+    return updates * steps / environments < (episode_steps or view.facts.horizon or 0)
+
+
+def swinging_rate(view: View, rates: list[float]) -> Iterator[Finding]:
+    """A learning rate that goes up and down; where it follows the KL it does so in healthy runs."""
+    rate = view.get("opt/lr")
+    if not rate or view.facts.desired_kl:
+        return
+    rates.append(rate)
+    del rates[:-SWING_UPDATES]
+    factor = view.limits[RATE_SWING]
+    swings = rate_swings(rates, factor)
+    words = f"the learning rate swings: {swings} times by a factor of {{}} or more within {len(rates)} updates"
+    yield Finding(hard(swings >= MIN_SWINGS), "opt/lr", rate, instance="rate", claim=True).says(words, factor)
+
+
+def rate_swings(rates: Sequence[float], factor: float) -> int:
+    """Number of times that a series goes up or down by that factor, from turning point to turning point."""
+    swings, turn, way = 0, rates[0], 0
+    for rate in rates:
+        if (rate - turn) * way > 0:
+            turn = rate
+        elif max(rate / turn, turn / rate) >= factor:
+            swings, way, turn = swings + 1, 1 if rate > turn else -1, rate
+    return swings
+
+
+@reading("opt/snr_share")
+def noise_dominated(view: View, value: float) -> Iterator[Finding]:
+    """A gradient without signal."""
+    yield Finding(hard(value <= 0), "opt/snr_share", value, 0.0).says(
+        "the gradient is noise: {:%} of it is signal", value
+    )
+
+
+DRIFT_SIGMAS = above("drift_sigmas", 6.0, "log drift of the gradient norm, in its own standard deviations")
+DRIFT_MIN = above("drift_min", 1.6, "log drift of the gradient norm, nats")
+
+
+@dataclass(slots=True)
+class DriftJudge:
+    """Gradient norms that wander away from their average, up or down; or a learning rate that creeps up beyond what was set.
+
+    The average is an exponential one of the decimal logarithm, at β = 0.95, and a plain one at first.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    rejected: int = 0
+    rises: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from self.creeping_rate(view)
+        key, limits = "grad/global/norm_preclip", view.limits
+        value = view.get(key)
+        if value is None or value <= 0:
+            return
+        x = log10(value)
+        if self.count >= 20:
+            off = x - self.mean
+            sigma = max(self.variance**0.5, 0.05)
+            new = abs(view.z(key) or 0.0) > limits.low(Z)
+            wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
+            wrong = wrong and (off > 0 or self.unexplained_fall(view, -off))
+            words = "the gradient's norm has been {}, away from its average of {}"
+            yield Finding(hard(wrong), key, value, adaptive=True).says(words, value, power(self.mean))
+            if wrong and self.rejected < MAX_REJECTED:
+                self.rejected += 1
+                return
+        self.rejected = 0
+        self.count += 1
+        weight = max(0.05, 1.0 / self.count)
+        off = x - self.mean if self.count > 1 else 0.0
+        self.mean = (self.mean if self.count > 1 else x) + weight * off
+        self.variance = (1 - weight) * (self.variance + weight * off * off)
+
+    def unexplained_fall(self, view: View, decades: float) -> bool:
+        """True where the norm has fallen, by more than the critic's error explains, in a run whose return has not risen.
+
+        Gradients of a solved task fall: there is little left to learn.
+        """
+        return view.course.risen is not True and decades - 0.5 * view.baselines.fallen("loss/value") > MIN_FALL
+
+    def creeping_rate(self, view: View) -> Iterator[Finding]:
+        """A learning rate that has risen for long, and above what was set; where it follows the KL it may."""
+        rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
+        asked = view.facts.learning_rate
+        if rate is None or was is None or not asked or view.facts.desired_kl:
+            return
+        self.rises = self.rises + 1 if rate > was else 0
+        limit = view.limits[RATE_GROWN] * asked
+        words = "the learning rate has crept up to {}, {:x} the {} that was set"
+        finding = Finding(hard(self.rises >= MIN_RISES and rate > limit), "opt/lr", rate, limit, instance="rate")
+        yield finding.says(words, rate, rate / asked, asked)
+
+
+CONCENTRATION = below("concentration", 0.2, "entropy of the gradient over parameters, of its largest")
+CONCENTRATION_FALL = above("concentration_fall", 0.5, "share of that entropy which is lost against the median")
+
+
+@reading("grad/concentration/entropy")
+def concentration(view: View, value: float) -> Iterator[Finding]:
+    """A few parameters that own the gradient, and did not before."""
+    key, limits = "grad/concentration/entropy", view.limits
+    median = view.baselines.median(key)
+    if median is not None:
+        wrong = value < limits[CONCENTRATION] and 1 - value / median > limits[CONCENTRATION_FALL]
+        finding = Finding(hard(wrong), key, value, limits[CONCENTRATION], z=view.z(key))
+        yield finding.says("a few parameters own the gradient: its spread is {}{}", value, partial(view.usual, key))
+
+
+RULES = (
+    gradient_alarm("grad/oscillation", effect=True, sampled=True, warmup=20, n_on=2, n_off=2, debug_updates=3)
+    .reads("grad/align/successive_cos", "{key}/period/p", "opt/lr")
+    .needs(
+        ("grad/align/successive_cos", "policy/kl/period/p"), ("grad/align/successive_cos", "policy/kl/period/length")
+    )
+    .says(
+        "Updates undo each other.",
+        "Lower the learning rate, use larger batches or fewer epochs.",
+        "The same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series. Cosines of "
+        "noise scatter by 0.5 where few steps make a gradient: of a hundred means of ten some are below -0.3.",
+    )
+    .shows("grad/align/*", "policy/kl/period/*", "opt/lr")
+    .judged(StateJudge(oscillation, Oscillations()), OSCILLATION, OPPOSED_ERRORS, RATE_SWING, PERIOD_P),
+    gradient_alarm(
+        "grad/noise_dominated",
+        effect=True,
+        sampled=True,
+        default_off=True,
+        warmup=50,
+        n_on=20,
+        n_off=10,
+        debug_updates=2,
+    )
+    .reads("opt/snr_share", "grad/gns/noise_dominated", "grad/gns/b_simple")
+    .says(
+        "The gradient is noise.",
+        "Use larger batches: more environments or more steps per update.",
+        "biased under several epochs over one rollout, therefore off; McCandlish 2018",
+    )
+    .shows("grad/gns/*", "opt/snr_share")
+    .judged(noise_dominated),
+    gradient_alarm("grad/drift", effect=True, relative=True, warmup=20, n_on=5, debug_updates=2)
+    .reads("grad/global/norm_preclip", "opt/lr")
+    .follows("grad/global/norm_preclip", "loss/value")
+    .says(
+        "Gradient norms wander away from their average.",
+        "Look at the learning-rate schedule, at weight growth and at the scale of returns.",
+        "A fifth of the norm and less is usual in runs that come to their end; five updates beyond a factor of five are not.",
+    )
+    .shows("grad/*/norm_preclip", "opt/lr", "opt/weight_growth", "ret/std")
+    .judged(DriftJudge(), DRIFT_SIGMAS, DRIFT_MIN, RATE_GROWN),
+    gradient_alarm("grad/concentration", effect=True, relative=True, sampled=True, warmup=10, n_on=3, debug_updates=2)
+    .reads("grad/concentration/entropy", "grad/concentration/layer_entropy", "grad/concentration/participation")
+    .follows("grad/concentration/entropy")
+    .says(
+        "A few parameters own the gradient.",
+        "Look at the largest layer in the table; check the scale of inputs and the initialisation of the heads.",
+        "Entropies over layers of 0.1 are usual where one head dominates: judged is the loss of half of it.",
+    )
+    .shows("grad/concentration/*", "grad/layer/*/norm")
+    .judged(concentration, CONCENTRATION, CONCENTRATION_FALL),
+)

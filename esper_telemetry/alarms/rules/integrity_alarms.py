@@ -1,0 +1,257 @@
+"""Numbers that are not finite, and identities that hold in every correct trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from esper_telemetry.alarms.alarm_bounds import above, count, hard
+from esper_telemetry.alarms.judges import AboveBound, Before, Recent, StateJudge, reading
+from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
+from esper_telemetry.core.messages import number
+from esper_telemetry.equations.equation import EQUATION_KEY, equations
+
+NONFINITE: Final = "_nonfinite"  # ending of the keys that count what was left out of a metric because it was not finite
+NONFINITE_KEY: Final = "numerics/nonfinite"
+TRAINING_FAMILIES = (
+    *("reward", "norm", "buffer", "lstm", "ret", "adv", "value", "episode", "integrity", "policy", "loss", "repr"),
+    *("grad", "opt", "numerics"),
+)
+"""Families whose counters speak for the run, causes first; those of numbers that users log do not."""
+
+
+def nonfinite(view: View) -> Iterator[Finding]:
+    """NaN or infinity in data, losses, gradients or weights."""
+    keys = (NONFINITE_KEY, "reward/nonfinite", *view.matching("", NONFINITE))
+    counts = {
+        key: view.values[key]
+        for key in keys
+        if view.values.get(key, 0.0) > 0 and key.partition("/")[0] in TRAINING_FAMILIES
+    }
+    if not counts and NONFINITE_KEY not in view.values:
+        return
+    total = counts.get(NONFINITE_KEY) or max(counts.values(), default=0.0)
+    places = [key.removesuffix(NONFINITE) for key in counts if key != NONFINITE_KEY]
+    places.sort(key=lambda key: TRAINING_FAMILIES.index(key.partition("/")[0]))
+    where = f", among them in {', '.join(places[:3])}" if places else ""
+    yield Finding(float(bool(counts)), NONFINITE_KEY, total, 0.0).with_text(
+        lambda: f"{number(total)} numbers are NaN or infinite{where}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionBounds:
+    """Strict upper bounds in nats; above `critical` the policy is not the one that acted."""
+
+    warn: float
+    critical: float
+
+    def severity(self, value: float, rounding: float = 1.0) -> float:
+        """Severity of a value of `integrity/ratio_init`, whose bounds are `rounding` times as large."""
+        return 1.0 if value > self.critical * rounding else WARNING if value > self.warn * rounding else 0.0
+
+
+RATIO_INIT_BOUNDS = {
+    "fp32": PrecisionBounds(1e-5, 1e-3),
+    "tf32": PrecisionBounds(1e-3, 1e-2),
+    "bf16": PrecisionBounds(2e-2, 5e-2),
+    "fp16": PrecisionBounds(2e-2, 5e-2),
+}
+"""By compute precision. Rounding alone stays below `warn`; huggingface/trl#454 and sb3-contrib#75 lie above `critical`."""
+
+
+def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> PrecisionBounds:
+    """Bounds for `integrity/ratio_init`, by compute precision; raises ValueError for an unknown one.
+
+    Log-probabilities of Gaussian heads round in proportion to 1/σ, of which `smallest_std` is the smallest.
+    """
+    if precision not in RATIO_INIT_BOUNDS:
+        raise ValueError(f"precision must be one of {', '.join(RATIO_INIT_BOUNDS)}, got {precision!r}")
+    factor = max(1.0, 1.0 / smallest_std) if smallest_std else 1.0
+    bounds = RATIO_INIT_BOUNDS[precision]
+    return PrecisionBounds(bounds.warn * factor, bounds.critical * factor)
+
+
+UNLIKELY_NATS = 5.0
+"""Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
+
+MEMORY_ROUNDING = 4.0
+"""Factor of the bounds where a memory carries rounding from step to step; healthy runs came to 1.4 times the plain bound."""
+
+INVERSE_ROUNDING = 30.0
+"""Factor of the bounds where actions are taken back through a tanh (fact `inverts_squash`), whose inverse multiplies rounding near the ends
+of the range; healthy runs of TorchRL's `TanhNormal` came to ten times the plain bound."""
+
+
+RATIO_FACTOR = above("ratio_init_factor", 1.0, "times the bounds of the compute precision, for integrity/ratio_init")
+
+
+@reading("integrity/ratio_init")
+def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
+    """Stored log-probabilities that are not those of the policy, before the first step.
+
+    A saturated memory may round by more once: where one is in use, a small difference needs two updates in a row.
+    """
+    precision = view.facts.precision
+    if precision not in RATIO_INIT_BOUNDS:
+        return
+    spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
+    bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
+    rounding = view.limits[RATIO_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
+    remembers = bool(view.matching("lstm/", ""))
+    rounding *= MEMORY_ROUNDING if remembers else 1.0
+    rounding *= INVERSE_ROUNDING if view.facts.inverts_squash else 1.0
+    warn, severity = bounds.warn * rounding, bounds.severity(value, rounding)
+    earlier = before.swap(severity)
+    severity = min(severity, earlier) if remembers and severity < 1 else severity
+    yield Finding(severity, "integrity/ratio_init", value, warn).says(
+        "log-probabilities computed before the first step differ from the stored ones by up to {} nats "
+        f"(rounding in {precision} explains {{}}): training does not see what the policy acted on",
+        *(value, warn),
+    )
+
+
+MEAN_UPDATES = 5
+"""Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
+
+STRIDE = "telemetry/minibatch_stride"
+FEW_ROWS = 1.0
+"""Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 leaves 0.03, with masked rows twice as much."""
+
+ADV_NORM = above("adv_norm", 0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
+ADV_NORM_LASTING = above(
+    "adv_norm_lasting", 0.01, "the same on average over five updates, where whole rollouts are normalised"
+)
+
+
+@reading("integrity/adv_norm")
+def advantage_norm(view: View, value: float, distances: Recent) -> Iterator[Finding]:
+    """Advantages that are declared to be normalised and are not.
+
+    A floor under their standard deviation, or one that is rounding, leaves it below 1 on purpose; so does an unbiased one, of few rows.
+    """
+    whole = view.facts.normalize_minibatches is False
+    # with a stride it is of a part of the rows that are normalised together
+    if not view.facts.normalize_advantages or (whole and view.get(STRIDE)):
+        return
+    spread, floor = view.get("adv/raw/std"), view.facts.advantage_std_floor or 0.0
+    mean, std, bound = view.get("adv/norm/mean"), view.get("adv/norm/std"), view.limits[ADV_NORM]
+    if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
+        value = abs(mean or 0.0)
+    rows: float | None = view.transitions
+    if not whole:
+        rows = view.values.get("adv/minibatch_rows", rows)
+    value -= FEW_ROWS / rows if rows else 0.0
+    average = distances.mean(value)
+    lasting = whole and average is not None and average > view.limits[ADV_NORM_LASTING]
+    finding, words = Finding(hard(value > bound or lasting), "integrity/adv_norm", value, bound), ""
+    if mean is not None and std is not None:
+        words = f": their mean is {number(mean)}, their standard deviation {number(std)}"
+    yield finding.says("the advantages in use are not normalised{}", words)
+
+
+GAE_IDENTITY = above("gae_identity", 1e-4, "relative error of advantages + values = returns")
+RETURNS = "returns"  # name of the equation of the critic's targets
+
+
+def returns_identity(view: View, variant: list[bool]) -> Iterator[Finding]:
+    """Returns that are not advantages plus values, unless a published target explained them when the equation was checked last."""
+    key, bound = "integrity/gae_identity", view.limits[GAE_IDENTITY]
+    equation, value = equations()[RETURNS], view.get(key)
+    if EQUATION_KEY + equation.label() in view.values:
+        variant[:] = [one.variant for one in equation.explanations(view.values)]
+    if value is not None:
+        words = (
+            "returns are not advantages plus values: they are off by {} of the largest return (rounding explains 1e-5)"
+        )
+        yield Finding(hard(value > bound and not any(variant)), key, value, bound).says(words, value)
+
+
+REPEATED = above("rows_repeated", 0.45, "share of a pass's rows that come again: drawing with replacement gives 0.37")
+BUFFER_AGE = count("buffer_age", 0, "updates that data may be old")
+
+exact_check = partial(alarm, hard=True, n_off=1, pieces=("transitions", "stability"), certain=True)
+"""Declare an alarm of something that is always a mistake."""
+
+RULES = (
+    exact_check(NONFINITE_KEY, NONFINITE_KEY, rank=10, partial=True, debug_updates=10)
+    .says(
+        "A NaN or an infinity has appeared in the data, the losses, the gradients or the weights.",
+        "Look at the first non-finite tensor, if the record names one; lower the learning rate, clip gradients, check the rewards "
+        "and observations of the environment, bound log standard deviations.",
+        "always an error; ray#28283, coach#87",
+    )
+    .shows(*("reward/nonfinite", "grad/global/*", "loss/*", "policy/kl", "opt/lr"))
+    .shows(*("value/*_nonfinite", "adv/*_nonfinite", "ret/*_nonfinite", "policy/*_nonfinite"))
+    .shows(pieces=("stability", "layers"))
+    .judged(nonfinite),
+    # No claim: logits that have exploded are rounded by more than the bounds allow.
+    exact_check("integrity/ratio_init", rank=60, partial=True, debug_updates=10)
+    .reads("integrity/ratio_init", "policy/kl_first")
+    .needs(facts=("precision",))
+    .says(
+        "The log-probabilities that were stored are not those that the trainer computes now, before anything was learned.",
+        "Store the observation, the mask and the hidden state that the policy acted on; keep all columns in the same order of rows; "
+        "freeze normalisers and dropout between acting and training; let no operation, such as a softmax over the wrong axis, mix the rows "
+        "of a batch.",
+        "bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
+    )
+    .shows("policy/kl_first", "policy/head/*/std/min", "policy/head/*/blame", "lstm/staleness_first", "norm/*/drift")
+    .judged(StateJudge(ratio_init, Before(1.0)), RATIO_FACTOR),
+    exact_check("integrity/gae_identity", "integrity/gae_identity", rank=40, claim=True, partial=True, debug_updates=10)
+    .says(
+        "Returns are not advantages plus values: rows of the buffer are stale or shuffled against each other.",
+        "Check that advantages, values and returns are indexed and masked alike, and that nothing overwrites the buffer in the update.",
+        "identity of GAE, 1506.02438",
+    )
+    .shows("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates")
+    .judged(StateJudge(returns_identity, list[bool]()), GAE_IDENTITY),
+    exact_check("integrity/adv_norm", rank=80, claim=True, debug_updates=5)
+    .reads("integrity/adv_norm", "adv/norm/mean", "adv/norm/std")
+    .needs(facts=("normalize_advantages",), applies=lambda facts: facts.normalize_advantages is not False)
+    .says(
+        "Advantages are said to be normalised and are not.",
+        "Normalise over the rows that count, not over padding; once, and after everything else is done to the advantages.",
+        "over the whole update, so that normalisation in minibatches passes as well",
+    )
+    .shows("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std")
+    .judged(StateJudge(advantage_norm, Recent(MEAN_UPDATES)), ADV_NORM, ADV_NORM_LASTING),
+    exact_check("integrity/mask_violation", rank=20, claim=True, optional=True, partial=True, debug_updates=10)
+    .reads("integrity/mask_violation")
+    .says(
+        "Actions were taken that their mask forbids.",
+        "Apply the mask of the step that is acted on, before sampling; check the order of auto-reset and mask.",
+        "identity",
+    )
+    .shows("policy/head/*/decision_frac")
+    .judged(AboveBound("integrity/mask_violation", 0.0, "{number} actions were taken that their mask forbids")),
+    exact_check("integrity/rows_repeated", rank=70, claim=True, optional=True, debug_updates=5)
+    .reads("integrity/rows_repeated")
+    .says(
+        "A pass over the rollout sees some transitions again and again, and leaves others out.",
+        "Draw a new permutation of the rollout for each pass, and cut it into minibatches that do not overlap.",
+        "a pass is a permutation of the rollout; more than drawing with replacement explains",
+    )
+    .shows("integrity/adv_norm", "grad/align/*")
+    .judged(
+        AboveBound(
+            "integrity/rows_repeated",
+            REPEATED,
+            "{percent} of the rows of a pass over the rollout had been in it before",
+        ),
+        REPEATED,
+    ),
+    exact_check("integrity/buffer_age", "buffer/age_updates", rank=30, debug_updates=5)
+    .says(
+        "The update learns from data that an older policy collected.",
+        "Clear the buffer after each update, or correct for the age (V-trace).",
+        "Jones 2021, sample staleness",
+    )
+    .shows("integrity/ratio_init")
+    .judged(
+        AboveBound("buffer/age_updates", BUFFER_AGE, "the update learns from data that is {number} updates old"),
+        BUFFER_AGE,
+    ),
+)

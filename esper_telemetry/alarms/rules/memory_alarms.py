@@ -1,0 +1,324 @@
+"""Memory of recurrent policies: gates, cell state, resets, stored states.
+
+A step adds at most 1 to a cell state, so a state of 60 is a counter at work in an episode of 500 steps, and out of hand in one of 100.
+What is inferred about gates between two measurements must be new for the run: sudden, and out of line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import log10
+
+from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, Ramp, above, below, decade_ramp, hard
+from esper_telemetry.alarms.baselines import History
+from esper_telemetry.alarms.judges import Before, StateJudge, Z, reading
+from esper_telemetry.alarms.rule import Finding, View, alarm
+from esper_telemetry.alarms.rules.trust_region_alarms import KL_SPIKE
+from esper_telemetry.core.facts import Facts
+
+CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
+CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
+CELL_HISTORY = History(CELL, scale_min=0.05)  # cell states hardly vary
+MAX_WRITTEN = 1.0  # largest cell state if nothing lasts: it is then a gate times a tanh
+JUMP_UPDATES = 2  # updates for which a jump of the cell state counts: its growth shows fully in the rollout after it
+SETTLE_UPDATES = 20  # updates after which states have a size to compare with: at first they are next to nothing
+SHUT_UPDATES = 4
+"""Updates after a fall of the cell state within which the largest one is small, too, where the gates have shut."""
+
+FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
+FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
+ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, where nothing is forgotten")
+ADDS_UP_JUMP = above(
+    "adds_up_jump", 1.5, "size of the cell state relative to the update before, with that", lowest=SMALLEST_DIVISOR
+)
+MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
+
+
+def remembers(facts: Facts) -> bool:
+    """True where the policy has an LSTM."""
+    return facts.policy in (None, "lstm")
+
+
+@dataclass(slots=True)
+class ForgetClosedJudge:
+    """Memory that does not last from one step to the next: by the gates, or because every cell state is what one step writes.
+
+    Gates are measured in some updates only; what they said counts until the next measurement.
+
+    Attributes:
+        gates, written: severity by either.
+        shut: share of shut gates when they were last measured.
+        open_at: size of the cell state then, if they were open.
+        sizes: of the cell state in the last updates.
+        fell_from: size before it became much smaller; None where it did not.
+        fallen_updates: updates since then.
+    """
+
+    gates: float = 0.0
+    written: float = 0.0
+    shut: float | None = None
+    open_at: float | None = None
+    sizes: list[float] = field(default_factory=list)
+    fell_from: float | None = None
+    fallen_updates: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        shut, timescale, largest = view.get(CLOSED), view.get(TIMESCALE), view.get(LARGEST)
+        if shut is not None:
+            severity = limits.severity(FORGET_CLOSED, shut)
+            self.gates = max(severity, hard(timescale is not None and timescale < limits[MIN_TIMESCALE] and shut > 0.3))
+            self.shut = shut
+            self.open_at = view.get(CELL) if severity == 0 else None
+        usual = view.baselines.median(LARGEST)
+        if largest is not None and usual is not None and view.z(LARGEST) is not None:
+            small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
+            gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
+            gone = gone and (self.written > 0 or self.fallen_updates <= SHUT_UPDATES)  # else it was used less and less
+            dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
+            self.written = hard((gone or dropped) and not self.gates_open(view))
+        if shut is None and largest is None:
+            return
+        severity = max(self.gates, self.written)
+        if self.gates >= self.written and self.shut is not None:
+            words = "{:%} of the forget gates are shut: memory lasts {} steps"
+            bound = limits.middle(FORGET_CLOSED)
+            yield Finding(severity, CLOSED, self.shut, bound).says(words, self.shut, timescale or 1.0)
+            return
+        yield Finding(severity, LARGEST, largest, MAX_WRITTEN).says(
+            "cell states hold no more than a single step can write: {}{}, at most {}{}: the forget gates are shut",
+            *(view.get(CELL) or 0.0, partial(view.usual, CELL), largest or 0.0, partial(view.usual, LARGEST)),
+        )
+
+    def gates_open(self, view: View) -> bool:
+        """True where the gates were open at the last measurement, and the cell state has not become much smaller since."""
+        size, then = view.get(CELL), self.open_at
+        return size is not None and then is not None and size > then / view.limits[ADDS_UP_JUMP]
+
+    def has_fallen(self, view: View) -> bool:
+        """True where the cell state has become much smaller within two updates, and stayed so; not if it is used less and less."""
+        size, sizes = view.get(CELL), self.sizes
+        if size is None:
+            return False
+        sizes.append(size)
+        del sizes[:-3]
+        before = max(sizes[:-1], default=size) if self.fell_from is None else self.fell_from
+        self.fell_from = before if size < before / view.limits[ADDS_UP_JUMP] else None
+        self.fallen_updates = 0 if self.fell_from is None else self.fallen_updates + 1
+        return self.fell_from is not None
+
+
+def drops(view: View) -> bool:
+    """True where the cell state is much smaller than an update before and than ever, and falls with its age instead of growing."""
+    size, before, growth = view.get(CELL), view.previous.get(CELL), view.get(GROWTH)
+    if size is None or before is None or growth is None:
+        return False
+    large = (view.baselines.median(CELL) or 0.0) > MAX_WRITTEN
+    lowest = view.baselines.below.get(CELL, 0.0) > 0
+    return large and lowest and size < MAX_WRITTEN and size < before / view.limits[ADDS_UP_JUMP] and growth < 0
+
+
+@dataclass(slots=True)
+class OpenGates:
+    """Forget gates that never close; what they said counts until they are measured again.
+
+    Attributes:
+        gates: severity by the gates.
+        open: share of open gates when they were last measured.
+        growing: the cell state grows with every step.
+        inferred: that was so since the last measurement of the gates.
+        refuted: a measurement has shown that it was not because of the gates; then it is not inferred again.
+        jump_updates: updates for which the latest jump still counts.
+    """
+
+    gates: float = 0.0
+    open: float | None = None
+    growing: bool = False
+    inferred: bool = False
+    refuted: bool = False
+    jump_updates: int = 0
+
+    def adds_up(self, view: View, growth: float) -> bool:
+        """True where the cell state grows with its age, and has jumped by more than an update and its history explain.
+
+        A jump happens once only, so it counts for as long as the state grows.
+        """
+        limits, size, before = view.limits, view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
+        jumped = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE) and (view.get("lstm/reset_rate") or 0.0) > 0
+        jumped = jumped and size > max(MAX_WRITTEN, limits[ADDS_UP_JUMP] * before) and before > 0 and not self.refuted
+        jumped = jumped and view.baselines.beyond.get(CELL, 0.0) > 0 and (view.z(CELL) or 0.0) > limits.low(Z)
+        self.jump_updates = JUMP_UPDATES if jumped else max(0, self.jump_updates - 1)
+        self.growing = growth > limits[ADDS_UP_GROWTH] and (self.jump_updates > 0 or self.growing)
+        self.inferred = self.growing or self.inferred
+        return self.growing
+
+
+def forget_open(view: View, past: OpenGates) -> Iterator[Finding]:
+    """Memory that is never forgotten: by the gates, or because cell states have begun, all at once, to grow with every step."""
+    limits, value, growth = view.limits, view.get(OPEN), view.get(GROWTH)
+    if value is None and growth is None:
+        return
+    if value is not None:
+        past.refuted = past.refuted or (past.inferred and value <= limits.low(FORGET_OPEN))
+        past.gates, past.open, past.inferred = limits.severity(FORGET_OPEN, value), value, False
+        past.growing = past.growing and value > limits.low(FORGET_OPEN)
+    grows = value is None and growth is not None and view.z(CELL) is not None and past.adds_up(view, growth)
+    severity = max(past.gates, hard(grows))
+    if past.open is not None and (past.gates > 0 or not grows):
+        words = "{:%} of the forget gates never close: the memory only adds up"
+        yield Finding(severity, OPEN, past.open, limits.middle(FORGET_OPEN)).says(words, past.open)
+        return
+    yield Finding(severity, GROWTH, growth, limits[ADDS_UP_GROWTH]).says(
+        "the cell state has begun to grow with every step, to {}{} in one update: the forget gates no longer close",
+        *(view.values.get(CELL, 0.0), partial(view.usual, CELL)),
+    )
+
+
+CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, the middle of a ramp from half to twice of it")
+CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, with that")
+CELL_SIZE = above(
+    "cell_size", 3.0, "typical cell state, below which its history says nothing: learning makes a memory larger"
+)
+CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with that", lowest=SMALLEST_DIVISOR)
+CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
+
+
+@reading(CELL)
+def cell_drift(view: View, value: float, growing: Before) -> Iterator[Finding]:
+    """A cell state that grows: against its history, beyond any use, or with its age.
+
+    A step adds 1 at most, so a unit that counts the steps of long episodes is large and of use: one that adds up nearly all it can is none.
+    The growth with age must last for two updates, `growing` being its severity in the latest one: where all environments reset together,
+    the update in which they do has the first ages and the last ones alone, and a cell that fills quickly seems to grow between them.
+    """
+    limits, z = view.limits, view.z(CELL)
+    largest, growth, age = view.get(LARGEST), view.get(GROWTH), view.get("lstm/age/max")
+    counts = largest is not None and age is not None and largest <= limits[CELL_OF_AGE] * (age + 1)
+    useless = limits[CELL_ABSMAX]
+    jumped = value > MAX_WRITTEN * limits[CELL_SIZE] and view.baselines.shift.get(CELL, 0.0) > log10(limits[CELL_JUMP])
+    severities = {
+        CELL: 0.0 if z is None or not jumped else limits.severity(Z, z),
+        LARGEST: 0.0 if largest is None or counts else decade_ramp(largest, useless / 2, useless * 2),
+        GROWTH: 0.0,
+    }
+    if growth is not None:
+        severity = limits.severity(CELL_GROWTH, growth)
+        severities[GROWTH] = min(growing.swap(severity), severity)
+    key = max(severities, key=lambda name: severities[name])
+    finding = Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None)
+    usual, most = partial(view.usual, CELL), largest or value
+    yield finding.says("the cell state has grown to {}{}, at most {}", value, usual, most)
+
+
+STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored from recomputed states after the update")
+STALE_FIRST = above("stale_first", 1e-3, "the same before the first step, where it must be nothing")
+
+
+def stale_state(view: View) -> Iterator[Finding]:
+    """Stored states that are not those that the weights reach."""
+    first, last = view.get("lstm/staleness_first"), view.get("lstm/staleness")
+    words = "stored states differ by {:%} from those that the weights reach "
+    if first is not None and first > view.limits[STALE_FIRST]:
+        finding = Finding(1.0, "lstm/staleness_first", first, view.limits[STALE_FIRST])
+        yield finding.says(words + "before the first step", first)
+    elif first is not None or last is not None:
+        severity = view.limits.severity(STALE, last or 0.0) if view.update > SETTLE_UPDATES else 0.0
+        finding = Finding(severity, "lstm/staleness", last, view.limits.middle(STALE))
+        yield finding.says(words + "after the update", last or 0.0)
+
+
+@reading("lstm/reset_rate", "episode/count")
+def reset_missing(view: View, rate: float, ended: float, before: list[float]) -> Iterator[Finding]:
+    """Episodes that ended while no memory was reset, and those of the last rollouts without a reset.
+
+    A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
+    ended in the rollout before does, and so do more episodes than environments. Where a rollout is a single step, that may be the row in
+    which an environment is reset, which no policy sees: then it takes one rollout more.
+    """
+    late = 2 if view.facts.num_steps == 1 else 1
+    waiting = before[-late] if len(before) >= late else 0.0
+    before[:] = [*before, ended][-late:] if rate == 0 else []
+    wrong = rate == 0 and (waiting > 0 or ended > (view.facts.num_envs or ended))
+    words = "memory has not been reset once, though {} episodes have ended"
+    yield Finding(hard(wrong), "lstm/reset_rate", rate, 0.0).says(words, waiting + ended)
+
+
+GATE_CLOSED = Ramp("gate_closed", 0.85, 0.95, "share of input or output gates below 0.1")
+
+
+def gate_closed(view: View) -> Iterator[Finding]:
+    """Input gates through which nothing is written, and output gates through which nothing is read."""
+    for gate, effect in (("input", "nothing is written to the memory"), ("output", "the policy reads nothing from it")):
+        key = f"lstm/gate/{gate[0]}/sat_lo"
+        share = view.get(key)
+        if share is not None:
+            finding = Finding(view.limits.severity(GATE_CLOSED, share), key, share, view.limits.middle(GATE_CLOSED))
+            yield finding._replace(instance=gate).says(f"{{:%}} of the {gate} gates are shut: {effect}", share)
+
+
+memory_alarm = partial(alarm, debug_updates=5, pieces=("transitions",))  # declare an alarm of a recurrent policy
+
+RULES = (
+    memory_alarm("lstm/forget_closed", "lstm/gate/{gate}/sat_lo", "lstm/{part}/absmax", TIMESCALE, rank=210)
+    .needs(CLOSED, applies=remembers)
+    .follows(LARGEST, CELL_HISTORY)
+    .says(
+        "The forget gate is shut: memory does not last from one step to the next.",
+        "Initialise the forget bias at 1, lower the learning rate, normalise inputs.",
+        "gates are sampled; |c| ≤ 1 without memory shows it in every update. A short timescale alone is healthy in short tasks.",
+    )
+    .shows("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*")
+    .judged(ForgetClosedJudge(), FORGET_CLOSED, MIN_TIMESCALE, ADDS_UP_JUMP),
+    memory_alarm("lstm/gate_closed", "lstm/gate/{gate}/sat_lo", rank=204, sampled=True)
+    .needs(("lstm/gate/i/sat_lo", "lstm/gate/o/sat_lo"), applies=remembers)
+    .says(
+        "The input or the output gate is shut: nothing enters the memory, or nothing leaves it.",
+        "Initialise the biases of the gates at 0, lower the learning rate, normalise inputs.",
+        "Karpathy 2015, 1506.02078. Healthy runs stay below 0.03; biases of -10 give 0.99.",
+    )
+    .shows("lstm/gate/i/*", "lstm/gate/o/*", "lstm/h/*")
+    .judged(gate_closed, GATE_CLOSED),
+    memory_alarm("lstm/forget_open", "lstm/gate/{gate}/sat_hi", GROWTH, rank=220, sampled=True, debug_updates=3)
+    .needs(OPEN, applies=remembers)
+    .follows(CELL_HISTORY)
+    .says(
+        "The forget gate never closes: the memory only adds up.",
+        "Check that states are reset at the ends of episodes; clip the cell state.",
+        "Healthy runs stay below 0.66. Gates are sampled; a cell state that becomes half as large again in one update, and grows "
+        "with its age, shows it in between.",
+    )
+    .shows("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", GROWTH)
+    .judged(StateJudge(forget_open, OpenGates()), FORGET_OPEN, ADDS_UP_GROWTH, ADDS_UP_JUMP),
+    memory_alarm("lstm/cell_drift", "lstm/{part}/rms", "lstm/{part}/absmax", GROWTH, rank=230, relative=True, warmup=10)
+    .needs(CELL, applies=remembers)
+    .follows(CELL_HISTORY)
+    .says(
+        "The cell state grows with its age.",
+        "Check resets, shorten sequences, clip or regularise the cell state.",
+        "Memories that learn become twice to ten times as large within fifty updates. States of 50 and more are usual in episodes "
+        "of hundreds of steps.",
+    )
+    .shows("lstm/c/*", GROWTH, "lstm/age/*", "lstm/reset_rate")
+    .judged(StateJudge(cell_drift, Before()), CELL_ABSMAX, CELL_OF_AGE, CELL_SIZE, CELL_JUMP, CELL_GROWTH),
+    memory_alarm("lstm/stale_state", "lstm/staleness", "lstm/staleness_first", rank=300, sampled=True)
+    .needs(("lstm/staleness", "lstm/staleness_first"), applies=lambda facts: facts.policy != "mlp")
+    .says(
+        "Training begins with states that the current weights would not have reached.",
+        "Recompute states at the start of each epoch, burn in, or use whole episodes.",
+        "Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
+    )
+    .shows("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init")
+    .judged(stale_state, STALE, STALE_FIRST),
+    memory_alarm("lstm/reset_missing", rank=50, hard=True, claim=True, certain=True, n_off=1, debug_updates=10)
+    .reads("lstm/reset_rate")
+    .needs("lstm/reset_rate", "episode/count", facts=("num_envs",), applies=lambda facts: facts.policy != "mlp")
+    .says(
+        "Episodes end and memory is never reset: it leaks from one episode into the next.",
+        "Zero the state where `done` was set, in acting and in training alike.",
+        "identity",
+    )
+    .shows("lstm/reset_rate", "lstm/age/*", "episode/count", CELL)
+    .judged(StateJudge(reset_missing, list[float]())),
+)

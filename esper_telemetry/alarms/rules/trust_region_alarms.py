@@ -1,0 +1,365 @@
+"""Policy steps that are too far, and none at all.
+
+Policies that are sure of themselves, and policies with memory, lose much KL and most of a minibatch's effective samples on a handful of
+rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where typical samples
+account for a twelfth of it, and an explosion of ratios needs their 99th percentile too.
+
+The log-ratio of a Gaussian action is a sum over its D dimensions, and Adam moves each mean by about the same: KL grows with D, the
+spread of log-ratios with √D. Published settings with narrow Gaussians (σ of 0.14) move 1 to 17 dimensions by 0.006 to 0.026 nats each. So
+bounds are those of one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from statistics import NormalDist, median
+from typing import Final
+
+from esper_telemetry.alarms.alarm_bounds import SMALLEST_DIVISOR, Ramp, above, below, count, hard
+from esper_telemetry.alarms.judges import AnnealedRate, Recent, StateJudge, reading
+from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
+from esper_telemetry.alarms.verdict.published_settings import INITIAL_STD, PUBLISHED
+from esper_telemetry.core.messages import number, percent
+
+RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
+STEP_COUNT_UPDATES = 10  # updates after which their number of optimizer steps is typical
+KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats per dimension of a Gaussian action")
+KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update, the one before it being smaller")
+KL_TYPICAL = count(
+    "kl_typical", 1 / 12, "share of the KL that typical samples account for, from which on it counts in full"
+)
+KL_FEW = count("kl_few", 1 / 3, "what it counts below that, where a few samples make it up")
+USUAL_CLIP = 0.2  # half width of the trust region where the run's facts have none
+
+
+def action_dimensions(view: View) -> float:
+    """Dimensions of the continuous actions; 1 where there are none, or a record does not say."""
+    return max(1.0, sum(value for _, _, value in view.labelled("policy/head/", "/dimensions")))
+
+
+def typical_kl(view: View, outside: float) -> float:
+    """KL of Gaussian log-ratios with that share outside of the trust region: what samples account for that are not rare.
+
+    Log-ratios of a small step are normal with a variance of twice the KL.
+    """
+    clip = view.facts.clip
+    width = clip if clip is not None and clip > 0 else USUAL_CLIP
+    tail = outside / 2
+    if not 0 < tail < 0.5:
+        return inf if tail >= 0.5 else 0.0
+    return float((width / NormalDist().inv_cdf(tail)) ** 2 / 2)
+
+
+PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any before")
+KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
+WIDER: Final = "Raise the standard deviation (log_std_init, log_std), or bound it from below."
+
+
+def narrow_std(view: View, effect: str = "a KL goes with its inverse square") -> str:
+    """A clause on a head whose standard deviation is below all that published settings begin with; else nothing.
+
+    The KL of a step goes with 1/σ²: then σ makes it large, and not the step.
+    """
+    for head, _, std in view.labelled("policy/head/", "/std/mean"):
+        if max(std, view.values.get(f"policy/head/{head}/std_of_range", 0.0)) < INITIAL_STD.lowest:
+            return f": the standard deviation of {head} is {number(std)}, and {effect}"
+    return ""
+
+
+@dataclass(slots=True)
+class PolicySteps:
+    """KL per dimension that counted in the update before, most optimizer steps of an update, and the updates that settled this number."""
+
+    before: float = 0.0
+    most_steps: int = 0
+    updates: int = 0
+
+    def relative(self, view: View) -> float | None:
+        """Optimizer steps over the most of any update before; None before there are ten."""
+        steps = view.steps
+        if steps is None:
+            return None
+        settled = self.most_steps > 0 and self.updates >= STEP_COUNT_UPDATES
+        relative = steps / self.most_steps if settled else None
+        if relative is None or relative <= view.limits[PASSES]:
+            self.most_steps, self.updates = max(self.most_steps, steps), self.updates + 1
+        return relative
+
+
+def kl_spike(view: View, past: PolicySteps) -> Iterator[Finding]:
+    """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
+
+    A KL divergence that a few samples make up is judged by a third of it, or by twelve times what typical samples account for. One sample
+    that has become thousands of times as likely makes the mean of r - 1 - log r as large as it likes: half the mean of log² r bounds it.
+    """
+    # some trainers log the mean of the negative log ratio, which has the same expectation
+    key, limits = "policy/kl" if "policy/kl" in view.values else "policy/kl_k1", view.limits
+    value, share = view.get(key), view.get("policy/clip_frac")
+    if value is None:
+        return
+    shared = bounded = min(value, view.values.get("policy/kl_k2", value))
+    if share is not None:
+        shared = min(bounded, typical_kl(view, share) / max(limits[KL_TYPICAL], SMALLEST_DIVISOR))
+    counts = max(shared, bounded * limits[KL_FEW]) / action_dimensions(view)
+    sudden = limits.log_severity(KL_SUDDEN, counts)
+    lasting = limits.log_severity(KL_SPIKE, min(counts, past.before))
+    past.before = counts
+    passes, earlier = past.relative(view), view.previous.get(key)
+    if passes is not None and earlier is not None:
+        yield moved_by_passes(view, min(value, earlier), passes)
+    bound = limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300)
+    finding = Finding(max(sudden, lasting), key, value, bound, z=view.z(key))
+    yield finding.with_advice((lambda: WIDER) if narrow_std(view) else None).says(
+        "updates have moved the policy by a KL divergence of {} nats{}{}",
+        *(value, partial(view.usual, key), partial(narrow_std, view)),
+    )
+
+
+def moved_by_passes(view: View, kl: float, passes: float) -> Finding:
+    """The finding for more passes over a rollout than ever before; `kl` is the smaller one of two updates."""
+    key, limits = "policy/kl", view.limits
+    usual = view.baselines.median(key)
+    relative = kl / usual if usual else 0.0
+    severity = limits.log_severity(KL_PASSES, relative) if passes > limits[PASSES] else 0.0
+    bound = usual and usual * limits.log_middle(KL_PASSES)
+    return Finding(severity, key, kl, bound, adaptive=True, z=view.z(key), instance="passes").says(
+        "updates have made {:x} the steps of those before, and have moved the policy {:x} as far as usual: by a KL divergence of {} nats{}",
+        *(passes, relative, kl, partial(view.usual, key)),
+    )
+
+
+ESS = Ramp("ess", 0.4, 0.9, "share of the effective samples that is lost in the worst minibatch")
+ESS_SUDDEN = Ramp("ess_sudden", 0.8, 1.0, "the same for a single update")
+RATIO_SPREAD = Ramp("ratio_spread", 1.5, 6.0, "99th percentile of the probability ratios, with either")
+
+
+@reading("policy/ess_frac_min")
+def ratio_explosion(view: View, effective: float, past: list[tuple[float, float]]) -> Iterator[Finding]:
+    """A few samples that decide the update: nearly all effective samples lost at once, or many in two updates in a row.
+
+    One sample in a minibatch suffices for either, so one in a hundred of the whole update must have become far likelier, too; per
+    dimension of a Gaussian action, of which the minibatch adds up all.
+    """
+    limits, largest, wide = view.limits, view.get("policy/ratio/max") or 0.0, view.get("policy/ratio/p99")
+    spread = 1.0 if wide is None else limits.log_severity(RATIO_SPREAD, per_dimension(view, wide))
+    lost = 1 - effective
+    lost_before, spread_before = past.pop() if past else (0.0, 0.0)
+    past.append((lost, spread))
+    lasting = min(limits.severity(ESS, min(lost, lost_before)), spread, spread_before)
+    severity = max(lasting, min(limits.severity(ESS_SUDDEN, lost), spread))
+    yield Finding(severity, "policy/ess_frac_min", effective, 1 - limits.middle(ESS)).says(
+        "{:%} of a minibatch's samples carry its weight (usually 90 % or more); the largest probability ratio is {}{}",
+        *(effective, largest, partial(blamed_head, view)),
+    )
+
+
+def per_dimension(view: View, ratio: float) -> float:
+    """The ratio that one dimension of a Gaussian action contributes to a quantile of the ratios of all."""
+    return float(max(ratio, 0.0) ** (1 / action_dimensions(view) ** 0.5))
+
+
+def blamed_head(view: View) -> str:
+    """The head that most of the change is owed to, where there are several."""
+    shares = {head: value for head, _, value in view.labelled("policy/head/", "/blame")}
+    if len(shares) < 2:
+        return ""
+    head = max(shares, key=lambda name: shares[name])
+    return f", {percent(shares[head])} of it by the head {head}"
+
+
+KL_STALL = below("kl_stall", 1e-7, "largest KL of a minibatch in an update that did not move the policy")
+KL_SLOW = below("kl_slow", 1e-5, "the same, median over twenty updates, while the return does not rise")
+SLOW_UPDATES = 20  # updates in which the policy must have hardly moved
+SLOW_STEPS = 16  # optimizer steps of an update from which on the bound on their KL holds in full; it goes with their square below
+
+DECIDED_ENTROPY = 0.03
+"""Normalised entropy (nats, where logs have no other) below which a policy has decided, unless its return has not risen: it hardly samples
+anything that could move it."""
+
+MIN_LOWERED = 1e-12  # least factor by which a schedule lowers the KL that is expected
+MIN_MOVED = 1e-5  # KL over whole distributions from which on a policy has moved, whatever its ratios say
+
+
+@dataclass(slots=True)
+class PolicyMoves:
+    """Course of the learning rate, and what moved.
+
+    Attributes:
+        largest: KL of a minibatch in the latest updates, as it would be at the highest learning rate so far.
+        exact: KL over whole distributions in the latest sampled update, 0 after an update whose ratios have moved: it says nothing of a
+            later standstill.
+    """
+
+    rates: AnnealedRate = field(default_factory=AnnealedRate)
+    largest: Recent = field(default_factory=partial(Recent, SLOW_UPDATES))
+    exact: float = 0.0
+
+
+def kl_stall(view: View, past: PolicyMoves) -> Iterator[Finding]:
+    """A policy that does not move, or hardly for long while the return does not rise, though its learning rate is not annealed.
+
+    The KL of a step goes with the square of the learning rate, so that a schedule lowers what may be expected.
+    """
+    limits, rates, annealed = view.limits, past.rates, past.rates.stopped(view)
+    # of a single step, as in A2C, the only minibatch comes before: what the step does is measured in sampled updates alone
+    value, rate = view.get("policy/kl_post" if view.steps == 1 else "policy/kl_max"), view.get("opt/lr")
+    if value is None:
+        return
+    exact = past.exact = view.values.get("policy/kl_exact", past.exact) if value < limits[KL_SLOW] else 0.0
+    lowered = 1.0
+    if rate is not None and 0 < rate < rates.highest and not rates.abrupt:
+        lowered = max(MIN_LOWERED, (rate / rates.highest) ** 2)
+    middle = median(past.largest.add(value / lowered))
+    entropy = view.values.get("policy/entropy_norm", view.values.get("policy/entropy", 1.0))
+    decided = view.course.risen is not False and 0 <= entropy < DECIDED_ENTROPY
+    bound = limits[KL_STALL] * lowered
+    stalled = value < bound and not annealed and not decided
+    slow_bound = limits[KL_SLOW] * min(1.0, (view.steps or SLOW_STEPS) / SLOW_STEPS) ** 2
+    slow = past.largest.full and middle < slow_bound and view.course.risen is False and not annealed and not stalled
+    severity = 1.0 if stalled else WARNING if slow else 0.0
+    held, bound = (SLOW_UPDATES, slow_bound) if slow else (1, bound)
+    finding = Finding(severity, "policy/kl_max", value, bound, held=held)
+    if exact > MIN_MOVED:
+        words = "probability ratios have stayed at 1 (KL {}), though the policy moves by {} nats: the old log-probabilities are computed "
+        yield finding.says(words + "again, so nothing is clipped", value, exact)
+        return
+    at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
+    words = "the policy has not moved: its KL divergence is {} nats at most{}"
+    if slow:
+        words = f"the policy has hardly moved for {SLOW_UPDATES} updates: a KL divergence of {{}} nats at most in each (usually 0.002 to "
+        words += "0.02){}"
+    yield finding.with_advice(lambda: stall_advice(rate, view.facts.optimizer, slow=slow)).says(
+        words, middle if slow else value, at_rate
+    )
+
+
+def stall_advice(rate: float | None, optimizer: str | None, *, slow: bool) -> str:
+    """What to try where the policy does not move, or hardly, by the learning rate and the name of the optimizer."""
+    if rate == 0:
+        return "Set a learning rate that is not 0, or correct the schedule that leads there."
+    published = PUBLISHED["learning_rate"]
+    if rate is not None and 0 < rate < published.lowest:
+        return f"Raise the learning rate to {number(published.p10)} or more, with Adam."
+    if optimizer == "SGD":
+        return "Use Adam, or raise the learning rate: plain SGD needs a far larger one."
+    if slow:
+        return "Raise the learning rate: the policy moves, and too little to learn. Plain SGD needs a far larger one than Adam."
+    if rate is not None and rate > published.highest:
+        return "Start again with a smaller learning rate: so large a step can leave a policy that no gradient moves any more."
+    size = "" if rate is None else " If so, raise the learning rate."
+    return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
+
+
+RATIO_COLLAPSE = Ramp(
+    "ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios, per dimension of a Gaussian action"
+)
+
+
+@reading("policy/ratio/p01")
+def ratio_collapse(view: View, value: float) -> Iterator[Finding]:
+    """Actions that have become far less likely."""
+    bound = view.limits.middle(RATIO_COLLAPSE) ** (action_dimensions(view) ** 0.5)
+    severity = view.limits.severity(RATIO_COLLAPSE, per_dimension(view, value))
+    words = "one action in a hundred has become {:x} less likely in a single update"
+    yield Finding(severity, "policy/ratio/p01", value, bound).says(words, 1 / max(value, 1e-30))
+
+
+CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
+CLIP_KL = above(
+    "clip_kl", 0.02, "KL divergence per dimension up to which leaving a narrow trust region is no harm, nats"
+)
+CLIP_USUAL = above("clip_usual", 1.25, "share over its median that counts where the return has risen with that share")
+
+MIN_SAMPLES = 512
+"""Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
+
+
+@reading("policy/clip_frac")
+def clip_saturation(view: View, value: float, shares: list[tuple[float, int]]) -> Iterator[Finding]:
+    """Much of the batch outside of the trust region, by share and steps of as many updates as have enough samples."""
+    key, limits = "policy/clip_frac", view.limits
+    shares.append((value, view.rollout_steps or MIN_SAMPLES))
+    while len(shares) > 1 and sum(steps for _, steps in shares[1:]) >= MIN_SAMPLES:
+        del shares[0]
+    total = sum(steps for _, steps in shares)
+    if total < MIN_SAMPLES:
+        return
+    mean = sum(share * steps for share, steps in shares) / total
+    usual = view.baselines.median(key)
+    harmless = view.course.risen is True and usual is not None and mean <= limits[CLIP_USUAL] * usual
+    moved = view.values.get("policy/kl", inf) > limits[CLIP_KL] * action_dimensions(view)
+    severity = limits.severity(CLIP_FRAC, mean) * hard(moved and not harmless)
+    narrow = partial(narrow_std, view, "ratios change with its inverse")
+    yield (
+        Finding(severity, key, mean, limits.middle(CLIP_FRAC))
+        .with_advice((lambda: WIDER) if severity and narrow() else None)
+        .says("{:%} of the samples have left the trust region{}{}", mean, partial(view.usual, key), narrow)
+    )
+
+
+step_alarm = partial(alarm, debug_updates=3, pieces=("transitions",))  # declare an alarm of the size of policy steps
+
+RULES = (
+    step_alarm("policy/kl_spike", rank=290, relative=True, n_off=2, debug_updates=5)
+    .reads("policy/kl", "policy/kl_max", "policy/kl_k1")
+    .follows("policy/kl")
+    .changes("learning_rate", "num_epochs", "minibatch_size")
+    .says(
+        "One update moved the policy much further than usual.",
+        "Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
+        "Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
+        "Less counts where there are suddenly more steps. Sure policies lose much KL on a few rare actions, and go on learning: the "
+        "threefold is asked for where the share of samples outside of the trust region accounts for no twelfth of it. Published settings "
+        "of narrow Gaussians move each dimension by 0.006 to 0.026 nats.",
+    )
+    .shows("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*")
+    .judged(StateJudge(kl_spike, PolicySteps()), KL_SPIKE, KL_SUDDEN, KL_TYPICAL, KL_FEW, PASSES, KL_PASSES),
+    step_alarm("policy/ratio_explosion", effect=True, n_off=2, debug_updates=5)
+    .reads("policy/ess_frac_min", "policy/ratio/max", "policy/ess_frac", "policy/head/{head}/blame")
+    .reads("policy/head/{head}/ratio/max")
+    .changes("learning_rate", "num_epochs")
+    .says(
+        "A few samples' probabilities have changed so much that they decide the update alone.",
+        "Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
+        "Kong's effective sample size; Moalla 2024, coach#87. A single sample of a rare action takes 90 % of it from a minibatch "
+        "in healthy runs, which clipping bears: the 99th percentile of the ratios is 1.2 to 2.7 there.",
+    )
+    .shows("policy/ess_frac*", *RATIOS)
+    .judged(StateJudge(ratio_explosion, list[tuple[float, float]]()), ESS, ESS_SUDDEN, RATIO_SPREAD),
+    step_alarm("policy/ratio_collapse", "policy/ratio/p01", "policy/ratio/min", effect=True, n_on=3)
+    .changes("learning_rate", "num_epochs")
+    .says(
+        "One action in a hundred has become more than ten times less likely in a single update.",
+        "Lower the learning rate; check the sign and the order of advantages.",
+        "First percentile in place of the share of rows, which a record does not have. Published settings reach 0.001 in six "
+        "dimensions and go on learning.",
+    )
+    .shows(*RATIOS)
+    .judged(ratio_collapse, RATIO_COLLAPSE),
+    step_alarm("policy/clip_saturation", effect=True, warmup=15, n_on=2)
+    .reads("policy/clip_frac", "policy/clip_frac_active", "policy/clip_frac_pos", "policy/clip_frac_neg")
+    .reads("policy/head/{head}/clip_frac")
+    .follows("policy/clip_frac")
+    .changes("learning_rate", "num_epochs", "clip")
+    .says(
+        "Much of the batch has left the trust region and teaches nothing more.",
+        "Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
+        "common practice; healthy runs stay below 0.17, but for their first updates. A rollout of a few steps is a sample of a few, "
+        "so the share is that of the last 512 steps. At a KL of 0.01, below all stop rules, half of the samples may leave a clip of 0.1. "
+        "With the 20 passes and the clip of 0.1 published for Walker2d it is 0.6 throughout, while the return rises from 18 to 350.",
+    )
+    .shows("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr")
+    .judged(StateJudge(clip_saturation, list[tuple[float, int]]()), CLIP_FRAC, CLIP_KL, CLIP_USUAL),
+    step_alarm("policy/kl_stall", "policy/kl_max", "opt/lr", rank=240, n_on=3, n_off=1)
+    .changes("learning_rate")
+    .says(
+        "The policy does not move, or hardly at all.",
+        "Store the log-probabilities of the actions when they are taken, and compare with those in every minibatch.",
+        "KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
+    )
+    .shows("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*")
+    .judged(StateJudge(kl_stall, PolicyMoves()), KL_STALL),
+)

@@ -1,0 +1,413 @@
+"""The critic: it fitted and no longer does, its loss jumps, returns change their scale, it is wrong in one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+
+from esper_telemetry.alarms.alarm_bounds import Ramp, above, below, hard, ramp
+from esper_telemetry.alarms.baselines import History, power
+from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Recent, StateJudge, Z, reading
+from esper_telemetry.alarms.rule import Finding, View, alarm
+from esper_telemetry.core.messages import number, times
+
+LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
+LOSS_OVER_VARIANCE = "value/loss_norm"
+EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
+"""Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
+
+BEST_FIT_UPDATES = 20  # latest R² values among which the best one is looked for
+RECENT_UPDATES = 5  # latest losses that a jump is compared with
+BIAS_UPDATES = 10  # updates for which a critic must be wrong in one direction
+MIN_LOSS_GROWTH = 0.5  # decades by which the loss must have grown too: the fit also falls where returns only vary less
+UNKNOWN_EARLY_UPDATES = 25  # updates that count as early in a run whose length is not known
+CONSTANT_FIT = 0.02  # fit below which a critic is no better than a constant, whose fit differs from 0 by chance
+
+
+def expected_fit(view: View) -> float:
+    """Return the explained variance below which a critic is useless in this phase of the run."""
+    if view.progress is None:
+        return EXPECTED_FIT[1 if view.update <= UNKNOWN_EARLY_UPDATES * view.patience else 2][1]
+    return next((bound for end, bound in EXPECTED_FIT if view.progress < end), EXPECTED_FIT[-1][1])
+
+
+FIT_WAS = above("fit_was", 0.3, "R² that the critic once had")
+FIT_NOW = below("fit_now", CONSTANT_FIT, "R² below which it has lost it")
+LOSS_NORM = Ramp("loss_norm", 1.0, 25.0, "critic's error over the variance of returns")
+
+
+@reading(LOSS_OVER_VARIANCE)
+def fit_collapse(view: View, loss_norm: float, fits: Recent) -> Iterator[Finding]:
+    """A critic that has lost a fit that it had, and whose error has grown."""
+    limits, r2, explained = view.limits, view.get(R2), view.get(EXPLAINED)
+    best = max(fits.values, default=None)
+    if r2 is not None:
+        fits.add(r2)
+    usual_returns = view.baselines.off_median(SPREAD) < MIN_LOSS_GROWTH
+    error = LOSS if LOSS in view.values else LOSS_OVER_VARIANCE  # own loops need not report their losses
+    grown = view.baselines.shift.get(error, 0.0) > MIN_LOSS_GROWTH and usual_returns
+    useless = explained is not None and explained < expected_fit(view) + CONSTANT_FIT
+    lost = r2 is not None and best is not None and best > limits[FIT_WAS] and r2 < limits[FIT_NOW]
+    by_fit = lost and (useless or best is None) and grown
+    severity = max(hard(by_fit), limits.log_severity(LOSS_NORM, loss_norm) if grown else 0.0)
+    if not by_fit:
+        yield Finding(severity, LOSS_OVER_VARIANCE, loss_norm, limits.log_middle(LOSS_NORM), z=view.z(error)).says(
+            "the critic's squared error has been {:x} the variance of returns", 2 * loss_norm
+        )
+        return
+    name = "its loss" if error == LOSS else "half its squared error over their variance"
+    yield Finding(severity, R2, r2, limits[FIT_NOW], z=view.z(error)).says(
+        f"the critic no longer predicts returns: R² has fallen from {{}} to {{}}, {name} is {{}}{{}}",
+        *(best or 0.0, r2 or 0.0, view.values[error], partial(view.usual, error)),
+    )
+
+
+LARGER = "critic's loss over the largest of the last five updates, where rewards are larger than ever"
+LOSS_RECENT = Ramp("loss_recent", 1.5, 6.0, LARGER)
+
+
+def recent_severity(view: View, key: str, last: Recent) -> float:
+    """Severity of a value far above all of the last five."""
+    value = view.get(key)
+    if value is None:
+        return 0.0
+    highest, enough = max(last.values, default=0.0), last.full
+    last.add(value)
+    return view.limits.log_severity(LOSS_RECENT, value / highest) if enough and highest > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Losses:
+    """Outliers of the critic's loss and its latest values, also relative to the variance of returns: rewards may be scaled."""
+
+    outlier: Outlier = field(default_factory=Outlier)
+    last: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
+    last_relative: Recent = field(default_factory=partial(Recent, RECENT_UPDATES))
+
+
+def loss_jump(view: View, losses: Losses) -> Iterator[Finding]:
+    """A critic's error that jumped; where the history spans decades, the last five losses together with new rewards show it."""
+    severity, value = losses.outlier.severity(view, LOSS), view.get(LOSS)
+    if value is None:
+        return
+    recently = recent_severity(view, LOSS, losses.last)
+    recently = max(recently, recent_severity(view, LOSS_OVER_VARIANCE, losses.last_relative))
+    if severity is None:
+        return
+    median = view.baselines.median(LOSS) or value
+    paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
+    severity = max(severity, recently if paid_more else 0.0)
+    yield Finding(severity, LOSS, value, adaptive=True, z=view.z(LOSS)).with_text(
+        lambda: f"the critic's loss has jumped to {number(value)}, {times(value / median)} its median{view.usual(LOSS)}"
+    )
+
+
+RETURNS = ("ret/std", "ret/mean")
+REWARDS = ("reward/absmax", "reward/mean")
+REWARD_HISTORIES = tuple(History(key, scale_min=0.05) for key in (*REWARDS, "reward/std"))  # they hardly vary
+MIN_JUMP = 0.5  # decades from which on a move lasts as long as the keys are away from their medians
+
+FALL_FACTOR = 2.5
+"""Rewards shrink by themselves where a policy learns to avoid the worst of them: a fall must be so many times larger, in decades."""
+
+SCALE = Ramp("scale", 0.6, 1.0, "decades by which rewards change their scale, where the severity begins")
+RETURN_SCALE = Ramp("return_scale", 1.0, 2.0, "decades by which returns change theirs, mean and spread, at once")
+
+
+@dataclass(slots=True)
+class JointMove:
+    """Moves of two keys together, in decades.
+
+    A move begins between two updates, and lasts as long as they are away from their medians.
+
+    Attributes:
+        negative, positive: updates in which the signed key was below or above 0.
+    """
+
+    negative: int = 0
+    positive: int = 0
+    before: float = 0.0
+    moved: bool = False
+
+    def step(self, view: View, keys: tuple[str, str]) -> tuple[float, bool, float] | None:
+        """Decades of the move, whether it is upwards, and the smaller robust score; None without a history. The second key has a sign."""
+        shifts = [view.baselines.shift.get(key) for key in keys]
+        scores = [view.z(key) for key in keys]
+        signed = view.get(keys[1])
+        if None in shifts or None in scores or signed is None:
+            return None
+        first, second = (shift or 0.0 for shift in shifts)
+        self.positive, self.negative = self.positive + (signed > 0), self.negative + (not signed > 0)
+        same_sign = self.positive > self.negative if signed > 0 else self.negative > self.positive
+        size = min(abs(first), abs(second)) if same_sign and first * second > 0 else 0.0
+        begun = self.moved or abs(first - self.before) > 0.5 * abs(first)
+        self.before, self.moved = first, begun and size > MIN_JUMP
+        return (size if begun else 0.0), first > 0, min(abs(score or 0.0) for score in scores)
+
+
+@dataclass(slots=True)
+class EpisodePeaks:
+    """Largest reward of each update since the last but one in which episodes ended, so that those of a whole episode are among them.
+
+    Where environments begin together and an update holds a part of an episode, rewards repeat with the period of the episodes.
+    """
+
+    course: list[float] = field(default_factory=list)
+    open: list[float] = field(default_factory=list)
+
+    def add(self, view: View, largest: float) -> None:
+        """Add an update."""
+        self.open.append(largest)
+        if view.get("episode/count"):
+            self.course, self.open = self.open, []
+
+    @property
+    def largest(self) -> float:
+        """The largest of them; 0 without any."""
+        return max((*self.course, *self.open), default=0.0)
+
+
+@dataclass(slots=True)
+class Scales:
+    """Moves of rewards and of returns.
+
+    Attributes:
+        fallen: severity of the fall in the last update.
+        spans: whether episodes have ended since rewards fell, in an update before this one.
+    """
+
+    rewards: JointMove = field(default_factory=JointMove)
+    returns: JointMove = field(default_factory=JointMove)
+    peaks: EpisodePeaks = field(default_factory=EpisodePeaks)
+    risen: bool = False
+    fallen: float = 0.0
+    spans: bool = False
+
+
+def scale_shift(view: View, scales: Scales) -> Iterator[Finding]:
+    """Rewards on another scale from one update to the next, or returns, by much."""
+    yield from rewards_shift(view, scales)
+    yield from returns_shift(view, scales.returns.step(view, RETURNS))
+
+
+def rewards_shift(view: View, scales: Scales) -> Iterator[Finding]:
+    """The largest reward and the mean one moved by decades, sign included.
+
+    A fall must last for two updates, and from one episode into the next; a rise must be above what each episode pays once.
+    """
+    limits, key = view.limits, "reward/absmax"
+    move = scales.rewards.step(view, REWARDS)
+    largest, usual = view.get(key), view.baselines.median(key)
+    if largest is None:
+        return
+    new = largest > scales.peaks.largest * power(limits.low(SCALE))
+    scales.peaks.add(view, largest)
+    if move is None or usual is None:
+        return
+    size, risen, z = move
+    outlier = min(limits.severity(SCALE, size if risen else size / FALL_FACTOR), limits.severity(Z, z))
+    scales.risen = risen and outlier > 0 and (scales.risen or new)
+    fallen, scales.fallen = scales.fallen, 0.0 if risen else outlier
+    spans, ends = scales.spans, view.get("episode/count")
+    scales.spans = scales.fallen > 0 and (spans or ends is None or ends > 0)
+    severity = outlier if scales.risen else min(outlier, fallen) if spans and not risen else 0.0
+    bound = usual * power(limits.middle(SCALE))
+    yield Finding(severity, key, largest, bound, adaptive=True, z=z, instance="rewards").with_text(
+        lambda: (
+            f"rewards have been {times(max(largest / usual, usual / max(largest, 1e-300)))} as {'large' if risen else 'small'} as before: "
+            f"up to {number(largest)}{view.usual(key)}, returns {spread_text(view)}"
+        )
+    )
+
+
+def spread_text(view: View) -> str:
+    """The spread of returns in words."""
+    return f"spread by {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
+
+
+def returns_shift(view: View, move: tuple[float, bool, float] | None) -> Iterator[Finding]:
+    """Mean and spread of returns grown by decades at once: what scales rewards may stand behind the point where they are measured."""
+    key = "ret/mean"
+    mean, usual = view.get(key), view.baselines.median(key)
+    if move is None or mean is None or usual is None:
+        return
+    size, risen, z = move
+    severity = view.limits.severity(RETURN_SCALE, size if risen else 0.0)
+    bound = usual * power(view.limits.middle(RETURN_SCALE))
+    yield Finding(severity, key, mean, bound, adaptive=True, z=z, instance="returns").with_text(
+        lambda: (
+            f"returns have been {times(abs(mean) / usual)} as large as before: {number(mean)} on average{view.usual(key)}, "
+            f"{spread_text(view)}"
+        )
+    )
+
+
+CUT_AT, CUT_BEFORE, OVER_AT, OVER_BEFORE = "cut at", "cut before", "over at", "over before"
+"""Ends of episodes: cut off or over by themselves, at the time limit or before it."""
+
+TERMINAL_ERROR, TRUNCATED = "value/terminal_err", "episode/truncated_frac"
+SETTLE_UPDATES = 5  # updates with ends after which the ends of a task are typical
+MIN_AT_LIMIT = 2  # updates in which episodes must have reached the limit, for their usual end there to be clear
+MIN_STRANGE = 2  # updates with ends that the task does not have, which raise the alarm
+FORGET_UPDATES = 5  # updates in a row without such an end, after which an earlier one was an accident
+
+
+@dataclass(slots=True)
+class TimeLimitEnds:
+    """Terminations that are time limits, and time limits that are terminations.
+
+    Attributes:
+        counts: updates by kind of end.
+        updates: updates with usual ends.
+        strange: the latest end that contradicts the others.
+        strange_updates: updates with such ends.
+        since: updates since the last one.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    updates: int = 0
+    strange: str = ""
+    strange_updates: int = 0
+    since: int = 0
+
+    def confusion(self, view: View) -> Iterator[Finding]:
+        """Episodes that end in a way that this task has not had so far, and that contradicts its time limit."""
+        horizon, cut = view.facts.horizon, view.get(TRUNCATED)
+        if horizon is None or cut is None:
+            return
+        limit = float(horizon)
+        ends = ends_of(view, limit)
+        if not ends:
+            return
+        strange = self.contradiction(ends) if self.updates >= SETTLE_UPDATES else None
+        if strange is not None:
+            self.strange_updates, self.since, self.strange = self.strange_updates + 1, 0, strange
+        else:
+            self.since, self.updates = self.since + 1, self.updates + 1
+            self.strange_updates = 0 if self.since >= FORGET_UPDATES else self.strange_updates
+            for end in ends & self.counts.keys() if self.strange_updates else ends:
+                self.counts[end] = self.counts.get(end, 0) + 1
+        error, wrong = view.get(TERMINAL_ERROR), hard(self.strange_updates >= MIN_STRANGE)
+        shown = (TRUNCATED, cut) if error is None else (TERMINAL_ERROR, error)
+        yield Finding(wrong, *shown, instance="ends").with_text(partial(confusion_text, self.strange, limit, error))
+
+    def contradiction(self, ends: set[str]) -> str | None:
+        """The end that contradicts those that the task has had; None where there is no such end.
+
+        A limit cuts nothing off before it, and what lasts as long as the limit ends in one of the two ways, always.
+        """
+        counts, new = self.counts, ends - self.counts.keys()
+        if CUT_BEFORE in new:
+            return CUT_BEFORE
+        if OVER_AT in new and counts.get(CUT_AT, 0) >= MIN_AT_LIMIT and CUT_AT not in ends:
+            return OVER_AT
+        return CUT_AT if CUT_AT in new and counts.get(OVER_AT, 0) >= SETTLE_UPDATES and OVER_AT not in ends else None
+
+
+def ends_of(view: View, limit: float) -> set[str]:
+    """The kinds of ends of one update, by the longest and the shortest episodes."""
+    ends = set()
+    for kind, at, before in (("truncated", CUT_AT, CUT_BEFORE), ("terminated", OVER_AT, OVER_BEFORE)):
+        if view.values.get(f"episode/{kind}_length_max", -inf) >= limit:
+            ends.add(at)
+        if view.values.get(f"episode/{kind}_length_min", inf) < limit:
+            ends.add(before)
+    return ends
+
+
+def confusion_text(strange: str, limit: float, error: float | None) -> str:
+    """The clause on ends that are confused."""
+    steps = number(limit)
+    if strange == OVER_AT:
+        off = "" if error is None else f", which misleads the critic: it is off by {number(error)} there"
+        return f"episodes that reach their time limit of {steps} steps have been taken for terminated{off}"
+    before, after = f"before their time limit of {steps} steps", f"after {steps} steps, where they used to end"
+    what = before if strange == CUT_BEFORE else after
+    return f"episodes have been cut off {what}: a termination is taken for a time limit, and the critic goes on counting behind it"
+
+
+BIAS = Ramp("bias", 0.5, 1.5, "critic's mean error, in standard deviations of the returns")
+BIAS_SHARE = above("bias_share", 0.3, "critic's mean error relative to the size of returns, with that")
+
+
+@dataclass(slots=True)
+class Bias:
+    """Ends of episodes, the smallest mean error in standard deviations of the returns, and the latest severities."""
+
+    ends: TimeLimitEnds = field(default_factory=TimeLimitEnds)
+    best: float | None = None
+    severities: Recent = field(default_factory=partial(Recent, BIAS_UPDATES))
+
+
+def bias(view: View, past: Bias) -> Iterator[Finding]:
+    """A critic that is wrong in one direction, by much of the spread of returns and of their size, for long; or that must become so,
+    because terminations and time limits are confused.
+    """
+    yield from past.ends.confusion(view)
+    key, limits = "value/bias_over_std", view.limits
+    value, off, mean, spread = (view.get(name) for name in (key, "value/bias", "ret/mean", "ret/std"))
+    if value is None or off is None or mean is None or spread is None:
+        return
+    best = past.best = abs(value) if past.best is None else min(past.best, abs(value))
+    size = abs(mean) + spread
+    share = abs(off) / size if size > 0 else 0.0
+    severity = min(limits.severity(BIAS, abs(value)), ramp(share, 0.0, 2 * limits[BIAS_SHARE]))
+    last = past.severities.add(severity if best < limits.low(BIAS) else 0.0)
+    yield Finding(min(last) if past.severities.full else 0.0, key, value, limits.middle(BIAS)).says(
+        "the critic has been {}estimating returns by {} on average, {:%} of their size, which explained variance cannot see",
+        *("over" if off > 0 else "under", abs(off), share),
+    )
+
+
+critic_alarm = partial(alarm, pieces=("transitions",), histograms=("value/", "ret/"), relative=True)
+"""Declare an alarm of the critic, which is judged by its own history."""
+
+RULES = (
+    critic_alarm("value/fit_collapse", effect=True, warmup=10, n_on=2, debug_updates=5)
+    .reads(R2, EXPLAINED, LOSS_OVER_VARIANCE)
+    .needs(R2, EXPLAINED, LOSS_OVER_VARIANCE)
+    .follows(LOSS, LOSS_OVER_VARIANCE, SPREAD)
+    .says(
+        "The critic predicted returns and no longer does.",
+        "Normalise returns, lower the learning rate or value_coef, give the critic its own network; check for a change of rewards.",
+        "baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase. "
+        "A critic of a solved task cannot foresee the next failure: where returns vary more than ever, the fit says nothing.",
+    )
+    .shows("value/*", "ret/std", "loss/value")
+    .judged(StateJudge(fit_collapse, Recent(BEST_FIT_UPDATES)), FIT_WAS, FIT_NOW, LOSS_NORM),
+    critic_alarm("value/loss_jump", LOSS, rank=270, effect=True, debug_updates=5)
+    .follows(LOSS, REWARD_HISTORIES[0])
+    .says(
+        "The critic's error jumped.",
+        "Compare with ret/std: if that jumped too the rewards changed; otherwise lower the learning rate.",
+        "Far out at once, or out of line twice; or far above the last five while rewards are larger than ever: a critic that "
+        "learned fast has a history of many decades.",
+    )
+    .shows("loss/*", "ret/*", "reward/*", "value/r2", "opt/lr")
+    .judged(StateJudge(loss_jump, Losses()), *OUTLIER_BOUNDS, LOSS_RECENT),
+    critic_alarm("value/scale_shift", "reward/absmax", "ret/mean", "ret/std", rank=150, debug_updates=5)
+    .needs(*REWARDS)
+    .follows(*RETURNS, *REWARD_HISTORIES)
+    .says(
+        "Returns are on another scale than before.",
+        "Normalise rewards, clip outliers, look for a bug or a new phase in the environment.",
+        "The spread of returns changes by decades in healthy runs: a policy that survives to the time limit earns the same everywhere, a "
+        "first success spreads them. Rewards themselves tell a change of scale from that: the largest and the mean move together. "
+        "SB3#2240, cleanrl#441",
+    )
+    .shows("reward/*", "ret/mean", "ret/std", "norm/*/drift", "loss/value")
+    .judged(StateJudge(scale_shift, Scales()), SCALE, RETURN_SCALE),
+    critic_alarm("value/bias", warmup=10, debug_updates=3)
+    .reads("value/bias_over_std", "value/bias", "value/terminal_err", "episode/truncated_frac")
+    .needs("value/bias_over_std", "value/bias", "ret/mean", "ret/std")
+    .says(
+        "The critic is wrong by much in one direction, which explained variance cannot see.",
+        "Check the treatment of time limits (bootstrap) and of the last value; train the critic for more epochs.",
+        "A critic lags behind returns that rise: it must be wrong for ten updates, by much of their size, and have been right "
+        "before: one that learns slowly is wrong from the start. Ends of episodes that contradict the time limit show it at once.",
+    )
+    .shows("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std", "episode/*")
+    .judged(StateJudge(bias, Bias()), BIAS, BIAS_SHARE),
+)
