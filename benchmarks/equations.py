@@ -228,12 +228,12 @@ def read_journal(run_dir: Path) -> Reading:
         rates.add(record.axes.env_step, record.values.get(RATE_KEY))
     schedule = rates.result()
     if schedule is not None:
-        name, share = schedule.equation.name, schedule.error / schedule.tolerance
+        name, share = schedule.equation.name, (schedule.error or 0.0) / schedule.tolerance
         reading.checked[name], reading.largest[name] = len(run.records), share
         if share > 1:
-            reading.named[name] = [[one.name for one in schedule.explanations]]
-            reading.says |= {f"{name}_{one.name}": one.says for one in schedule.explanations}
-            explained[name].append(any(one.variant for one in schedule.explanations))
+            reading.named[name] = [[one.name for one in schedule.hypotheses]]
+            reading.says |= {f"{name}_{one.name}": one.says for one in schedule.hypotheses}
+            explained[name].append(any(one.variant for one in schedule.hypotheses))
     reading.variants = [name for name, flags in explained.items() if all(flags)]
     reading.alarms = sorted(
         {f"{alarm.type}: {alarm.text}" for alarm in run.alarms if alarm.type.startswith("integrity/")}

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from esper_telemetry.delivery.catch_up import replay as replay
     from esper_telemetry.delivery.health import doctor as doctor
     from esper_telemetry.equations.clipping import check_clipping as check_clipping
-    from esper_telemetry.equations.clipping import check_gradient as check_gradient
     from esper_telemetry.equations.drawn_actions import check_actions as check_actions
     from esper_telemetry.equations.entropy_loss import check_entropy as check_entropy
     from esper_telemetry.equations.gae_advantages import check_gae as check_gae
+    from esper_telemetry.equations.gradient import check_gradient as check_gradient
     from esper_telemetry.equations.log_probs import check_log_probs as check_log_probs
     from esper_telemetry.equations.minibatch_rows import check_log_ratios as check_log_ratios
     from esper_telemetry.equations.minibatch_rows import check_minibatches as check_minibatches
@@ -111,7 +111,8 @@ __all__, __getattr__, __dir__ = lazy_names(
             "check_values",
         ),
         "esper_telemetry.equations.entropy_loss": ("check_entropy",),
-        "esper_telemetry.equations.clipping": ("check_clipping", "check_gradient"),
+        "esper_telemetry.equations.clipping": ("check_clipping",),
+        "esper_telemetry.equations.gradient": ("check_gradient",),
         "esper_telemetry.equations.log_probs": ("check_log_probs",),
         "esper_telemetry.equations.minibatch_rows": ("check_log_ratios", "check_minibatches"),
         "esper_telemetry.equations.normalization": ("check_normalized_advantages",),

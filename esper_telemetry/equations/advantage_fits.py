@@ -6,13 +6,13 @@ Each fit returns the parameter and the advantages [T, B] that GAE gives with it,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.equations.equation import TOLERANCES, Hypothesis
+from esper_telemetry.equations.equation import TOLERANCES, Fit, hypothesis_table
 from esper_telemetry.equations.gae import GaeInputs, closest_whole, gae, rows_that_count, standard
 
 ADVANTAGE_TOLERANCE = 1.0
@@ -76,10 +76,10 @@ class LocalEquation:
         return solution
 
 
-Fit = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
+FitFunction = Callable[[GaeInputs, Tensor], tuple[float, Tensor] | None]
 
 
-def with_stored_limits(fit: Fit) -> Fit:
+def with_stored_limits(fit: FitFunction) -> FitFunction:
     """Return a fit that also takes rewards as they are stored, with the value of a time limit's last state at the discount that is set."""
 
     def nearest(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
@@ -137,7 +137,7 @@ def fitted_step_gamma(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor
     return solution[0], gae(replace(inputs, gamma=solution[0], gae_lambda=trace / solution[0]))
 
 
-def fitted_both(place: int) -> Fit:
+def fitted_both(place: int) -> FitFunction:
     """Return a fit of discount and lambda together, which gives the first or the second of them."""
 
     @with_stored_limits
@@ -206,7 +206,7 @@ def _implied_rewards(inputs: GaeInputs, local: LocalEquation) -> Tensor:
     return local.left + inputs.rewards - inputs.gamma * inputs.next_values - decay * local.ahead
 
 
-def fitted_termination(constant: bool) -> Fit:
+def fitted_termination(constant: bool) -> FitFunction:
     """Return a fit of what is added to the rewards of terminations: one number, or numbers within the range of the values.
 
     The rows of terminations give these numbers; all others, most of which lie before one, decide.
@@ -281,7 +281,7 @@ def _standards(inputs: GaeInputs, values: Tensor) -> list[Tensor]:
     return [standard(values, rows, correction) for correction in (0, 1)]
 
 
-def fitted_normalized(*names: str, returned: str) -> Fit:
+def fitted_normalized(*names: str, returned: str) -> FitFunction:
     """Return a fit of `gamma`, of `gae_lambda` or of both to advantages that are normalised over all rows, which gives one of them.
 
     With A = s C + m, where C are the claimed numbers, the recursion is linear in s, m, γ, γλs and γλm; its solution is refined.
@@ -336,129 +336,45 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
     return min(results, key=lambda one: float((one[1] - claimed)[counted].abs().amax()))
 
 
-FITTED = (
-    Hypothesis(
-        "other_gamma",
-        "GAE with another discount,",
-        "A_t with another γ",
-        fit=fitted_gamma,
-        parameter="gamma",
-        advice="Compare the discount that the advantages use with the setting.",
-    ),
-    Hypothesis(
-        "other_lambda",
-        "GAE with another lambda,",
-        "A_t with another λ",
-        fit=fitted_lambda,
-        parameter="lambda",
-        advice="Compare the lambda that the advantages use with the setting.",
-    ),
-    Hypothesis(
-        "time_limit_gamma",
-        "GAE with another discount of the values after time limits,",
-        "δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits",
-        fit=fitted_limit_gamma,
-        parameter="gamma",
-        advice="Use one discount for time limits and for all other steps.",
-    ),
-    Hypothesis(
-        "step_gamma",
-        "GAE with another discount of the next values, and the one that is set in the trace,",
-        "δ_t = r_t + γ' V(s_{t+1}) - V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1}",
-        fit=fitted_step_gamma,
-        parameter="gamma",
-        advice="Use one discount for the next values and for the trace.",
-    ),
-    Hypothesis(
-        "both_gamma",
-        "GAE with another discount and another lambda,",
-        "A_t with other γ and λ",
-        fit=fitted_both(0),
-        parameter="gamma",
-        advice="Compare both with the settings.",
-    ),
-    Hypothesis(
-        "both_lambda",
-        "the same with",
-        "A_t with other γ and λ",
-        fit=fitted_both(1),
-        parameter="lambda",
-        advice="Compare both with the settings.",
-    ),
-    Hypothesis(
-        "terminal_reward",
-        "GAE with the same number added to the reward of each termination,",
-        "r_t + c at terminations",
-        fit=fitted_termination(constant=True),
-        parameter="c",
-        advice="Learn from the rewards that are stored.",
-    ),
-    Hypothesis(
-        "termination_bootstrapped",
-        "GAE that adds a value after terminations, as if a time limit had ended the episode;",
-        "δ_t = r_t + γ V(s_{t+1}) - V_t at terminations",
-        fit=fitted_termination(constant=False),
-        parameter="mean value",
-        source="Pardo et al. 2018, 1712.00378",
-        advice="Bootstrap where truncated is set and terminated is not.",
-    ),
-    Hypothesis(
-        "other_last_value",
-        "GAE that bootstraps the last step with other values;",
-        "δ_T = r_T + γ x - V_T",
-        fit=fitted_last_value,
-        parameter="their mean",
-        advice="Ask the critic for the observation after the last step, with the weights and states of the rollout.",
-    ),
-    Hypothesis(
-        "other_ends",
-        "GAE with the ends of episodes in other steps than the environments returned them;",
-        "A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends",
-        fit=fitted_ends,
-        parameter="differing steps",
-        advice="Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
-    ),
-    Hypothesis(
-        "other_rows",
-        "GAE of other rows;",
-        "A_j in row i",
-        fit=other_rows,
-        parameter="rows that differ",
-        advice="Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.",
-    ),
-    Hypothesis(
-        "reward_clip",
-        "GAE of rewards clipped to [-c, c],",
-        "δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t",
-        fit=fitted_clip,
-        parameter="c",
-        advice="Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
-    ),
-    Hypothesis(
-        "scaled",
-        "GAE times a factor,",
-        "A_t = c GAE_t",
-        fit=fitted_scale,
-        parameter="c",
-        advice="Look for a factor after the advantages are computed; normalised advantages need none.",
-    ),
-    Hypothesis(
-        "reward_scale",
-        "GAE of scaled rewards,",
-        "δ_t = c r_t + γ V_{t+1} - V_t",
-        fit=fitted_reward_scale,
-        parameter="factor",
-        variant=True,
-        source="2005.12729, section 3, reward scaling",
-    ),
+FITTED = hypothesis_table(
+    "other_gamma: GAE with another discount, // A_t with another γ // Compare the discount that the advantages use with the setting.",
+    Fit("gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma")),
+    "other_lambda (of gae_lambda): GAE with another lambda, // A_t with another λ"
+    " // Compare the lambda that the advantages use with the setting.",
+    Fit("lambda", fitted_lambda, fitted_normalized("gae_lambda", returned="gae_lambda")),
+    "time_limit_gamma: GAE with another discount of the values after time limits, // δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits"
+    " // Use one discount for time limits and for all other steps.",
+    Fit("gamma", fitted_limit_gamma),
+    "step_gamma: GAE with another discount of the next values, and the one that is set in the trace, // δ_t = r_t + γ' V(s_{t+1}) - "
+    "V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1} // Use one discount for the next values and for the trace.",
+    Fit("gamma", fitted_step_gamma),
+    "both_gamma: GAE with another discount and another lambda, // A_t with other γ and λ // Compare both with the settings.",
+    Fit("gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma")),
+    "both_lambda: the same with // A_t with other γ and λ // Compare both with the settings.",
+    Fit("lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda")),
+    "terminal_reward: GAE with the same number added to the reward of each termination, // r_t + c at terminations"
+    " // Learn from the rewards that are stored.",
+    Fit("c", fitted_termination(constant=True)),
+    "termination_bootstrapped: GAE that adds a value after terminations, as if a time limit had ended the episode; // δ_t = r_t + γ "
+    "V(s_{t+1}) - V_t at terminations // Bootstrap where truncated is set and terminated is not. // Pardo et al. 2018, 1712.00378",
+    Fit("mean value", fitted_termination(constant=False)),
+    "other_last_value: GAE that bootstraps the last step with other values; // δ_T = r_T + γ x - V_T"
+    " // Ask the critic for the observation after the last step, with the weights and states of the rollout.",
+    Fit("their mean", fitted_last_value),
+    "other_ends: GAE with the ends of episodes in other steps than the environments returned them;"
+    " // A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends"
+    " // Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
+    Fit("differing steps", fitted_ends),
+    "other_rows (doubtful_without order): GAE of other rows; // A_j in row i"
+    " // Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.",
+    Fit("rows that differ", other_rows, partial(other_rows, normalized=True)),
+    "reward_clip: GAE of rewards clipped to [-c, c], // δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t"
+    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
+    Fit("c", fitted_clip),
+    "scaled: GAE times a factor, // A_t = c GAE_t"
+    " // Look for a factor after the advantages are computed; normalised advantages need none.",
+    Fit("c", fitted_scale),
+    "reward_scale (variant): GAE of scaled rewards, // δ_t = c r_t + γ V_{t+1} - V_t //  // 2005.12729, section 3, reward scaling",
+    Fit("factor", fitted_reward_scale),
 )
 """Explanations with a parameter."""
-
-NORMALIZED_FITS: Mapping[str, Fit] = {
-    "other_gamma": fitted_normalized("gamma", returned="gamma"),
-    "other_lambda": fitted_normalized("gae_lambda", returned="gae_lambda"),
-    "both_gamma": fitted_normalized("gamma", "gae_lambda", returned="gamma"),
-    "both_lambda": fitted_normalized("gamma", "gae_lambda", returned="gae_lambda"),
-    "other_rows": partial(other_rows, normalized=True),
-}
-"""Fits of advantages that are normalised over all rows, by the name of the hypothesis."""

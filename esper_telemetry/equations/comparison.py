@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Last, Max
-from esper_telemetry.equations.equation import Equation, Hypothesis, phrase
+from esper_telemetry.equations.equation import Equation, EquationResult, Explanation, Hypothesis
 
 TINY_SCALE = 1e-30
 """Smallest magnitude that an error is divided by: numbers that are all 0 equal each other."""
@@ -93,68 +92,26 @@ class EquationTolerances(MetricGroup):
     )
 
 
-class Explanation(NamedTuple):
-    """A hypothesis that gives the trainer's numbers, with its relative error and its fitted parameter."""
-
-    hypothesis: Hypothesis
-    error: float
-    fitted: float | None = None
-
-    @property
-    def text(self) -> str:
-        """The hypothesis in words, with its parameter."""
-        return phrase(self.hypothesis, self.fitted)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class EquationCheck(Postponed):
-    """The comparison of some numbers with their reference equation.
-
-    Attributes:
-        equation: the reference.
-        error: relative; None where the equation could not be checked.
-        tolerance: largest error that counts as rounding.
-        explanations: hypotheses that give the numbers, where the reference does not.
-        reason: why the equation could not be checked, as a clause.
-    """
-
-    equation: Equation
-    error: float | None
-    tolerance: float
-    explanations: tuple[Explanation, ...] = ()
-    reason: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """True where the numbers equal the reference, or a published variant explains them, or nothing could be checked."""
-        return self.matches or any(one.hypothesis.variant for one in self.explanations)
-
-    @property
-    def matches(self) -> bool:
-        """True where the numbers equal the reference, or nothing could be checked."""
-        return self.error is None or self.error <= self.tolerance
+class EquationCheck(EquationResult, Postponed):
+    """The comparison of some numbers with their reference equation, as metrics of an update."""
 
     @property
     def text(self) -> str:
         """The result in one sentence."""
-        quantity = self.equation.quantity
         if self.error is None:
-            return f"{quantity} could not be checked: {self.reason}"
-        if self.matches:
-            return f"{quantity} equal their reference equation, to {self.error:.0e}"
-        return self.equation.sentence(self.error, [one.text for one in self.explanations])
+            return f"{self.equation.quantity} could not be checked: {self.reason}"
+        equal = f"{self.equation.quantity} equal their reference equation, to {self.error:.0e}"
+        return equal if self.matches else self.sentence
 
     @property
     def details(self) -> str:
         """The result, the equations and the advice, a line each."""
         lines = [self.text, f"reference: {self.equation.equation} ({self.equation.source})"]
-        for one in () if self.matches else self.explanations:
-            source = f" ({one.hypothesis.source})" if one.hypothesis.source else ""
-            lines.append(f"equal to: {one.hypothesis.equation}{source}")
-        advice = next(
-            (one.hypothesis.advice for one in self.explanations if one.hypothesis.advice), self.equation.advice
-        )
-        return "\n".join(lines if self.matches or not advice else [*lines, advice])
+        if not self.matches:
+            cited = [(one.equation, f" ({one.citation})" if one.citation else "") for one in self.hypotheses]
+            lines += [f"equal to: {equation}{source}" for equation, source in cited]
+        return "\n".join(lines if self.matches or not self.advice else [*lines, self.advice])
 
     def values(self) -> dict[str, float]:
         """Return this check's values, for tests and notebooks."""
@@ -170,38 +127,36 @@ class EquationCheck(Postponed):
         """Return the errors of all checks of an equation, and of the hypotheses that explain each check that fails."""
         equation = measurements[0].equation
         failing = [check for check in measurements if not check.matches]
-        common = _common_names(failing) or _common_names([check for check in failing if not check.holds])
-        hypotheses = [one for one in equation.hypotheses if one.name in common]
-        by_name = [{one.hypothesis.name: one for one in check.explanations} for check in measurements]
+        common = _common(failing) or _common([check for check in failing if not check.holds])
         if all(check.error is None for check in measurements):
             return
+        errors = [{one.hypothesis.name: one.error for one in check.explanations} for check in measurements]
         rows = [
-            [_or_nan(check.error), *(_or_nan(getattr(own.get(one.name), "error", None)) for one in hypotheses)]
-            for check, own in zip(measurements, by_name, strict=True)
+            [torch.nan if check.error is None else check.error, *(own.get(one.name, torch.nan) for one in common)]
+            for check, own in zip(measurements, errors, strict=True)
         ]
-        labels = (equation.label(), *map(equation.label, hypotheses))
+        labels = (equation.label(), *map(equation.label, common))
         yield EquationErrors(labels, Max(torch.tensor(rows, dtype=torch.float64)))
         if any(check.tolerance != equation.tolerance_at(None) for check in measurements):
             tolerances = [[check.tolerance] for check in measurements]
             yield EquationTolerances((equation.name,), Max(torch.tensor(tolerances, dtype=torch.float64)))
-        fitted = [
-            one
-            for one in (failing[-1].explanations if failing else ())
-            if one.fitted is not None and one.hypothesis.name in common
-        ]
+        last = failing[-1].explanations if failing else ()
+        fitted = [one for one in last if one.fitted is not None and one.hypothesis in common]
         if fitted:
             numbers = torch.tensor([[one.fitted for one in fitted]] * len(measurements), dtype=torch.float64)
             yield FittedParameters(tuple(equation.label(one.hypothesis) for one in fitted), Last(numbers))
 
 
-def _common_names(checks: Sequence[EquationCheck]) -> set[str]:
-    """Return the names of the hypotheses that explain all of these checks."""
-    names = [{one.hypothesis.name for one in check.explanations} for check in checks]
-    return reduce(set[str].intersection, names) if names else set()
+def _common(checks: Sequence[EquationCheck]) -> list[Hypothesis]:
+    """Return the hypotheses that explain all of these checks."""
+    names = [{one.name for one in check.hypotheses} for check in checks]
+    common = set.intersection(*names) if names else set()
+    return [one for one in checks[0].equation.hypotheses if one.name in common] if common else []
 
 
-def _or_nan(value: float | None) -> float:
-    return torch.nan if value is None else value
+def explained(equation: Equation, name: str, *, error: float = 1.0, fitted: float | None = None) -> EquationCheck:
+    """Return the check of an equation that does not hold, by the name of the hypothesis that evidence of another kind shows."""
+    return EquationCheck(equation, error, equation.tolerance_at(None), (Explanation(equation[name], 0.0, fitted),))
 
 
 def unchecked(equation: Equation, reason: str) -> EquationCheck:
@@ -236,7 +191,8 @@ def compare(
 
     def error_of(values: Tensor, counted: Tensor | None = valid) -> float:
         difference = (claimed - values).abs()
-        return _largest(difference, counted) / max(scale, _largest(values, counted), TINY_SCALE)
+        error = _largest(difference, counted) / max(scale, _largest(values, counted), TINY_SCALE)
+        return math.inf if math.isnan(error) else error
 
     if not math.isfinite(scale):
         return unchecked(equation, "some of the numbers are NaN or infinite")
@@ -246,20 +202,25 @@ def compare(
     if error <= bound:
         return EquationCheck(equation, error, bound)
 
-    def explained(*, variant: bool) -> list[Explanation]:
-        return [
-            Explanation(one, candidate)
-            for one in equation.hypotheses
-            if one.compute is not None and one.variant is variant
-            if (values := one.compute(inputs)) is not None
-            if (candidate := error_of(values)) <= bound
-        ]
+    def error_of_nearest(one: Hypothesis) -> float:
+        """The error of what the hypothesis computes, in the units that are nearest; infinite if it does not apply."""
+        needed = getattr(inputs, one.needs) if one.needs else True
+        missing = needed is None or not (isinstance(needed, Tensor) or needed)
+        values = None if missing or one.compute is None else one.compute(inputs)
+        if values is None:
+            return math.inf
+        candidates = values if isinstance(values, tuple) else (values,)
+        factors = (1.0,) if equation.multiples is None or one.exact else equation.multiples(inputs)
+        return min([error_of(candidate if f == 1 else f * candidate) for candidate in candidates for f in factors])
 
-    explanations = explained(variant=True)
-    nearest = min([one.error for one in explanations], default=math.inf)
-    if nearest > ROUNDING_ERROR:
+    def explanations_of(hypotheses: Iterable[Hypothesis]) -> list[Explanation]:
+        errors = [Explanation(one, error_of_nearest(one)) for one in hypotheses]
+        return [one for one in errors if one.error <= bound]
+
+    explanations = explanations_of(one for one in equation.hypotheses if one.variant)
+    if min([one.error for one in explanations], default=math.inf) > ROUNDING_ERROR:
         places = {one.name: place for place, one in enumerate(equation.hypotheses)}
-        explanations += explained(variant=False)
+        explanations += explanations_of(one for one in equation.hypotheses if not one.variant)
         explanations.sort(key=lambda one: places[one.hypothesis.name])
     if not explanations:
         for one in equation.hypotheses:

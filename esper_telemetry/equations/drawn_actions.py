@@ -5,7 +5,7 @@ Shapes: T steps, B environments, A choices, D action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,8 +17,8 @@ from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Sum
 from esper_telemetry.equations import calibration
 from esper_telemetry.equations.calibration import Z_BOUND, Z_EXPLAINED, ActionInputs
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.comparison import EquationCheck, unchecked
+from esper_telemetry.equations.equation import Equation, Explanation, hypothesis_table
 from esper_telemetry.equations.log_probs import ActionColumns, named_columns
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -46,19 +46,6 @@ class CalibrationEquation(Equation):
         return f"{self.quantity} are {' or '.join(explanations)}, not drawn from the distributions stored beside them: they differ {size}"
 
 
-def _test(
-    name: str,
-    says: str,
-    equation: str,
-    score: Callable[[ActionInputs], float | None],
-    advice: str = "",
-    *,
-    variant: bool = False,
-    source: str = "",
-) -> Hypothesis:
-    return Hypothesis(name, says, equation, score, advice=advice, variant=variant, source=source)
-
-
 ACTIONS = CalibrationEquation(
     name="actions",
     rank=14,
@@ -68,96 +55,42 @@ ACTIONS = CalibrationEquation(
     inputs="actions, and the distributions that were acted on",
     compute=lambda inputs: calibration.largest(calibration.scores(inputs)),
     advice="Take the actions from the distribution whose parameters are stored, in the same step and environment.",
-    hypotheses=(
-        _test(
-            "deterministic",
-            "always the likeliest ones",
-            "a_t = argmax π(· | s_t)",
-            calibration.deterministic,
-            "Draw actions while training; take the likeliest one in evaluations only (`deterministic=False`).",
-        ),
-        _test(
-            "permuted",
-            "those of another environment",
-            "a_{t,b} ~ π(· | s_{t,σ(b)})",
-            calibration.permuted,
-            "Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B].",
-        ),
-        _test(
-            "step_before",
-            "drawn from the distribution of the step before",
-            "a_t ~ π(· | s_{t-1})",
-            partial(calibration.displaced, steps=-1),
-            "Store observation, distribution and action of one step in one row.",
-        ),
-        _test(
-            "step_after",
-            "drawn from the distribution of the step after",
-            "a_t ~ π(· | s_{t+1})",
-            partial(calibration.displaced, steps=1),
-            "Store observation, distribution and action of one step in one row.",
-        ),
-        _test(
-            "repeated",
-            "repeated from the step before",
-            "a_t = a_{t-1}, else a_t ~ π(· | s_t)",
-            calibration.repeated,
-            "Ask the policy in every step; where actions are repeated on purpose, store one transition for all of them.",
-        ),
-        _test(
-            "cut_at_bounds",
-            "cut at their bounds before they were stored",
-            "a_t = clip(u, low, high), u ~ π(· | s_t)",
-            calibration.cut_at_bounds,
-            "Store the action as it was drawn, and cut only what the environment gets.",
-        ),
-        _test(
-            "squashed",
-            "the tanh of draws",
-            "a_t = tanh u, u ~ π(· | s_t)",
-            calibration.squashed,
-            variant=True,
-            source="1801.01290, appendix C",
-        ),
-        _test(
-            "same_noise",
-            "drawn with the same noise in all environments",
-            "a_{t,b} = F_b⁻¹(ε_t)",
-            calibration.same_noise,
-            "Draw noise for every environment; give processes seeds of their own.",
-        ),
-        _test(
-            "coloured_noise",
-            "drawn with noise that is correlated in time",
-            "ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t",
-            calibration.coloured_noise,
-            variant=True,
-            source="2312.11091; 2005.05719",
-        ),
-        _test(
-            "shuffled",
-            "those of any environment of the same step",
-            "a_{t,b} ~ π(· | s_{t,σ_t(b)})",
-            calibration.shuffled,
-            "Keep the order of environments from the policy's output to `env.step` and to the buffer.",
-        ),
-        _test(
-            "independent",
-            "independent of the distributions",
-            "a_t ~ q(·)",
-            calibration.independent,
-            "Step the environments with the actions of the policy, and store those.",
-        ),
+    hypotheses=hypothesis_table(
+        "deterministic (hides permuted step_before step_after repeated cut_at_bounds squashed same_noise coloured_noise shuffled "
+        "independent): always the likeliest ones // a_t = argmax π(· | s_t) // Draw actions while training; take the likeliest one in "
+        "evaluations only (`deterministic=False`).",
+        calibration.deterministic,
+        "permuted (hides independent shuffled): those of another environment // a_{t,b} ~ π(· | s_{t,σ(b)})"
+        " // Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B].",
+        calibration.permuted,
+        "step_before (hides independent shuffled): drawn from the distribution of the step before // a_t ~ π(· | s_{t-1})"
+        " // Store observation, distribution and action of one step in one row.",
+        partial(calibration.displaced, steps=-1),
+        "step_after (hides independent shuffled): drawn from the distribution of the step after // a_t ~ π(· | s_{t+1})"
+        " // Store observation, distribution and action of one step in one row.",
+        partial(calibration.displaced, steps=1),
+        "repeated: repeated from the step before // a_t = a_{t-1}, else a_t ~ π(· | s_t)"
+        " // Ask the policy in every step; where actions are repeated on purpose, store one transition for all of them.",
+        calibration.repeated,
+        "cut_at_bounds (hides independent shuffled): cut at their bounds before they were stored"
+        " // a_t = clip(u, low, high), u ~ π(· | s_t) // Store the action as it was drawn, and cut only what the environment gets.",
+        calibration.cut_at_bounds,
+        "squashed (variant, hides independent shuffled): the tanh of draws // a_t = tanh u, u ~ π(· | s_t) //  // 1801.01290, appendix C",
+        calibration.squashed,
+        "same_noise: drawn with the same noise in all environments // a_{t,b} = F_b⁻¹(ε_t)"
+        " // Draw noise for every environment; give processes seeds of their own.",
+        calibration.same_noise,
+        "coloured_noise (variant): drawn with noise that is correlated in time // ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t // "
+        " // 2312.11091; 2005.05719",
+        calibration.coloured_noise,
+        "shuffled: those of any environment of the same step // a_{t,b} ~ π(· | s_{t,σ_t(b)})"
+        " // Keep the order of environments from the policy's output to `env.step` and to the buffer.",
+        calibration.shuffled,
+        "independent: independent of the distributions // a_t ~ q(·)"
+        " // Step the environments with the actions of the policy, and store those.",
+        calibration.independent,
     ),
 )
-
-WEAKER = {
-    "deterministic": frozenset(one.name for one in ACTIONS.hypotheses[1:]),
-    **dict.fromkeys(
-        ("permuted", "step_before", "step_after", "cut_at_bounds", "squashed"), frozenset(("independent", "shuffled"))
-    ),
-}
-"""Hypotheses that fit by chance, by the one that predicts more of each action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +193,8 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
         if one.compute is not None
         if (score := one.compute(inputs)) is not None and score <= Z_EXPLAINED
     ]
-    names = {one.hypothesis.name for one in candidates}
-    weaker = next((others for name, others in WEAKER.items() if name in names), frozenset())
-    return EquationCheck(ACTIONS, error, 1.0, tuple(one for one in candidates if one.hypothesis.name not in weaker))
+    hidden = {name for one in candidates for name in one.hypothesis.hides}
+    return EquationCheck(ACTIONS, error, 1.0, tuple([one for one in candidates if one.hypothesis.name not in hidden]))
 
 
 @inference_mode

@@ -18,7 +18,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Max
 from esper_telemetry.equations.calibration import ActionInputs
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.transitions import EXECUTED
 
 MIN_DELAY = 3
@@ -85,8 +85,7 @@ def judge_effects(inputs: ActionInputs, change: Tensor, ended: Tensor) -> Equati
         if size > WEAK_Z:
             if delay < MIN_DELAY or size < STRONG_Z or earlier > MAX_EARLIER_SHARE * size:
                 return EquationCheck(EXECUTED, 0.0, EXECUTED.tolerance_at(None))
-            late = next(one for one in EXECUTED.hypotheses if one.name == "late_effect")
-            return EquationCheck(EXECUTED, 1.0, EXECUTED.tolerance_at(None), (Explanation(late, 0.0, float(delay)),))
+            return explained(EXECUTED, "late_effect", fitted=float(delay))
         earlier = max(earlier, size)
     return unchecked(EXECUTED, "no effect of the actions on the observations shows")
 

@@ -6,15 +6,23 @@ Shapes: M minibatches of R rows in all, one minibatch after the other; A actions
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, by_head, masks_by_head
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Hypothesis
-from esper_telemetry.equations.total_loss import LOSS_TOLERANCE, Minibatches, divided, rescaled, with_padding
+from esper_telemetry.equations.equation import Equation, hypothesis_table
+from esper_telemetry.equations.minibatch_losses import (
+    LOSS_TOLERANCE,
+    Minibatches,
+    OneMinibatch,
+    divided,
+    rescaled,
+    with_padding,
+)
 from esper_telemetry.metrics.statistics import same_shape
 
 GAUSSIAN_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
@@ -26,11 +34,12 @@ ROUNDED_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class EntropyInputs:
-    """Rows [R] that the entropy loss is computed from, float64.
+    """Rows [R] that the entropy loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
+        entropies: of each head [R], in nats, whether it is relevant or not.
+        unmasked: the same without masks; None where there are none.
         log_probs: per categorical head log-probabilities [R, A]; -inf where an action is masked.
-        unmasked: the same without masks.
         log_std: per Gaussian head [R, D].
         relevance: per head that is not always relevant [R], bool.
         sampled: log-probabilities of the actions taken [R] under these distributions.
@@ -39,19 +48,21 @@ class EntropyInputs:
     """
 
     minibatches: Minibatches
-    log_probs: Mapping[str, Tensor]
-    unmasked: Mapping[str, Tensor]
-    log_std: Mapping[str, Tensor]
-    relevance: Mapping[str, Tensor]
+    entropies: Mapping[str, Tensor]
+    unmasked: Mapping[str, Tensor] | None = None
+    log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
     sampled: Tensor | None = None
     trained: Tensor | None = None
     weight: float | None = None
 
-    def entropies(self) -> dict[str, Tensor]:
-        """Return the entropy [R] of each head, in nats, whether it is relevant or not."""
-        categorical = {head: entropy_of(log_probs) for head, log_probs in self.log_probs.items()}
-        gaussian = {head: (log_std + GAUSSIAN_ENTROPY).sum(-1) for head, log_std in self.log_std.items()}
-        return categorical | gaussian
+    @classmethod
+    def of(cls, rows: LossRows) -> EntropyInputs:
+        """Return the rows of one minibatch."""
+        unmasked = None if rows.unmasked_entropy is None else {"": rows.unmasked_entropy}
+        batch = OneMinibatch.like(rows.log_probs)
+        return cls(batch, {"": rows.entropy}, unmasked, sampled=rows.log_probs)
 
     def summed(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Return the mean [M] of the sum over the relevant heads of rows [R] of each head."""
@@ -73,36 +84,25 @@ def entropy_of(log_probs: Tensor) -> Tensor:
 
 def entropy_loss(inputs: EntropyInputs) -> Tensor:
     """Return the negative mean [M] of the entropy of the joint action: the sum over the heads that are relevant."""
-    return -inputs.summed(inputs.entropies())
+    return -inputs.summed(inputs.entropies)
 
 
-def _unmasked(inputs: EntropyInputs) -> Tensor | None:
-    return None if inputs.unmasked is inputs.log_probs else entropy_loss(replace(inputs, log_probs=inputs.unmasked))
+def _mean_of_entries(x: EntropyInputs) -> Tensor | None:
+    sizes = x.sizes()
+    several = any(size > 1 for size in sizes.values())
+    return -x.summed({head: rows / sizes[head] for head, rows in x.entropies.items()}) if several else None
 
 
-def _gaussian_only(inputs: EntropyInputs, rows: Mapping[str, Tensor]) -> Tensor | None:
-    return None if inputs.log_probs or not rows else -inputs.summed(rows)
+def _over_relevant_rows(x: EntropyInputs) -> Tensor:
+    batches = x.minibatches
+    relevant = {head: batches.valid & x.relevance.get(head, batches.valid) for head in x.entropies}
+    means = [replace(batches, valid=relevant[head]).mean(rows) for head, rows in x.entropies.items()]
+    return -torch.stack(means).sum(0)
 
 
-def _mean_of_entries(inputs: EntropyInputs) -> Tensor | None:
-    sizes = inputs.sizes()
-    if not any(size > 1 for size in sizes.values()):
-        return None
-    return -inputs.summed({head: rows / sizes[head] for head, rows in inputs.entropies().items()})
-
-
-def _over_relevant_rows(inputs: EntropyInputs) -> Tensor | None:
-    if not inputs.relevance:
-        return None
-    batches, total = inputs.minibatches, torch.zeros(inputs.minibatches.number, dtype=torch.float64)
-    for head, rows in inputs.entropies().items():
-        relevant = inputs.relevance.get(head, batches.valid)
-        total = total.to(rows.device) + replace(batches, valid=batches.valid & relevant).mean(rows)
-    return -total
-
-
-def _of_sample(inputs: EntropyInputs, log_probs: Tensor | None) -> Tensor | None:
-    return None if log_probs is None else inputs.minibatches.mean(log_probs)
+def _of_std(change: Callable[[Tensor], Tensor]) -> Callable[[EntropyInputs], Tensor | None]:
+    """Return what `change` makes of the log standard deviations [R, D] of Gaussian heads; it does not apply where others are there."""
+    return lambda x: None if x.log_probs else -x.summed({head: change(std) for head, std in x.log_std.items()})
 
 
 ENTROPY_LOSS = Equation(
@@ -115,144 +115,60 @@ ENTROPY_LOSS = Equation(
     compute=entropy_loss,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the entropy with the distribution's.",
-    hypotheses=(
-        Hypothesis(
-            name="sign",
-            says="the entropy itself, without its minus sign: descent lowers it",
-            equation="L = mean H",
-            compute=lambda x: -entropy_loss(x),
-            advice="Subtract the entropy from the loss, so that the bonus rewards exploring.",
+    hypotheses=hypothesis_table(
+        "sign: the entropy itself, without its minus sign: descent lowers it // L = mean H"
+        " // Subtract the entropy from the loss, so that the bonus rewards exploring.",
+        lambda x: -entropy_loss(x),
+        "sample (needs sampled, gradient entropy_of_sample): the log-probability of the chosen action, whose gradient is noise"
+        " // L = mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
+        lambda x: x.minibatches.mean(x.sampled),
+        "sample_sign (needs sampled, gradient entropy_of_sample_sign): the negative log-probability of the chosen action"
+        " // L = -mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
+        lambda x: -x.minibatches.mean(x.sampled),
+        "squashed_sample (variant, needs trained): the log-probability of the chosen action after a squash, whose entropy has no closed "
+        "form // L = mean log π(a) //  // Stable-Baselines3, PPO.train",
+        lambda x: x.minibatches.mean(x.trained),
+        "sum: the sum of the entropies over the rows in place of the mean // L = -Σ H"
+        " // Take the mean, so that the bonus does not grow with the minibatch.",
+        lambda x: entropy_loss(x) * x.minibatches.counts,
+        "unmasked (needs unmasked, gradient entropy_unmasked): the negative entropy over all choices, masked ones included"
+        " // L = -mean H(π without its mask) // Take the entropy of the masked distribution. // 2006.14171 (invalid action masking)",
+        lambda x: -x.summed(x.unmasked),
+        "irrelevant_heads (needs relevance): the negative entropy of all heads, irrelevant ones included // L = -mean Σ_{all heads} H"
+        " // Count a head in the rows where its choice matters.",
+        lambda x: entropy_loss(replace(x, relevance={})),
+        "relevant_rows (variant, needs relevance): the negative entropy of each head, as a mean over the rows where it is relevant"
+        " // L = -Σ_heads mean_{relevant rows} H",
+        _over_relevant_rows,
+        "mean_of_heads (variant): the mean of the heads' negative entropies in place of their sum // L = -mean mean_heads H",
+        lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None,
+        "mean_of_entries (variant): the mean over the actions or dimensions of each head in place of the sum"
+        " // L = mean_{rows, actions} p log p //  // https://github.com/openai/spinningup, ppo.py",
+        _mean_of_entries,
+        "bits (variant): the negative entropy in bits // L = -mean H / log 2",
+        lambda x: entropy_loss(x) / math.log(2),
+        "normalized (variant): the negative entropy over its largest value // L = -mean Σ_heads H / log A",
+        lambda x: (
+            None
+            if x.log_std or min(x.sizes().values()) < 2
+            else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies.items()})
         ),
-        Hypothesis(
-            name="sample",
-            says="the log-probability of the chosen action, whose gradient is noise",
-            equation="L = mean log π(a)",
-            compute=lambda x: _of_sample(x, x.sampled),
-            advice="Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
-        ),
-        Hypothesis(
-            name="sample_sign",
-            says="the negative log-probability of the chosen action",
-            equation="L = -mean log π(a)",
-            compute=lambda x: None if x.sampled is None else -x.minibatches.mean(x.sampled),
-            advice="Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
-        ),
-        Hypothesis(
-            name="squashed_sample",
-            says="the log-probability of the chosen action after a squash, whose entropy has no closed form",
-            equation="L = mean log π(a)",
-            compute=lambda x: _of_sample(x, x.trained),
-            variant=True,
-            source="Stable-Baselines3, PPO.train",
-        ),
-        Hypothesis(
-            name="sum",
-            says="the sum of the entropies over the rows in place of the mean",
-            equation="L = -Σ H",
-            compute=lambda x: entropy_loss(x) * x.minibatches.counts,
-            advice="Take the mean, so that the bonus does not grow with the minibatch.",
-        ),
-        Hypothesis(
-            name="unmasked",
-            says="the negative entropy over all choices, masked ones included",
-            equation="L = -mean H(π without its mask)",
-            compute=_unmasked,
-            source="2006.14171 (invalid action masking)",
-            advice="Take the entropy of the masked distribution.",
-        ),
-        Hypothesis(
-            name="irrelevant_heads",
-            says="the negative entropy of all heads, irrelevant ones included",
-            equation="L = -mean Σ_{all heads} H",
-            compute=lambda x: None if not x.relevance else entropy_loss(replace(x, relevance={})),
-            advice="Count a head in the rows where its choice matters.",
-        ),
-        Hypothesis(
-            name="relevant_rows",
-            says="the negative entropy of each head, as a mean over the rows where it is relevant",
-            equation="L = -Σ_heads mean_{relevant rows} H",
-            compute=_over_relevant_rows,
-            variant=True,
-        ),
-        Hypothesis(
-            name="mean_of_heads",
-            says="the mean of the heads' negative entropies in place of their sum",
-            equation="L = -mean mean_heads H",
-            compute=lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None,
-            variant=True,
-        ),
-        Hypothesis(
-            name="mean_of_entries",
-            says="the mean over the actions or dimensions of each head in place of the sum",
-            equation="L = mean_{rows, actions} p log p",
-            compute=_mean_of_entries,
-            variant=True,
-            source="https://github.com/openai/spinningup, ppo.py",
-        ),
-        Hypothesis(
-            name="bits",
-            says="the negative entropy in bits",
-            equation="L = -mean H / log 2",
-            compute=lambda x: entropy_loss(x) / math.log(2),
-            variant=True,
-        ),
-        Hypothesis(
-            name="normalized",
-            says="the negative entropy over its largest value",
-            equation="L = -mean Σ_heads H / log A",
-            compute=lambda x: (
-                None
-                if x.log_std or min(x.sizes().values()) < 2
-                else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies().items()})
-            ),
-            variant=True,
-        ),
-        Hypothesis(
-            name="std",
-            says="the negative standard deviation in place of the entropy",
-            equation="L = -mean Σ σ",
-            compute=lambda x: _gaussian_only(x, {head: std.exp().sum(-1) for head, std in x.log_std.items()}),
-            advice="Take the entropy, which grows with log σ.",
-        ),
-        Hypothesis(
-            name="mean_std",
-            says="the negative mean of the standard deviations in place of the entropy",
-            equation="L = -mean σ",
-            compute=lambda x: _gaussian_only(x, {head: std.exp().mean(-1) for head, std in x.log_std.items()}),
-            advice="Take the entropy, which grows with log σ.",
-        ),
-        Hypothesis(
-            name="variance",
-            says="the entropy with the variance in place of the standard deviation",
-            equation="L = -mean Σ (2 log σ + ½ log 2πe)",
-            compute=lambda x: _gaussian_only(
-                x, {head: (2 * std + GAUSSIAN_ENTROPY).sum(-1) for head, std in x.log_std.items()}
-            ),
-            advice="Pass the standard deviation to the distribution, and not its square.",
-        ),
-        Hypothesis(
-            name="log_std",
-            says="the negative log standard deviation, which is the entropy but for a constant",
-            equation="L = -mean Σ log σ",
-            compute=lambda x: _gaussian_only(x, {head: std.sum(-1) for head, std in x.log_std.items()}),
-            variant=True,
-        ),
-        Hypothesis(
-            name="probabilities",
-            says="the sum of the squared probabilities",
-            equation="L = mean Σ p²",
-            compute=lambda x: (
-                None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()})
-            ),
-            advice="Multiply the probabilities by their logarithms.",
-        ),
-        Hypothesis(
-            name="weighted",
-            says="the negative entropy times the weight of its bonus",
-            equation="L = -c mean H",
-            compute=lambda x: x.weight * entropy_loss(x) if x.weight else None,
-            variant=True,
-        ),
+        "std (needs log_std): the negative standard deviation in place of the entropy // L = -mean Σ σ"
+        " // Take the entropy, which grows with log σ.",
+        _of_std(lambda log_std: log_std.exp().sum(-1)),
+        "mean_std (needs log_std): the negative mean of the standard deviations in place of the entropy // L = -mean σ"
+        " // Take the entropy, which grows with log σ.",
+        _of_std(lambda log_std: log_std.exp().mean(-1)),
+        "variance (needs log_std): the entropy with the variance in place of the standard deviation // L = -mean Σ (2 log σ + ½ log 2πe)"
+        " // Pass the standard deviation to the distribution, and not its square.",
+        _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1)),
+        "log_std (variant, needs log_std): the negative log standard deviation, which is the entropy but for a constant"
+        " // L = -mean Σ log σ",
+        _of_std(lambda log_std: log_std.sum(-1)),
+        "probabilities: the sum of the squared probabilities // L = mean Σ p² // Multiply the probabilities by their logarithms.",
+        lambda x: None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()}),
+        "weighted (variant, needs weight, of weight): the negative entropy times the weight of its bonus // L = -c mean H",
+        lambda x: x.weight * entropy_loss(x),
         with_padding(entropy_loss, "-H")[0],
         *rescaled(entropy_loss, "the negative entropy", "-mean H", variant=True),
     ),
@@ -318,11 +234,14 @@ def check_entropy(
         choices = mask.reshape(-1, mask.shape[-1])
         choices = choices | ~choices.any(-1, keepdim=True)  # rows of padding allow nothing
         masked[head] = flat(categorical[head]).masked_fill(~choices, -torch.inf).log_softmax(-1)
+    spreads = {head: flat(column) for head, column in gaussian.items()}
+    of_spreads = {head: (column + GAUSSIAN_ENTROPY).sum(-1) for head, column in spreads.items()}
     inputs = EntropyInputs(
         minibatches=minibatches,
-        log_probs={**unmasked, **masked} if masked else unmasked,
-        unmasked=unmasked,
-        log_std={head: flat(column) for head, column in gaussian.items()},
+        entropies={head: entropy_of(masked.get(head, column)) for head, column in unmasked.items()} | of_spreads,
+        unmasked={head: entropy_of(column) for head, column in unmasked.items()} | of_spreads if masked else None,
+        log_probs={**unmasked, **masked},
+        log_std=spreads,
         relevance={head: rows[head].bool() for head in relevant},
         sampled=rows.get("chosen_log_probs"),
         trained=rows.get("log_probs"),

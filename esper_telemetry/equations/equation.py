@@ -6,8 +6,10 @@ here, without torch, as they do of metrics.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -38,24 +40,87 @@ class Hypothesis:
         name: segment of a key, unique in its equation.
         says: noun phrase that continues "the advantages equal ": "GAE that ignores the ends of episodes".
         equation: as in a paper.
-        compute: (inputs of the check) -> the values that it predicts; None where it does not apply to these inputs.
+        compute: (inputs of the check) -> the values that it predicts, or several candidates; None if it does not apply to these inputs.
         fit: (inputs of the check, numbers of the run) -> (fitted parameter, predicted values), or None. It uses every second row, and the
-            comparison takes the others. Tried only where no hypothesis without a parameter explains the numbers.
+            comparison takes the others. Tried only if no hypothesis without a parameter explains the numbers.
         parameter: the fitted one, such as "gamma".
         variant: published and correct: it is named and raises no alarm.
-        source: paper, code or bug report.
+        source: paper, code or bug report; "program: NAME" for a program of ours that shows it.
         advice: what to change.
+        normalized_fit: `fit` of advantages that are normalised over all rows.
+        exact: it is not tried in the other units of `Equation.multiples`.
+        needs: attribute of the inputs without which it does not apply: that is None, 0 or empty.
+        gradient: name of the same mistake in the equation of the gradient.
+        doubtful_without: what the source must show beside the numbers: other programs have them for other reasons.
+        of: what it is about, where a check has to know: a part of the total loss that is included, a setting, the memory, the mode.
+        hides: names of others in its equation that explain the same numbers by chance.
+        unknown_row: the columns lack the number of one row.
     """
 
     name: str
     says: str
-    equation: str
+    equation: str = ""
     compute: Callable[[Any], Any] | None = None
     fit: Callable[[Any, Any], Any] | None = None
     parameter: str = ""
     variant: bool = False
     source: str = ""
     advice: str = ""
+    normalized_fit: Callable[[Any, Any], Any] | None = None
+    exact: bool = False
+    needs: str = ""
+    gradient: str = ""
+    doubtful_without: str = ""
+    of: str = ""
+    hides: tuple[str, ...] = ()
+    unknown_row: bool = False
+
+    @property
+    def citation(self) -> str:
+        """The source; empty if it is a program of ours."""
+        return "" if self.source.startswith("program: ") else self.source
+
+    def phrase(self, fitted: float | None = None) -> str:
+        """Return the hypothesis as a noun phrase, with its fitted parameter."""
+        return self.says if fitted is None else f"{self.says} {self.parameter} = {fitted:.6g}"
+
+
+class Fit(NamedTuple):
+    """How a hypothesis is fitted: the name of its parameter, and the functions that `Hypothesis` describes."""
+
+    parameter: str
+    function: Callable[[Any, Any], Any]
+    normalized: Callable[[Any, Any], Any] | None = None
+
+
+FLAGS: Final = ("variant", "exact", "unknown_row")
+TEXT: Final = re.compile(r"(?P<name>\w+)(?: \((?P<facts>[^)]*)\))?: (?P<says>.*)", re.DOTALL)
+
+
+def hypothesis_table(*parts: str | Callable[[Any], Any] | Fit | Hypothesis) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses of a table: texts, each followed by the function that computes the values, or by a `Fit`.
+
+    A text is "name: says // equation // advice // source". Facts stand in parentheses after the name, as in "name (variant, needs clip)":
+    flags by their name, other fields of `Hypothesis` with a value, several values of `hides` with spaces between them.
+    """
+    rows: list[Hypothesis] = []
+    for part in parts:
+        if isinstance(part, Hypothesis):
+            rows.append(part)
+        elif isinstance(part, str):
+            head, *rest = part.split(" // ")
+            text = TEXT.fullmatch(head)
+            assert text is not None, part
+            facts: dict[str, Any] = dict(zip(("equation", "advice", "source"), rest, strict=False))
+            for fact in (text["facts"] or "").split(", ") if text["facts"] else ():
+                name, _, value = fact.partition(" ")
+                facts[name] = name in FLAGS or (tuple(value.split()) if name == "hides" else value)
+            rows.append(Hypothesis(text["name"], text["says"], **facts))
+        elif isinstance(part, Fit):
+            rows[-1] = replace(rows[-1], parameter=part.parameter, fit=part.function, normalized_fit=part.normalized)
+        else:
+            rows[-1] = replace(rows[-1], compute=part)
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +136,9 @@ class Equation:
         source: paper.
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
         tolerance: factor of `TOLERANCES`.
-        advice: what to look at where no hypothesis explains a difference.
+        advice: what to look at if no hypothesis explains a difference.
+        multiples: (inputs) -> factors with which programs may compute what a hypothesis predicts.
+        over_run: compared over all updates so far, so that the last comparison knows most.
         rank: place among causes, small first: of several equations that differ, the one with the smallest rank is named first.
     """
 
@@ -85,6 +152,12 @@ class Equation:
     tolerance: float = 1.0
     advice: str = ""
     rank: int = 50
+    multiples: Callable[[Any], Sequence[float]] | None = None
+    over_run: bool = False
+
+    def __getitem__(self, name: str) -> Hypothesis:
+        """Return the hypothesis of that name."""
+        return next(one for one in self.hypotheses if one.name == name)
 
     def tolerance_at(self, precision: str | None) -> float:
         """Return the largest relative error that rounding explains; that of single precision where the precision is unknown."""
@@ -119,48 +192,71 @@ def alternatives(phrases: Sequence[str]) -> str:
     return " or ".join([*named, f"{others} other{'s' * (others > 1)}"] if others > 0 else named)
 
 
-class EquationResult(NamedTuple):
-    """An equation in a record.
+class Explanation(NamedTuple):
+    """A hypothesis that gives the trainer's numbers, with its relative error and its fitted parameter."""
+
+    hypothesis: Hypothesis
+    error: float = math.nan
+    fitted: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The hypothesis in words, with its parameter."""
+        return self.hypothesis.phrase(self.fitted)
+
+
+@dataclass(frozen=True, slots=True)
+class EquationResult:
+    """The comparison of some numbers with their reference equation, measured or read from a record.
 
     Attributes:
         equation: the reference.
-        error: relative.
+        error: relative; None if the equation could not be checked.
         tolerance: largest error that counts as rounding.
-        explanations: hypotheses that gave the numbers.
-        fitted: parameters that were fitted, by the names of hypotheses.
+        explanations: hypotheses that give the numbers, if the reference does not.
+        reason: why the equation could not be checked, as a clause.
     """
 
     equation: Equation
-    error: float
+    error: float | None
     tolerance: float
-    explanations: tuple[Hypothesis, ...]
-    fitted: Mapping[str, float]
+    explanations: tuple[Explanation, ...] = ()
+    reason: str = ""
+
+    @property
+    def hypotheses(self) -> tuple[Hypothesis, ...]:
+        """The hypotheses of the explanations."""
+        return tuple([one.hypothesis for one in self.explanations])
+
+    @property
+    def fitted(self) -> Mapping[str, float]:
+        """Fitted parameters by the names of hypotheses."""
+        return {one.hypothesis.name: one.fitted for one in self.explanations if one.fitted is not None}
 
     @property
     def matches(self) -> bool:
-        """True where the numbers equal the reference."""
-        return self.error <= self.tolerance
+        """True if the numbers equal the reference, or nothing could be checked."""
+        return self.error is None or self.error <= self.tolerance
+
+    @property
+    def explained(self) -> bool:
+        """True if the numbers equal the reference, or a hypothesis gives them."""
+        return self.matches or bool(self.explanations)
 
     @property
     def holds(self) -> bool:
-        """True where the numbers equal the reference, or a published variant."""
-        return self.matches or any(one.variant for one in self.explanations)
+        """True if the numbers equal the reference or a published variant, or nothing could be checked."""
+        return self.matches or any(one.variant for one in self.hypotheses)
 
     @property
     def sentence(self) -> str:
         """The difference in one clause."""
-        phrases = [phrase(one, self.fitted.get(one.name)) for one in self.explanations]
-        return self.equation.sentence(self.error, phrases)
+        return self.equation.sentence(self.error or 0.0, [one.text for one in self.explanations])
 
     @property
     def advice(self) -> str:
         """Advice of the first hypothesis that gives any."""
-        return next((one.advice for one in self.explanations if one.advice), self.equation.advice)
-
-
-def phrase(hypothesis: Hypothesis, fitted: float | None) -> str:
-    """Return a hypothesis as a noun phrase, with its fitted parameter."""
-    return hypothesis.says if fitted is None else f"{hypothesis.says} {hypothesis.parameter} = {fitted:.6g}"
+        return next((one.advice for one in self.hypotheses if one.advice), self.equation.advice)
 
 
 class EquationKeys(NamedTuple):
@@ -198,13 +294,15 @@ def equation_results(values: Mapping[str, float], facts: Facts, factor: float = 
         if error is None:
             continue
         usual = equation.tolerance_at(facts.precision)
+        fitted = {one.name: values.get(key) for one, key in keys.fitted}
         results.append(
             EquationResult(
                 equation,
                 error,
                 factor * max(usual, values.get(keys.tolerance, 0.0)),
-                equation.explanations(values),
-                {one.name: values[key] for one, key in keys.fitted if key in values},
+                tuple(
+                    [Explanation(one, values[key], fitted[one.name]) for one, key in keys.explanations if key in values]
+                ),
             )
         )
     return sorted(results, key=lambda result: result.equation.rank)

@@ -509,11 +509,6 @@ def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]
     return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
 
 
-def raw_rewards(inputs: GaeInputs) -> Tensor | None:
-    """GAE of rewards before scaling."""
-    return None if inputs.raw_rewards is None else gae(inputs, rewards=inputs.raw_rewards)
-
-
 # what is stored in their place
 
 

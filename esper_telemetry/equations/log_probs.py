@@ -16,7 +16,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, by_head, 
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.equation import Equation, hypothesis_table
 from esper_telemetry.metrics.statistics import same_shape
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -118,10 +118,6 @@ def _mean_over_dimensions(inputs: LogProbInputs) -> Tensor | None:
     return torch.stack(parts).sum(0)
 
 
-def _without_log_det(inputs: LogProbInputs) -> Tensor | None:
-    return log_prob(replace(inputs, squashed=frozenset())) if inputs.squashed else None
-
-
 def _with_log_det(inputs: LogProbInputs) -> Tensor | None:
     """Those of a tanh of the stored actions, of a trainer that does not say that it has one."""
     if inputs.squashed or not inputs.means:
@@ -200,14 +196,6 @@ def _masked_logits(inputs: LogProbInputs, head: str) -> Tensor:
     return inputs.logits[head] if mask is None else inputs.logits[head].masked_fill(~mask, -torch.inf)
 
 
-def _without_masks(inputs: LogProbInputs) -> Tensor | None:
-    return log_prob(replace(inputs, masks={})) if inputs.masks else None
-
-
-def _of_all_heads(inputs: LogProbInputs) -> Tensor | None:
-    return log_prob(replace(inputs, relevant={})) if inputs.relevant else None
-
-
 def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
     """The sum over the heads that comes closest to the stored numbers, of all sums that leave some out."""
     heads = inputs.heads
@@ -245,119 +233,50 @@ LOG_PROBS = Equation(
     compute=log_prob,
     tolerance=LOG_PROB_TOLERANCE,
     advice="Compute the log-probability of the very action that is stored, under the distribution that it was drawn from.",
-    hypotheses=(
-        Hypothesis(
-            name="clipped_actions",
-            says="those of what was drawn, while the actions stored were cut at their bounds",
-            equation="log π(u), a = clip(u, low, high)",
-            compute=_clipped_actions,
-            source="https://github.com/thu-ml/tianshou/issues/312",
-            advice="Store the action as it was drawn, and cut only what the environment gets.",
-        ),
-        Hypothesis(
-            name="mean_over_dimensions",
-            says="means over the action dimensions in place of sums",
-            equation="1/D Σ_i log π(a_i | s)",
-            compute=_mean_over_dimensions,
-            advice="Sum the log-probabilities over the action dimensions.",
-        ),
-        Hypothesis(
-            name="log_det_missing",
-            says="those of the Gaussian before its tanh",
-            equation="log N(u; μ, σ), a = tanh u",
-            compute=_without_log_det,
-            source="1801.01290, appendix C, eq. 21",
-            advice="Subtract Σ log(1 - tanh² u).",
-        ),
-        Hypothesis(
-            name="squashed_gaussian",
-            says="those of a Gaussian that goes through a tanh",
-            equation="log N(u; μ, σ) - Σ log(1 - tanh² u), stored u",
-            compute=_with_log_det,
-            variant=True,
-            source="1801.01290, appendix C, eq. 21",
-        ),
-        Hypothesis(
-            name="squashed_actions",
-            says="those of a Gaussian that goes through a tanh, of the actions after it",
-            equation="log N(u; μ, σ) - Σ log(1 - a²), u = atanh a",
-            compute=partial(_of_atanh, slope=True),
-            variant=True,
-            source="1801.01290, appendix C, eq. 21",
-        ),
-        Hypothesis(
-            name="squashed_before_storing",
-            says="those of what was drawn before its tanh, while the actions stored are those after it",
-            equation="log N(u; μ, σ), a = tanh u",
-            compute=partial(_of_atanh, slope=False),
-            source="1801.01290, appendix C, eq. 21",
-            advice="Store the action before the tanh, or subtract Σ log(1 - a²).",
-        ),
-        Hypothesis(
-            name="mask_missing",
-            says="those of the distributions without their masks",
-            equation="log softmax(logits)[a] over all choices",
-            compute=_without_masks,
-            source="2006.14171",
-            advice="Mask the logits before the log-probability is computed.",
-        ),
-        Hypothesis(
-            name="likeliest_action",
-            says="those of the likeliest action, whatever was done",
-            equation="max_a log π(a | s)",
-            compute=_of_likeliest,
-            advice="Compute the log-probability of the action that was drawn.",
-        ),
-        Hypothesis(
-            name="permuted_choices",
-            says="those of other choices than the stored ones, always the same in their place",
-            equation="log π(σ(a) | s), σ a permutation of the choices",
-            compute=_permuted_choices,
-            advice="Use one numbering of the choices for the distribution, the environment and the buffer.",
-        ),
-        Hypothesis(
-            name="heads_left_out",
-            says="sums that leave heads out",
-            equation="Σ over some heads of log π_i(a_i | s)",
-            compute=_of_some_heads,
-            advice="Add the log-probabilities of all heads.",
-        ),
-        Hypothesis(
-            name="irrelevant_heads",
-            says="sums over all heads, those that played no part included",
-            equation="Σ over all heads of log π_i(a_i | s)",
-            compute=_of_all_heads,
-            advice="Leave a head out where its choice has no effect.",
-        ),
-        Hypothesis(
-            name="not_stored",
-            says="zeros, as of a buffer that nothing was written to",
-            equation="0",
-            compute=lambda inputs: torch.zeros_like(inputs.stored),
-            source="https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
-            advice="Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise.",
-        ),
-        Hypothesis(
-            name="probabilities",
-            says="probabilities, without a logarithm",
-            equation="π(a | s)",
-            compute=lambda inputs: log_prob(inputs).exp(),
-            advice="Store the logarithm.",
-        ),
-        Hypothesis(
-            name="step_before",
-            says="those of the step before",
-            equation="log π(a_{t-1} | s_{t-1})",
-            compute=partial(_shifted, steps=-1),
-            advice="Store action and log-probability in the same row.",
-        ),
-        Hypothesis(
-            name="step_after",
-            says="those of the step after",
-            equation="log π(a_{t+1} | s_{t+1})",
-            compute=partial(_shifted, steps=1),
-            advice="Store action and log-probability in the same row.",
-        ),
+    hypotheses=hypothesis_table(
+        "clipped_actions: those of what was drawn, while the actions stored were cut at their bounds // log π(u), a = clip(u, low, high)"
+        " // Store the action as it was drawn, and cut only what the environment gets. // https://github.com/thu-ml/tianshou/issues/312",
+        _clipped_actions,
+        "mean_over_dimensions: means over the action dimensions in place of sums // 1/D Σ_i log π(a_i | s)"
+        " // Sum the log-probabilities over the action dimensions.",
+        _mean_over_dimensions,
+        "log_det_missing (needs squashed): those of the Gaussian before its tanh // log N(u; μ, σ), a = tanh u"
+        " // Subtract Σ log(1 - tanh² u). // 1801.01290, appendix C, eq. 21",
+        lambda inputs: log_prob(replace(inputs, squashed=frozenset())),
+        "squashed_gaussian (variant): those of a Gaussian that goes through a tanh // log N(u; μ, σ) - Σ log(1 - tanh² u), stored u // "
+        " // 1801.01290, appendix C, eq. 21",
+        _with_log_det,
+        "squashed_actions (variant): those of a Gaussian that goes through a tanh, of the actions after it"
+        " // log N(u; μ, σ) - Σ log(1 - a²), u = atanh a //  // 1801.01290, appendix C, eq. 21",
+        partial(_of_atanh, slope=True),
+        "squashed_before_storing: those of what was drawn before its tanh, while the actions stored are those after it"
+        " // log N(u; μ, σ), a = tanh u // Store the action before the tanh, or subtract Σ log(1 - a²). // 1801.01290, appendix C, eq. 21",
+        partial(_of_atanh, slope=False),
+        "mask_missing (needs masks): those of the distributions without their masks // log softmax(logits)[a] over all choices"
+        " // Mask the logits before the log-probability is computed. // 2006.14171",
+        lambda inputs: log_prob(replace(inputs, masks={})),
+        "likeliest_action: those of the likeliest action, whatever was done // max_a log π(a | s)"
+        " // Compute the log-probability of the action that was drawn.",
+        _of_likeliest,
+        "permuted_choices: those of other choices than the stored ones, always the same in their place // log π(σ(a) | s), σ a "
+        "permutation of the choices // Use one numbering of the choices for the distribution, the environment and the buffer.",
+        _permuted_choices,
+        "heads_left_out (doubtful_without heads): sums that leave heads out // Σ over some heads of log π_i(a_i | s)"
+        " // Add the log-probabilities of all heads.",
+        _of_some_heads,
+        "irrelevant_heads (needs relevant): sums over all heads, those that played no part included"
+        " // Σ over all heads of log π_i(a_i | s) // Leave a head out where its choice has no effect.",
+        lambda inputs: log_prob(replace(inputs, relevant={})),
+        "not_stored: zeros, as of a buffer that nothing was written to // 0"
+        " // Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise."
+        " // https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
+        lambda inputs: torch.zeros_like(inputs.stored),
+        "probabilities: probabilities, without a logarithm // π(a | s) // Store the logarithm.",
+        lambda inputs: log_prob(inputs).exp(),
+        "step_before: those of the step before // log π(a_{t-1} | s_{t-1}) // Store action and log-probability in the same row.",
+        partial(_shifted, steps=-1),
+        "step_after: those of the step after // log π(a_{t+1} | s_{t+1}) // Store action and log-probability in the same row.",
+        partial(_shifted, steps=1),
     ),
 )
 

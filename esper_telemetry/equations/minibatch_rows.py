@@ -12,7 +12,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.equation import Equation, hypothesis_table
 from esper_telemetry.metrics.statistics import same_shape
 
 MAX_ROWS = 1 << 24
@@ -154,95 +154,43 @@ MINIBATCHES = Equation(
     inputs="the rows of each minibatch",
     compute=each_row_once,
     advice="Draw one permutation per pass and cut it into minibatches.",
-    hypotheses=(
-        Hypothesis(
-            name="same_order",
-            says="one permutation that is used in every pass",
-            equation="the same minibatches in each pass",
-            compute=_where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x)),
-            variant=True,
-            source="https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator",
-        ),
-        Hypothesis(
-            name="unshuffled",
-            says="the rows in the order of the rollout, which are not shuffled",
-            equation="rows 1 to N, N + 1 to 2N, ...",
-            compute=_where(_in_order),
-            variant=True,
-            source="https://github.com/leggedrobotics/rsl_rl, RolloutStorage.recurrent_mini_batch_generator",
-            advice="Shuffle the rows: neighbours in time are correlated.",
-        ),
-        Hypothesis(
-            name="last_dropped",
-            says="a permutation without its last rows, fewer than a minibatch",
-            equation="the last, smaller minibatch is dropped",
-            compute=_where(_one_minibatch_short),
-            variant=True,
-            source="torch.utils.data, drop_last",
-        ),
-        Hypothesis(
-            name="with_replacement",
-            says="rows that are drawn with replacement within a minibatch",
-            equation="row ~ uniform, each by itself",
-            compute=_where(lambda x: _repeats_within(x) and not _same_visits(x)),
-            advice="Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
-        ),
-        Hypothesis(
-            name="overlapping",
-            says="minibatches that have rows in common, and leave others out",
-            equation="each minibatch drawn by itself",
-            compute=_where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
-            advice="Cut one permutation per pass into minibatches that have no row in common.",
-        ),
-        Hypothesis(
-            name="same_rows",
-            says="the same rows several times in each pass, and others never",
-            equation="equal visits in each pass, not one for each row",
-            compute=_where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
-            advice="Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.",
-        ),
-        Hypothesis(
-            name="same_minibatch",
-            says="one minibatch that is taken several times in each pass",
-            equation="rows 1 to N, rows 1 to N, ...",
-            compute=_where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
-            advice="Move the bounds of the minibatch on by its size.",
-        ),
-        Hypothesis(
-            name="one_minibatch",
-            says="one minibatch per pass, which leaves the other rows out",
-            equation="the first minibatch of a permutation",
-            compute=_where(_one_minibatch),
-            advice="Go on to the other minibatches of the permutation: look for a break or a return in the loop.",
-        ),
-        Hypothesis(
-            name="environments_left_out",
-            says="the rows of some environments, without those of the others",
-            equation="all t of some b",
-            compute=_where(_environments_left_out),
-            advice="Flatten time and environments, and draw rows from all of them.",
-        ),
-        Hypothesis(
-            name="times_left_out",
-            says="the first rows of the rollout, without the later ones",
-            equation="rows 1 to K of R",
-            compute=_where(_times_left_out),
-            advice="Draw indices up to steps times environments.",
-        ),
-        Hypothesis(
-            name="left_out",
-            says="a permutation without some of its rows, a minibatch of them or more",
-            equation="each row at most once",
-            compute=_where(_left_out),
-            advice="Compare the number of minibatches times their size with the size of the rollout.",
-        ),
-        Hypothesis(
-            name="padding",
-            says="rows that are padding or resets, and not transitions",
-            equation="rows that do not count",
-            compute=_where(lambda x: x.outside and not x.repeats and not x.missing),
-            advice="Draw minibatches from the valid rows.",
-        ),
+    hypotheses=hypothesis_table(
+        "same_order (variant): one permutation that is used in every pass // the same minibatches in each pass // "
+        " // https://github.com/leggedrobotics/rsl_rl, RolloutStorage.mini_batch_generator",
+        _where(lambda x: bool(x.alike) and _whole(x) and not _in_order(x)),
+        "unshuffled (variant): the rows in the order of the rollout, which are not shuffled // rows 1 to N, N + 1 to 2N, ..."
+        " // Shuffle the rows: neighbours in time are correlated."
+        " // https://github.com/leggedrobotics/rsl_rl, RolloutStorage.recurrent_mini_batch_generator",
+        _where(_in_order),
+        "last_dropped (variant): a permutation without its last rows, fewer than a minibatch // the last, smaller minibatch is dropped"
+        " //  // torch.utils.data, drop_last",
+        _where(_one_minibatch_short),
+        "with_replacement: rows that are drawn with replacement within a minibatch // row ~ uniform, each by itself"
+        " // Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
+        _where(lambda x: _repeats_within(x) and not _same_visits(x)),
+        "overlapping: minibatches that have rows in common, and leave others out // each minibatch drawn by itself"
+        " // Cut one permutation per pass into minibatches that have no row in common.",
+        _where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
+        "same_rows: the same rows several times in each pass, and others never // equal visits in each pass, not one for each row"
+        " // Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.",
+        _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
+        "same_minibatch: one minibatch that is taken several times in each pass // rows 1 to N, rows 1 to N, ..."
+        " // Move the bounds of the minibatch on by its size.",
+        _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
+        "one_minibatch: one minibatch per pass, which leaves the other rows out // the first minibatch of a permutation"
+        " // Go on to the other minibatches of the permutation: look for a break or a return in the loop.",
+        _where(_one_minibatch),
+        "environments_left_out: the rows of some environments, without those of the others // all t of some b"
+        " // Flatten time and environments, and draw rows from all of them.",
+        _where(_environments_left_out),
+        "times_left_out: the first rows of the rollout, without the later ones // rows 1 to K of R"
+        " // Draw indices up to steps times environments.",
+        _where(_times_left_out),
+        "left_out: a permutation without some of its rows, a minibatch of them or more // each row at most once"
+        " // Compare the number of minibatches times their size with the size of the rollout.",
+        _where(_left_out),
+        "padding: rows that are padding or resets, and not transitions // rows that do not count // Draw minibatches from the valid rows.",
+        _where(lambda x: x.outside and not x.repeats and not x.missing),
     ),
 )
 
@@ -348,63 +296,30 @@ LOG_RATIOS = Equation(
     tolerance=RATIO_TOLERANCE,
     rank=48,
     advice="Compare the rows and the order of the two log-probabilities.",
-    hypotheses=(
-        Hypothesis(
-            name="inverted",
-            says="the old log-probabilities less the new ones: the ratio is inverted",
-            equation="log r = log π_old - log π",
-            compute=lambda x: x.stored - x.now,
-            advice="Take exp(new log-probability - old log-probability).",
-        ),
-        Hypothesis(
-            name="recomputed",
-            says="zeros: the old log-probabilities are those of now",
-            equation="log r = log π - log π",
-            compute=lambda x: 0 * x.now,
-            advice="Store the log-probabilities at collection, once: otherwise nothing is ever clipped.",
-        ),
-        Hypothesis(
-            name="no_old",
-            says="the new log-probabilities, without the old ones",
-            equation="log r = log π",
-            compute=lambda x: x.now,
-            advice="Subtract the log-probabilities at collection.",
-        ),
-        Hypothesis(
-            name="quotient",
-            says="the quotient of the log-probabilities in place of that of the probabilities",
-            equation="r = log π / log π_old",
-            compute=lambda x: (x.now / x.stored).log(),
-            advice="Take the exponential of the difference.",
-        ),
-        Hypothesis(
-            name="rows_in_order",
-            says="the new log-probabilities less old ones in the order of the rollout: they are not indexed with the minibatch",
-            equation="log r_i = log π_i - log π_old,start+i",
-            compute=lambda x: x.to(x.in_order),
-            advice="Index the old log-probabilities with the rows of the minibatch.",
-        ),
-        Hypothesis(
-            name="axes_swapped",
-            says="the new log-probabilities less old ones that are flattened with steps and environments exchanged",
-            equation="log r = log π_tb - log π_old,bt",
-            compute=lambda x: x.to(x.swapped),
-            advice="Flatten all columns of the rollout in the same order.",
-        ),
-        Hypothesis(
-            name="actions_swapped",
-            says="log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones",
-            equation="log r = log π(a_bt|s_tb) - log π_old,tb",
-            compute=lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
-            advice="Flatten all columns of the rollout in the same order.",
-        ),
-        Hypothesis(
-            name="shifted_rows",
-            says="the new log-probabilities less the old ones of the row before",
-            equation="log r_i = log π_i - log π_old,i-1",
-            compute=lambda x: x.now - x.stored.roll(1),
-            advice="Index both log-probabilities with the same rows.",
-        ),
+    hypotheses=hypothesis_table(
+        "inverted: the old log-probabilities less the new ones: the ratio is inverted // log r = log π_old - log π"
+        " // Take exp(new log-probability - old log-probability).",
+        lambda x: x.stored - x.now,
+        "recomputed: zeros: the old log-probabilities are those of now // log r = log π - log π"
+        " // Store the log-probabilities at collection, once: otherwise nothing is ever clipped.",
+        lambda x: 0 * x.now,
+        "no_old: the new log-probabilities, without the old ones // log r = log π // Subtract the log-probabilities at collection.",
+        lambda x: x.now,
+        "quotient: the quotient of the log-probabilities in place of that of the probabilities // r = log π / log π_old"
+        " // Take the exponential of the difference.",
+        lambda x: (x.now / x.stored).log(),
+        "rows_in_order: the new log-probabilities less old ones in the order of the rollout: they are not indexed with the minibatch"
+        " // log r_i = log π_i - log π_old,start+i // Index the old log-probabilities with the rows of the minibatch.",
+        lambda x: x.to(x.in_order),
+        "axes_swapped: the new log-probabilities less old ones that are flattened with steps and environments exchanged"
+        " // log r = log π_tb - log π_old,bt // Flatten all columns of the rollout in the same order.",
+        lambda x: x.to(x.swapped),
+        "actions_swapped: log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones"
+        " // log r = log π(a_bt|s_tb) - log π_old,tb // Flatten all columns of the rollout in the same order.",
+        lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
+        "shifted_rows: the new log-probabilities less the old ones of the row before // log r_i = log π_i - log π_old,i-1"
+        " // Index both log-probabilities with the same rows.",
+        lambda x: x.now - x.stored.roll(1),
     ),
 )
 

@@ -14,7 +14,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
 from esper_telemetry.equations.gae import STD_EPS
 from esper_telemetry.equations.returns import MIN_ROWS, ranked
 from esper_telemetry.metrics.statistics import same_shape
@@ -225,124 +225,54 @@ NORMALIZED_ADVANTAGES = Equation(
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
     advice="Look at every line that changes advantages between the rollout and the loss.",
-    hypotheses=(
-        Hypothesis(
-            "over_minibatch",
-            "advantages normalised over each minibatch",
-            "(A - mean_minibatch) / std_minibatch",
-            _over("minibatch"),
-            advice="Set over which rows advantages are normalised, in one place.",
+    hypotheses=hypothesis_table(
+        "over_minibatch: advantages normalised over each minibatch // (A - mean_minibatch) / std_minibatch"
+        " // Set over which rows advantages are normalised, in one place.",
+        _over("minibatch"),
+        "over_rollout: advantages normalised over the whole rollout // (A - mean_rollout) / std_rollout"
+        " // Set over which rows advantages are normalised, in one place.",
+        _over("rollout"),
+        "over_environments: advantages normalised over each environment // (A - mean_b) / std_b"
+        " // Take mean and standard deviation over both axes.",
+        _over_environments,
+        "over_padding: advantages normalised with the rows of padding // mean and std over all N rows"
+        " // Take mean and standard deviation over the rows of the mask. // NovaSky-AI/SkyRL#1305",
+        _over_padding,
+        "not_normalized (doubtful_without setting): advantages before normalisation // A"
+        " // Normalise them, or say in the settings that you do not.",
+        lambda inputs: inputs.advantages,
+        "std_alone: advantages divided by their standard deviation without taking their mean away // A / std // Subtract the mean.",
+        _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
+        "mean_alone: advantages less their mean that were not divided by their standard deviation // A - mean"
+        " // Divide by the standard deviation.",
+        _by_moments(lambda advantages, mean, std: advantages - mean),
+        "variance (of loss): advantages less their mean, divided by their variance // (A - mean) / std²"
+        " // Divide by the standard deviation.",
+        _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
+        "precedence: advantages less the ratio of mean and standard deviation // A - mean / std"
+        " // Put `advantages - mean` in parentheses.",
+        _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)),
+        "sign (of loss): normalised advantages with the opposite sign // -(A - mean) / std"
+        " // The sign of advantages decides which actions become likelier.",
+        lambda inputs: -normalized_advantages(inputs),
+        "absolute: advantages whose negative numbers have become positive, or 0, before or after they were normalised"
+        " // |A|, A² or max(A, 0) // Keep the signs: an action that is worse than expected is to become less likely.",
+        _without_signs,
+        "other_rows: normalised advantages of other rows // A_j in row i"
+        " // Index advantages with the rows of the observations and actions.",
+        _reordered,
+        "in_order: advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch"
+        " // A_k of the k-th row taken, whatever its index // Index advantages with the rows of the observations and actions.",
+        _in_order,
+        "other_std (variant, of loss): advantages normalised with the other of biased and unbiased standard deviation"
+        " // std over N in place of N - 1, or the reverse //  // NumPy's std is biased, torch's is not",
+        lambda inputs: (
+            None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
         ),
-        Hypothesis(
-            "over_rollout",
-            "advantages normalised over the whole rollout",
-            "(A - mean_rollout) / std_rollout",
-            _over("rollout"),
-            advice="Set over which rows advantages are normalised, in one place.",
-        ),
-        Hypothesis(
-            "over_environments",
-            "advantages normalised over each environment",
-            "(A - mean_b) / std_b",
-            _over_environments,
-            advice="Take mean and standard deviation over both axes.",
-        ),
-        Hypothesis(
-            "over_padding",
-            "advantages normalised with the rows of padding",
-            "mean and std over all N rows",
-            _over_padding,
-            source="NovaSky-AI/SkyRL#1305",
-            advice="Take mean and standard deviation over the rows of the mask.",
-        ),
-        Hypothesis(
-            "not_normalized",
-            "advantages before normalisation",
-            "A",
-            lambda inputs: inputs.advantages,
-            advice="Normalise them, or say in the settings that you do not.",
-        ),
-        Hypothesis(
-            "std_alone",
-            "advantages divided by their standard deviation without taking their mean away",
-            "A / std",
-            _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
-            advice="Subtract the mean.",
-        ),
-        Hypothesis(
-            "mean_alone",
-            "advantages less their mean that were not divided by their standard deviation",
-            "A - mean",
-            _by_moments(lambda advantages, mean, std: advantages - mean),
-            advice="Divide by the standard deviation.",
-        ),
-        Hypothesis(
-            "variance",
-            "advantages less their mean, divided by their variance",
-            "(A - mean) / std²",
-            _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
-            advice="Divide by the standard deviation.",
-        ),
-        Hypothesis(
-            "precedence",
-            "advantages less the ratio of mean and standard deviation",
-            "A - mean / std",
-            _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)),
-            advice="Put `advantages - mean` in parentheses.",
-        ),
-        Hypothesis(
-            "sign",
-            "normalised advantages with the opposite sign",
-            "-(A - mean) / std",
-            lambda inputs: -normalized_advantages(inputs),
-            advice="The sign of advantages decides which actions become likelier.",
-        ),
-        Hypothesis(
-            "absolute",
-            "advantages whose negative numbers have become positive, or 0, before or after they were normalised",
-            "|A|, A² or max(A, 0)",
-            _without_signs,
-            advice="Keep the signs: an action that is worse than expected is to become less likely.",
-        ),
-        Hypothesis(
-            "other_rows",
-            "normalised advantages of other rows",
-            "A_j in row i",
-            _reordered,
-            advice="Index advantages with the rows of the observations and actions.",
-        ),
-        Hypothesis(
-            "in_order",
-            "advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch",
-            "A_k of the k-th row taken, whatever its index",
-            _in_order,
-            advice="Index advantages with the rows of the observations and actions.",
-        ),
-        Hypothesis(
-            "other_std",
-            "advantages normalised with the other of biased and unbiased standard deviation",
-            "std over N in place of N - 1, or the reverse",
-            lambda inputs: (
-                None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
-            ),
-            variant=True,
-            source="NumPy's std is biased, torch's is not",
-        ),
-        Hypothesis(
-            "rms",
-            "advantages divided by their root mean square",
-            "A / sqrt(mean A²)",
-            _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
-            variant=True,
-        ),
-        Hypothesis(
-            "clipped",
-            "normalised advantages clipped to [-c, c],",
-            "clip((A - mean) / std, -c, c)",
-            fit=_clipped,
-            parameter="c",
-            variant=True,
-        ),
+        "rms (variant): advantages divided by their root mean square // A / sqrt(mean A²)",
+        _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
+        "clipped (variant): normalised advantages clipped to [-c, c], // clip((A - mean) / std, -c, c)",
+        Fit("c", _clipped),
     ),
 )
 
@@ -421,6 +351,6 @@ def check_normalized_advantages(
         checks.append(distinguished(check))
         if checks[-1].matches:
             return checks[-1]
-    if over is None and any(one.hypothesis.name == "not_normalized" for one in checks[0].explanations):
+    if over is None and any(one.doubtful_without == "setting" for one in checks[0].hypotheses):
         return unchecked(NORMALIZED_ADVANTAGES, "whether advantages are normalised is not said")
     return next((one for one in checks if one.holds), next((one for one in checks if one.explanations), checks[0]))

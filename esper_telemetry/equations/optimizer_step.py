@@ -14,8 +14,8 @@ from esper_telemetry.core.arrays import as_floats, shown
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
-from esper_telemetry.equations.loss_gradients import fitted, spread
+from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.gradient import fitted, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -230,120 +230,51 @@ OPTIMIZER_STEP = Equation(
     tolerance=10.0,  # errors of healthy runs: 1e-5 to 3.1e-4, most of it rounding of the weights to fp32
     compute=StepInputs.changed,
     advice="Look for changes of weights, of the learning rate and of the optimizer's state outside of its step",
-    hypotheses=(
-        Hypothesis(
-            name="no_step",
-            says="zero",
-            equation="θ' = θ",
-            compute=lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale),
-            advice="The optimizer has other parameters than the policy that is trained, or the weights are put back",
+    hypotheses=hypothesis_table(
+        "no_step: zero // θ' = θ // The optimizer has other parameters than the policy that is trained, or the weights are put back",
+        lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale),
+        "left_out: those of an optimizer that lacks some of the parameters // θ' = θ for some parameters with a gradient"
+        " // Give all parameters of the policy to the optimizer, after the last layer is made",
+        _left_out,
+        "twice: two steps with one gradient // θ' = step(step(θ)) // optimizer.step() is called twice",
+        _twice,
+        "state_lost: those of an optimizer whose state was reset in the middle of training // t less than the number of steps"
+        " // Make the optimizer once, not in every update",
+        lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
+        "state_cleared: those of an optimizer whose state was cleared just before the step // m = v = 0, t = 0"
+        " // Make the optimizer once, not in every step",
+        _cleared,
+        "ascent: the opposite of the optimizer's steps // θ' = θ + lr step"
+        " // The learning rate is negative, or the step is added with the wrong sign",
+        lambda inputs: -inputs.changed(),
+        "negated_gradient: steps with the opposite gradient // g = ∇(-L)"
+        " // The optimizer maximises: compare its maximize flag with the sign of the loss",
+        lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
+        "gradient_descent: those of plain gradient descent // θ' = θ - lr g // The optimizer is another one than the settings name",
+        _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain),
+        "no_bias_correction: those of Adam without correction of its bias // θ' = θ - lr m / (√v + ε)"
+        " // Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ // 1412.6980, section 3",
+        _if(lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)),
+        "decay_coupling: those with weight decay through the gradient in place of the weights, or the reverse // g + λ θ in place of (1 -"
+        " lr λ) θ, or the reverse // AdamW decays the weights, Adam adds the decay to the gradient // 1711.05101",
+        _if(
+            lambda settings: settings.weight_decay != 0,
+            lambda settings: settings._replace(decoupled=not settings.decoupled),
         ),
-        Hypothesis(
-            name="left_out",
-            says="those of an optimizer that lacks some of the parameters",
-            equation="θ' = θ for some parameters with a gradient",
-            compute=_left_out,
-            advice="Give all parameters of the policy to the optimizer, after the last layer is made",
+        "no_decay: those without the weight decay that is set // λ = 0 // The optimizer ignores its weight_decay",
+        _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
+        "epsilon_inside (variant): those of RMSprop with ε under the root // θ' = θ - lr g / √(v + ε) // "
+        " // stable-baselines3, RMSpropTFLike",
+        _if(
+            lambda settings: settings.kind == "rmsprop" and not settings.epsilon_inside,
+            lambda settings: settings._replace(epsilon_inside=True),
         ),
-        Hypothesis(
-            name="twice",
-            says="two steps with one gradient",
-            equation="θ' = step(step(θ))",
-            compute=_twice,
-            advice="optimizer.step() is called twice",
-        ),
-        Hypothesis(
-            name="state_lost",
-            says="those of an optimizer whose state was reset in the middle of training",
-            equation="t less than the number of steps",
-            compute=lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
-            advice="Make the optimizer once, not in every update",
-        ),
-        Hypothesis(
-            name="state_cleared",
-            says="those of an optimizer whose state was cleared just before the step",
-            equation="m = v = 0, t = 0",
-            compute=_cleared,
-            advice="Make the optimizer once, not in every step",
-        ),
-        Hypothesis(
-            name="ascent",
-            says="the opposite of the optimizer's steps",
-            equation="θ' = θ + lr step",
-            compute=lambda inputs: -inputs.changed(),
-            advice="The learning rate is negative, or the step is added with the wrong sign",
-        ),
-        Hypothesis(
-            name="negated_gradient",
-            says="steps with the opposite gradient",
-            equation="g = ∇(-L)",
-            compute=lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
-            advice="The optimizer maximises: compare its maximize flag with the sign of the loss",
-        ),
-        Hypothesis(
-            name="gradient_descent",
-            says="those of plain gradient descent",
-            equation="θ' = θ - lr g",
-            compute=_if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain),
-            advice="The optimizer is another one than the settings name",
-        ),
-        Hypothesis(
-            name="no_bias_correction",
-            says="those of Adam without correction of its bias",
-            equation="θ' = θ - lr m / (√v + ε)",
-            compute=_if(
-                lambda settings: settings.kind == "adam", lambda settings: settings._replace(corrects_bias=False)
-            ),
-            source="1412.6980, section 3",
-            advice="Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ",
-        ),
-        Hypothesis(
-            name="decay_coupling",
-            says="those with weight decay through the gradient in place of the weights, or the reverse",
-            equation="g + λ θ in place of (1 - lr λ) θ, or the reverse",
-            compute=_if(
-                lambda settings: settings.weight_decay != 0,
-                lambda settings: settings._replace(decoupled=not settings.decoupled),
-            ),
-            source="1711.05101",
-            advice="AdamW decays the weights, Adam adds the decay to the gradient",
-        ),
-        Hypothesis(
-            name="no_decay",
-            says="those without the weight decay that is set",
-            equation="λ = 0",
-            compute=_if(
-                lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)
-            ),
-            advice="The optimizer ignores its weight_decay",
-        ),
-        Hypothesis(
-            name="epsilon_inside",
-            says="those of RMSprop with ε under the root",
-            equation="θ' = θ - lr g / √(v + ε)",
-            compute=_if(
-                lambda settings: settings.kind == "rmsprop" and not settings.epsilon_inside,
-                lambda settings: settings._replace(epsilon_inside=True),
-            ),
-            variant=True,
-            source="stable-baselines3, RMSpropTFLike",
-        ),
-        Hypothesis(
-            name="learning_rate",
-            says="those with another learning rate than set,",
-            equation="θ' = θ - c step",
-            fit=_fit_rate,
-            parameter="lr",
-            advice="Set the rate of the schedule in every group of the optimizer before each update",
-        ),
-        Hypothesis(
-            name="weight_decay",
-            says="those of the optimizer and a decay of the weights by the fraction",
-            equation="θ' = step(θ) - c θ",
-            fit=_fit_decay,
-            parameter="c",
-            advice="Something else shrinks the weights after the step",
-        ),
+        "learning_rate: those with another learning rate than set, // θ' = θ - c step"
+        " // Set the rate of the schedule in every group of the optimizer before each update",
+        Fit("lr", _fit_rate),
+        "weight_decay: those of the optimizer and a decay of the weights by the fraction // θ' = step(θ) - c θ"
+        " // Something else shrinks the weights after the step",
+        Fit("c", _fit_decay),
     ),
 )
 

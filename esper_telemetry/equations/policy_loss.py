@@ -1,22 +1,24 @@
-"""Equation of the policy loss: the clipped surrogate of PPO.
+"""Equation of the policy loss, the clipped surrogate of PPO: values of the losses of all minibatches, and the graph of one.
 
 Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Hypothesis
-from esper_telemetry.equations.total_loss import (
+from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.minibatch_losses import (
     LOSS_TOLERANCE,
     Minibatches,
+    OneMinibatch,
     added,
     bisected,
     divided,
@@ -24,120 +26,152 @@ from esper_telemetry.equations.total_loss import (
     rescaled,
     with_padding,
 )
+from esper_telemetry.metrics.ratio import EXP_LIMIT
 
 DUAL_CLIP: Final = 3.0
-"""Bound of the ratio where advantages are negative, in the paper of dual-clip PPO."""
+"""Bound of the ratio where advantages are negative, in the paper of dual-clip PPO (1912.09729)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossInputs:
-    """Rows [R] that the policy loss is computed from, float64.
+    """Rows [R] that the policy loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
         log_ratio: log-probability now minus at collection.
         advantages: as they multiply the ratio.
+        clip: range of the ratio; None for a policy gradient without a ratio.
         raw_advantages: before normalisation, where the settings ask for it.
         log_probs: now.
         head_log_ratios: of each head, where there are several.
         bonus: [M], the entropy loss times its weight.
+        returns, values: the critic's targets, and its estimates now.
     """
 
     log_ratio: Tensor
     advantages: Tensor
     minibatches: Minibatches
-    clip: float
+    clip: float | None
     raw_advantages: Tensor | None = None
     log_probs: Tensor | None = None
     head_log_ratios: tuple[Tensor, ...] = ()
     bonus: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: LossRows) -> PolicyLossInputs:
+        """Return the rows of one minibatch."""
+        return cls(
+            log_ratio=rows.log_ratio,
+            advantages=rows.advantages,
+            minibatches=OneMinibatch.like(rows.log_ratio),
+            clip=rows.clip,
+            raw_advantages=rows.raw_advantages,
+            log_probs=rows.log_probs,
+            returns=rows.returns,
+            values=rows.values,
+        )
 
     @property
     def ratio(self) -> Tensor:
         """Probability of the action now over that at collection, [R]."""
         return self.log_ratio.exp()
 
+    @property
+    def width(self) -> float:
+        """Clip range, 0 without a ratio."""
+        return self.clip or 0.0
+
+    @property
+    def raw(self) -> Tensor | None:
+        """Advantages before normalisation [R]; None unless they differ from those in use."""
+        raw = self.raw_advantages
+        return None if raw is None or torch.equal(raw, self.advantages) else raw
+
     def clipped(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the ratio [R] within 1 ± clip, or within other bounds."""
-        return self.ratio.clamp(1 - self.clip if low is None else low, 1 + self.clip if high is None else high)
+        return self.ratio.clamp(1 - self.width if low is None else low, 1 + self.width if high is None else high)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Return the means [M] of rows [R], negative: gains are maximised."""
+        return -self.minibatches.mean(rows)
+
+    def of_advantages(self, advantages: Tensor) -> Tensor:
+        """Return the loss [M] of other advantages [R]."""
+        return clipped_surrogate(replace(self, advantages=advantages))
 
 
-def clipped_surrogate(inputs: PolicyLossInputs) -> Tensor:
-    """Return the clipped surrogate loss [M] (1707.06347, eq. 7)."""
-    return pessimistic(inputs, inputs.clipped())
+def clipped_surrogate(x: PolicyLossInputs) -> Tensor:
+    """Return the clipped surrogate loss [M] (1707.06347, eq. 7), or -A log π where there is no ratio."""
+    if x.clip is None and x.log_probs is not None:
+        return x.mean(x.advantages * x.log_probs)
+    return pessimistic(x, x.clipped())
 
 
-def pessimistic(inputs: PolicyLossInputs, clipped: Tensor) -> Tensor:
+def pessimistic(x: PolicyLossInputs, clipped: Tensor) -> Tensor:
     """Return the mean [M] of -min(r A, c A) for other clipped ratios c [R]."""
-    gains = torch.minimum(inputs.ratio * inputs.advantages, clipped * inputs.advantages)
-    return -inputs.minibatches.mean(gains)
+    return x.mean(torch.minimum(x.ratio * x.advantages, clipped * x.advantages))
 
 
-def between(inputs: PolicyLossInputs, low: float, high: float) -> Tensor:
+def between(x: PolicyLossInputs, low: float, high: float) -> Tensor:
     """Return the clipped surrogate loss [M] with these bounds of the ratio."""
-    return pessimistic(inputs, inputs.clipped(low, high))
+    return pessimistic(x, x.clipped(low, high))
 
 
-def surrogate_of_all_pairs(inputs: PolicyLossInputs) -> Tensor:
+def _of_all_pairs(x: PolicyLossInputs) -> Tensor:
     """Mean over all pairs of a ratio and an advantage: the sign of the advantage decides which bound counts."""
-    ratio, mean = inputs.ratio, inputs.minibatches.mean
-    gains = mean(inputs.advantages.clamp(min=0)) * mean(ratio.clamp(max=1 + inputs.clip))
-    costs = mean((-inputs.advantages).clamp(min=0)) * mean(ratio.clamp(min=1 - inputs.clip))
+    mean = x.minibatches.mean
+    if x.clip is None and x.log_probs is not None:
+        return -mean(x.advantages) * mean(x.log_probs)
+    gains = mean(x.advantages.clamp(min=0)) * mean(x.clipped(low=0.0))
+    costs = mean((-x.advantages).clamp(min=0)) * mean(x.clipped(high=torch.inf))
     return costs - gains
 
 
-def dual_clipped(inputs: PolicyLossInputs, bound: float = DUAL_CLIP) -> Tensor:
-    """Return the loss [M] with gains that are at least `bound` times the advantage where it is negative."""
-    advantages = inputs.advantages
-    gains = torch.minimum(inputs.ratio * advantages, inputs.clipped() * advantages)
-    return -inputs.minibatches.mean(torch.where(advantages < 0, torch.maximum(gains, bound * advantages), gains))
+def _of_negated_advantages(x: PolicyLossInputs) -> Tensor | None:
+    """The loss of advantages with the other sign; None where no ratio is clipped, because that is the negative loss then."""
+    clips = bool(((x.clipped() != x.ratio) & (x.advantages != 0)).any())
+    return x.of_advantages(-x.advantages) if clips else None
 
 
-def per_head(inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the sum [M] of the heads' clipped surrogates, each with its own ratio; None where there is one head."""
-    losses = [clipped_surrogate(replace(inputs, log_ratio=ratio)) for ratio in inputs.head_log_ratios]
+def _dual_clipped(x: PolicyLossInputs, bound: float = DUAL_CLIP) -> Tensor:
+    """The loss [M] with gains that are at least `bound` times the advantage where it is negative."""
+    gains = torch.minimum(x.ratio * x.advantages, x.clipped() * x.advantages)
+    return x.mean(torch.where(x.advantages < 0, torch.maximum(gains, bound * x.advantages), gains))
+
+
+def _per_head(x: PolicyLossInputs) -> Tensor | None:
+    losses = [clipped_surrogate(replace(x, log_ratio=ratio)) for ratio in x.head_log_ratios]
     return torch.stack(losses).sum(0) if len(losses) > 1 else None
 
 
-def kl_penalty(inputs: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the weight of each estimator of the divergence (http://joschu.net/blog/kl-approx.html) and keep the closest."""
-    log_ratio, mean = inputs.log_ratio, inputs.minibatches.mean
-    terms = (mean(-log_ratio), mean(log_ratio.square() / 2), mean(log_ratio.expm1() - log_ratio))
-    fits = [fit for term in terms if (fit := added(plain, term, claimed)) is not None and fit[0] > 0]
-    return min(fits, key=lambda fit: float((fit[1] - claimed)[::2].abs().max()), default=None)
+KL_ESTIMATES: Final[Mapping[str, Callable[[PolicyLossInputs], Tensor]]] = {
+    "kl_difference": lambda x: x.mean(x.log_ratio),
+    "kl_square": lambda x: 0.5 * x.minibatches.mean(x.log_ratio.square()),
+    "kl_expectation": lambda x: x.minibatches.mean(
+        x.log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT).expm1() - x.log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT)
+    ),
+}
+"""Estimators of the divergence by name (http://joschu.net/blog/kl-approx.html)."""
 
 
-def other_range(inputs: PolicyLossInputs, claimed: Tensor, *, wider: bool) -> tuple[float, Tensor] | None:
-    """Fit a clip range that is wider than the one that is set, or narrower."""
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    widest = max(float((inputs.ratio - 1).abs().max()), inputs.clip)
-    bounds = (inputs.clip, widest) if wider else (0.0, inputs.clip)
-    return bisected(lambda clip: between(inputs, 1 - clip, 1 + clip), claimed, *bounds)
+def _kl_penalty(x: PolicyLossInputs, claimed: Tensor, plain: Tensor) -> tuple[float, Tensor] | None:
+    """Fit the weight of each estimator and keep the closest."""
+    fits = [added(plain, estimate(x), claimed) for estimate in KL_ESTIMATES.values()]
+    known = [fit for fit in fits if fit is not None and fit[0] > 0]
+    return min(known, key=lambda fit: float((fit[1] - claimed)[::2].abs().max()), default=None)
 
 
-def other_upper_bound(inputs: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Fit an upper bound of the ratio, beside the lower one that is set."""
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    highest = max(float(inputs.ratio.max()) - 1, inputs.clip)
-    return bisected(lambda clip: between(inputs, 1 - inputs.clip, 1 + clip), claimed, 0.0, highest)
+def _bound(
+    loss: Callable[[PolicyLossInputs, float], Tensor], ends: Callable[[PolicyLossInputs], tuple[float, float]]
+) -> Callable[[PolicyLossInputs, Tensor], tuple[float, Tensor] | None]:
+    """Return a fit of a bound of the ratio, between the ends."""
 
+    def fit(x: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+        known = informative(claimed, clipped_surrogate(x))
+        return bisected(lambda bound: loss(x, bound), claimed, *ends(x)) if known else None
 
-def other_dual_clip(inputs: PolicyLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
-    """Fit the bound of dual clipping."""
-    if not informative(claimed, clipped_surrogate(inputs)):
-        return None
-    return bisected(lambda bound: dual_clipped(inputs, bound), claimed, 1.0, max(float(inputs.ratio.max()), 1.0))
-
-
-PPO_SOURCE: Final = "1707.06347, eq. 7"
-DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO"
-
-
-def _of_negated_advantages(inputs: PolicyLossInputs) -> Tensor | None:
-    """The loss of advantages with the other sign; None where no ratio is clipped, because that is the negative loss then."""
-    clips = bool((inputs.clipped() != inputs.ratio).any())
-    return clipped_surrogate(replace(inputs, advantages=-inputs.advantages)) if clips else None
+    return fit
 
 
 POLICY_LOSS = Equation(
@@ -145,254 +179,121 @@ POLICY_LOSS = Equation(
     rank=52,
     quantity="the policy losses",
     equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε) A)",
-    source=PPO_SOURCE,
+    source="1707.06347, eq. 7",
     inputs="policy losses, log-ratios and advantages of the minibatches",
     compute=clipped_surrogate,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the policy loss with the equation, term by term.",
-    hypotheses=(
-        Hypothesis(
-            name="sign",
-            says="the clipped surrogate without its minus sign, so that descent lowers the gain",
-            equation="L = mean min(r A, clip(r) A)",
-            compute=lambda x: -clipped_surrogate(x),
-            advice="Minimise the negative of the surrogate.",
+    hypotheses=hypothesis_table(
+        "sign: the clipped surrogate without its minus sign, so that descent lowers the gain // L = mean min(r A, clip(r) A)"
+        " // Minimise the negative of the surrogate.",
+        lambda x: -clipped_surrogate(x),
+        "negated_advantages (needs clip, gradient advantages_negated): the clipped surrogate of the advantages with the opposite sign"
+        " // L = mean max(r A, clip(r) A) // Use max only with the two negative terms: max(-r A, -clip(r) A).",
+        _of_negated_advantages,
+        "optimistic (needs clip, gradient maximum): the larger of the two gains in place of the smaller // L = -mean max(r A, clip(r) A)"
+        " // Take min of the gains, or max of the losses.",
+        lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
+        "no_minimum (needs clip, gradient no_minimum): the clipped term alone, without the minimum // L = -mean clip(r, 1 - ε, 1 + ε) A"
+        " // Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
+        lambda x: x.mean(x.clipped() * x.advantages),
+        "no_clip (needs clip, gradient no_clip): the surrogate without clipping // L = -mean r A // Clip the ratio in the second term."
+        " // 1707.06347, eq. 6",
+        lambda x: x.mean(x.ratio * x.advantages),
+        "minimum_of_ratios: the advantage times the smaller ratio, whatever the sign of the advantage // L = -mean min(r, clip(r)) A"
+        " // Multiply both ratios by the advantage before the minimum.",
+        lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
+        "inverted_ratio (needs clip, gradient ratio_inverted): the clipped surrogate with the ratio inverted: the old probability over "
+        "the new one // L = -mean min(A / r, clip(1 / r) A) // Take exp(new log-probability - old log-probability).",
+        lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
+        "no_exponential (needs clip, gradient probability_difference): the clipped surrogate with the log-ratio in place of the ratio"
+        " // L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A) // Take the exponential of the difference of the log-probabilities.",
+        lambda x: x.mean(
+            torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
         ),
-        Hypothesis(
-            name="negated_advantages",
-            says="the clipped surrogate of the advantages with the opposite sign",
-            equation="L = mean max(r A, clip(r) A)",
-            compute=_of_negated_advantages,
-            advice="Use max only with the two negative terms: max(-r A, -clip(r) A).",
-        ),
-        Hypothesis(
-            name="optimistic",
-            says="the larger of the two gains in place of the smaller",
-            equation="L = -mean max(r A, clip(r) A)",
-            compute=lambda x: -x.minibatches.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
-            advice="Take min of the gains, or max of the losses.",
-        ),
-        Hypothesis(
-            name="no_minimum",
-            says="the clipped term alone, without the minimum",
-            equation="L = -mean clip(r, 1 - ε, 1 + ε) A",
-            compute=lambda x: -x.minibatches.mean(x.clipped() * x.advantages),
-            advice="Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
-        ),
-        Hypothesis(
-            name="no_clip",
-            says="the surrogate without clipping",
-            equation="L = -mean r A",
-            compute=lambda x: -x.minibatches.mean(x.ratio * x.advantages),
-            source="1707.06347, eq. 6",
-            advice="Clip the ratio in the second term.",
-        ),
-        Hypothesis(
-            name="minimum_of_ratios",
-            says="the advantage times the smaller ratio, whatever the sign of the advantage",
-            equation="L = -mean min(r, clip(r)) A",
-            compute=lambda x: -x.minibatches.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
-            advice="Multiply both ratios by the advantage before the minimum.",
-        ),
-        Hypothesis(
-            name="inverted_ratio",
-            says="the clipped surrogate with the ratio inverted: the old probability over the new one",
-            equation="L = -mean min(A / r, clip(1 / r) A)",
-            compute=lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
-            advice="Take exp(new log-probability - old log-probability).",
-        ),
-        Hypothesis(
-            name="no_exponential",
-            says="the clipped surrogate with the log-ratio in place of the ratio",
-            equation="L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A)",
-            compute=lambda x: (
-                -x.minibatches.mean(
-                    torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
-                )
+        "log_prob (needs log_probs, doubtful_without ratio, gradient no_ratio): the policy gradient of the log-probability, without a "
+        "ratio // L = -mean log π(a) A // Multiply the advantage by the ratio: over several epochs the log-probability is biased. // "
+        "1602.01783 (A2C)",
+        lambda x: x.mean(x.log_probs * x.advantages),
+        "clip_around_zero: the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε // L = -mean min(r A, clip(r, -ε, ε) A)"
+        " // Clip to 1 - ε and 1 + ε.",
+        lambda x: between(x, -x.clip, x.clip),
+        "upper_clip_only: the clipped surrogate without the lower bound of the ratio // L = -mean min(r A, min(r, 1 + ε) A)"
+        " // Clip the ratio on both sides.",
+        lambda x: between(x, -torch.inf, 1 + x.clip),
+        "lower_clip_only: the clipped surrogate without the upper bound of the ratio // L = -mean min(r A, max(r, 1 - ε) A)"
+        " // Clip the ratio on both sides.",
+        lambda x: between(x, 1 - x.clip, torch.inf),
+        "clipped_product: the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio"
+        " // L = -mean min(r A, clip(r A, 1 - ε, 1 + ε)) // Clip the ratio before it is multiplied by the advantage.",
+        lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
+        "clipped_log_ratio: the clipped surrogate with the log-ratio clipped to ±ε // L = -mean min(r A, exp(clip(log r, -ε, ε)) A)"
+        " // Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
+        lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
+        "broadcast (gradient advantages_broadcast): the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]"
+        " // L = -mean_ij min(r_i A_j, clip(r_i) A_j) // Flatten log-probabilities and advantages to [N] both."
+        " // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33",
+        _of_all_pairs,
+        "sum: the sum over the rows in place of the mean // L = -Σ min(r A, clip(r) A)"
+        " // Take the mean, so that the step does not grow with the minibatch.",
+        lambda x: clipped_surrogate(x) * x.minibatches.counts,
+        "unnormalized (needs raw_advantages, gradient advantages_raw): the clipped surrogate of the advantages before normalisation"
+        " // L = -mean min(r A_raw, clip(r) A_raw) // Use the normalised advantages in the loss."
+        " // Huang et al. 2022, The 37 implementation details of PPO",
+        lambda x: x.of_advantages(x.raw_advantages),
+        "shifted_rows (gradient advantages_shifted): the clipped surrogate with each ratio beside the advantage of the row before"
+        " // L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1}) // Index ratios and advantages with the same rows.",
+        lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
+        "following_rows: the clipped surrogate with each ratio beside the advantage of the row after"
+        " // L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1}) // Index ratios and advantages with the same rows.",
+        lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
+        "reversed_rows (gradient advantages_reversed): the clipped surrogate with the advantages in the reverse order of the rows"
+        " // L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i}) // Index ratios and advantages with the same rows.",
+        lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
+        "normalized_again (variant): the clipped surrogate of the advantages, normalised over each minibatch"
+        " // L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A //  // Huang et al. 2022, The 37 implementation details of PPO",
+        lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)),
+        "per_head (variant): the sum of the heads' clipped surrogates, each with its own ratio // L = -Σ_h mean min(r_h A, clip(r_h) A)"
+        " //  // 1903.01344 (H-PPO)",
+        _per_head,
+        "dual_clip (variant, needs clip, gradient dual_clip): the surrogate with dual clipping at 3"
+        " // L = -mean max(min(r A, clip(r) A), 3 A) where A < 0 //  // 1912.09729 (dual-clip PPO)",
+        _dual_clipped,
+        "truncated (variant): the surrogate with the ratio truncated at 1 // L = -mean min(r, 1) A //  // 1802.01561 (V-trace)",
+        lambda x: x.mean(x.ratio.clamp(max=1.0) * x.advantages),
+        "with_entropy (variant, needs bonus, of bonus): the clipped surrogate with the entropy bonus in it"
+        " // L = -mean min(r A, clip(r) A) - c H",
+        lambda x: clipped_surrogate(x) + x.bonus,
+        "annealed_clip (variant): the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,"
+        " // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A) //  // Huang et al. 2022, The 37 implementation details of PPO",
+        Fit("ε", _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (0.0, x.width))),
+        "clip_range: the clipped surrogate with a larger clip range than the setting, // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)"
+        " // Compare the bounds in the loss with the setting.",
+        Fit(
+            "ε",
+            _bound(
+                lambda x, clip: between(x, 1 - clip, 1 + clip),
+                lambda x: (x.width, max(float((x.ratio - 1).abs().max()), x.width)),
             ),
-            advice="Take the exponential of the difference of the log-probabilities.",
         ),
-        Hypothesis(
-            name="log_prob",
-            says="the policy gradient of the log-probability, without a ratio",
-            equation="L = -mean log π(a) A",
-            compute=lambda x: None if x.log_probs is None else -x.minibatches.mean(x.log_probs * x.advantages),
-            source="1602.01783 (A2C)",
-            advice="Multiply the advantage by the ratio: over several epochs the log-probability is biased.",
-        ),
-        Hypothesis(
-            name="clip_around_zero",
-            says="the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε",
-            equation="L = -mean min(r A, clip(r, -ε, ε) A)",
-            compute=lambda x: between(x, -x.clip, x.clip),
-            advice="Clip to 1 - ε and 1 + ε.",
-        ),
-        Hypothesis(
-            name="upper_clip_only",
-            says="the clipped surrogate without the lower bound of the ratio",
-            equation="L = -mean min(r A, min(r, 1 + ε) A)",
-            compute=lambda x: between(x, -torch.inf, 1 + x.clip),
-            advice="Clip the ratio on both sides.",
-        ),
-        Hypothesis(
-            name="lower_clip_only",
-            says="the clipped surrogate without the upper bound of the ratio",
-            equation="L = -mean min(r A, max(r, 1 - ε) A)",
-            compute=lambda x: between(x, 1 - x.clip, torch.inf),
-            advice="Clip the ratio on both sides.",
-        ),
-        Hypothesis(
-            name="clipped_product",
-            says="the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio",
-            equation="L = -mean min(r A, clip(r A, 1 - ε, 1 + ε))",
-            compute=lambda x: -x.minibatches.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
-            advice="Clip the ratio before it is multiplied by the advantage.",
-        ),
-        Hypothesis(
-            name="clipped_log_ratio",
-            says="the clipped surrogate with the log-ratio clipped to ±ε",
-            equation="L = -mean min(r A, exp(clip(log r, -ε, ε)) A)",
-            compute=lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
-            advice="Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
-        ),
-        Hypothesis(
-            name="broadcast",
-            says="the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]",
-            equation="L = -mean_ij min(r_i A_j, clip(r_i) A_j)",
-            compute=surrogate_of_all_pairs,
-            source="PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33",
-            advice="Flatten log-probabilities and advantages to [N] both.",
-        ),
-        Hypothesis(
-            name="sum",
-            says="the sum over the rows in place of the mean",
-            equation="L = -Σ min(r A, clip(r) A)",
-            compute=lambda x: clipped_surrogate(x) * x.minibatches.counts,
-            advice="Take the mean, so that the step does not grow with the minibatch.",
-        ),
-        Hypothesis(
-            name="unnormalized",
-            says="the clipped surrogate of the advantages before normalisation",
-            equation="L = -mean min(r A_raw, clip(r) A_raw)",
-            compute=lambda x: (
-                None if x.raw_advantages is None else clipped_surrogate(replace(x, advantages=x.raw_advantages))
+        "decoupled_clip (variant): the clipped surrogate with an upper bound of its own,"
+        " // L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A) //  // 2503.14476 (DAPO), eq. 10",
+        Fit(
+            "ε_high",
+            _bound(
+                lambda x, clip: between(x, 1 - x.width, 1 + clip),
+                lambda x: (0.0, max(float(x.ratio.max()) - 1, x.width)),
             ),
-            source=DETAILS_SOURCE,
-            advice="Use the normalised advantages in the loss.",
         ),
-        Hypothesis(
-            name="shifted_rows",
-            says="the clipped surrogate with each ratio beside the advantage of the row before",
-            equation="L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1})",
-            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.followers(-1)])),
-            advice="Index ratios and advantages with the same rows.",
-        ),
-        Hypothesis(
-            name="following_rows",
-            says="the clipped surrogate with each ratio beside the advantage of the row after",
-            equation="L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1})",
-            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.followers(1)])),
-            advice="Index ratios and advantages with the same rows.",
-        ),
-        Hypothesis(
-            name="reversed_rows",
-            says="the clipped surrogate with the advantages in the reverse order of the rows",
-            equation="L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i})",
-            compute=lambda x: clipped_surrogate(replace(x, advantages=x.advantages[x.minibatches.reversed()])),
-            advice="Index ratios and advantages with the same rows.",
-        ),
-        Hypothesis(
-            name="normalized_again",
-            says="the clipped surrogate of the advantages, normalised over each minibatch",
-            equation="L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A",
-            compute=lambda x: clipped_surrogate(replace(x, advantages=x.minibatches.normalized(x.advantages))),
-            variant=True,
-            source=DETAILS_SOURCE,
-        ),
-        Hypothesis(
-            name="per_head",
-            says="the sum of the heads' clipped surrogates, each with its own ratio",
-            equation="L = -Σ_h mean min(r_h A, clip(r_h) A)",
-            compute=per_head,
-            variant=True,
-            source="1903.01344 (H-PPO)",
-        ),
-        Hypothesis(
-            name="dual_clip",
-            says="the surrogate with dual clipping at 3",
-            equation="L = -mean max(min(r A, clip(r) A), 3 A) where A < 0",
-            compute=dual_clipped,
-            variant=True,
-            source="1912.09729 (dual-clip PPO)",
-        ),
-        Hypothesis(
-            name="truncated",
-            says="the surrogate with the ratio truncated at 1",
-            equation="L = -mean min(r, 1) A",
-            compute=lambda x: -x.minibatches.mean(x.ratio.clamp(max=1.0) * x.advantages),
-            variant=True,
-            source="1802.01561 (V-trace)",
-        ),
-        Hypothesis(
-            name="with_entropy",
-            says="the clipped surrogate with the entropy bonus in it",
-            equation="L = -mean min(r A, clip(r) A) - c H",
-            compute=lambda x: None if x.bonus is None else clipped_surrogate(x) + x.bonus,
-            variant=True,
-        ),
-        Hypothesis(
-            name="annealed_clip",
-            says="the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,",
-            equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
-            fit=lambda x, claimed: other_range(x, claimed, wider=False),
-            parameter="ε",
-            variant=True,
-            source=DETAILS_SOURCE,
-        ),
-        Hypothesis(
-            name="clip_range",
-            says="the clipped surrogate with a larger clip range than the setting,",
-            equation="L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)",
-            fit=lambda x, claimed: other_range(x, claimed, wider=True),
-            parameter="ε",
-            advice="Compare the bounds in the loss with the setting.",
-        ),
-        Hypothesis(
-            name="decoupled_clip",
-            says="the clipped surrogate with an upper bound of its own,",
-            equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε_high) A)",
-            fit=other_upper_bound,
-            parameter="ε_high",
-            variant=True,
-            source="2503.14476 (DAPO), eq. 10",
-        ),
-        Hypothesis(
-            name="other_dual_clip",
-            says="the surrogate with dual clipping,",
-            equation="L = -mean max(min(r A, clip(r) A), c A) where A < 0",
-            fit=other_dual_clip,
-            parameter="c",
-            variant=True,
-            source="1912.09729 (dual-clip PPO)",
-        ),
-        Hypothesis(
-            name="kl_penalty",
-            says="the clipped surrogate with a penalty on the divergence,",
-            equation="L = -mean min(r A, clip(r) A) + β KL",
-            fit=lambda x, claimed: kl_penalty(x, claimed, clipped_surrogate(x)),
-            parameter="β",
-            variant=True,
-            source="1707.06347, eq. 8",
-        ),
-        Hypothesis(
-            name="kl_penalty_alone",
-            says="the surrogate without clipping and with a penalty on the divergence,",
-            equation="L = -mean r A + β KL",
-            fit=lambda x, claimed: kl_penalty(x, claimed, -x.minibatches.mean(x.ratio * x.advantages)),
-            parameter="β",
-            variant=True,
-            source="1707.06347, eq. 8",
-        ),
+        "other_dual_clip (variant): the surrogate with dual clipping, // L = -mean max(min(r A, clip(r) A), c A) where A < 0 // "
+        " // 1912.09729 (dual-clip PPO)",
+        Fit("c", _bound(_dual_clipped, lambda x: (1.0, max(float(x.ratio.max()), 1.0)))),
+        "kl_penalty (variant): the clipped surrogate with a penalty on the divergence, // L = -mean min(r A, clip(r) A) + β KL // "
+        " // 1707.06347, eq. 8",
+        Fit("β", lambda x, claimed: _kl_penalty(x, claimed, clipped_surrogate(x))),
+        "kl_penalty_alone (variant): the surrogate without clipping and with a penalty on the divergence, // L = -mean r A + β KL // "
+        " // 1707.06347, eq. 8",
+        Fit("β", lambda x, claimed: _kl_penalty(x, claimed, x.mean(x.ratio * x.advantages))),
         *with_padding(clipped_surrogate, "-min(r A, clip(r) A)"),
         *rescaled(clipped_surrogate, "the clipped surrogate", "-mean min(r A, clip(r) A)", variant=False),
     ),

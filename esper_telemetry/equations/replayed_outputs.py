@@ -17,7 +17,7 @@ from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.equation import Equation, hypothesis_table
 from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -86,113 +86,63 @@ def _of_step(inputs: ReplayInputs, name: str, steps: int) -> Tensor | None:
     return shifted(inputs.replayed, steps, inputs.stored) if given is None else given
 
 
-def _alternative(name: str, says: str, equation: str, advice: str, source: str = "") -> Hypothesis:
-    """A hypothesis that the policy's pass of that name predicts."""
-    return Hypothesis(name, says, equation, lambda inputs: inputs.alternative(name), advice=advice, source=source)
+def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
+    """Return what the policy's pass of that name predicts."""
+    return lambda inputs: inputs.alternative(name)
 
 
-INPUT_HYPOTHESES = (
-    _alternative(
-        "other_observations",
-        "those of the observations that the policy received when it acted, which are not the stored ones",
-        "f(o'), stored o ≠ o'",
-        "Store the very observation that is passed to the policy.",
-    ),
-    _alternative(
-        "other_statistics",
-        "those of observations that were normalised with other statistics than the stored ones",
-        "f((o - m') / s'), stored (o - m) / s",
-        "Normalise an observation once, before it is acted on, and store it so.",
-        "https://github.com/leggedrobotics/rsl_rl/pull/225",
-    ),
-    _alternative(
-        "older_weights",
-        "those of the policy with the weights of an earlier update",
-        "f(o; θ'), θ' before the last update",
-        "Copy the weights to the policy that acts before each rollout.",
-    ),
-    Hypothesis(
-        name="observation_before",
-        says="those of the observation of the step before",
-        equation="f(o_{t-1})",
-        compute=partial(_of_step, name="observation_before", steps=-1),
-        advice="Pass the observation to the policy that the last step of the environment returned.",
-    ),
-    Hypothesis(
-        name="observation_after",
-        says="those of the observation of the step after",
-        equation="f(o_{t+1})",
-        compute=partial(_of_step, name="observation_after", steps=1),
-        advice="Store the observation that was acted on, not the one that the action led to.",
-    ),
-    Hypothesis(
-        name="other_mode",
-        says="those of a policy whose dropout or batch norm works in the other mode",
-        equation="f_train(o) in place of f_eval(o), or the reverse",
-        compute=_other_mode,
-        source="https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
-        advice="Act and train in the same mode, without dropout, and with batch statistics frozen.",
-    ),
-    Hypothesis(
-        name="random_passes",
-        says="those of a policy whose passes differ from one another, because dropout is active",
-        equation="f(o, ε), ε drawn again in every pass",
-        compute=_random_passes,
-        source="https://github.com/huggingface/trl/issues/4",
-        advice="Switch dropout off: the ratio is to compare two policies, not two draws.",
-    ),
-    _alternative(
-        "memory_zero",
-        "those of a memory that begins the rollout empty",
-        "h_0 = 0",
-        "Begin the pass over a sequence with the state that the rollout began with.",
-    ),
-    _alternative(
-        "memory_stored_late",
-        "those of the states before each step, in place of which those after it are stored",
-        "f(o_t, h_t), stored h_{t+1}",
-        "Store the hidden state that the policy received with the observation, before the next one replaces it.",
-    ),
-    _alternative(
-        "other_memory",
-        "those of the states that the policy received when it acted, which are not the stored ones",
-        "f(o, h'), stored h ≠ h'",
-        "Store the very hidden state that is passed to the policy.",
-    ),
-    _alternative(
-        "memory_not_reset",
-        "those of a memory that is not reset where an episode begins",
-        "h_t carried over the ends of episodes",
-        "Set the hidden state to zero where an episode begins, both when acting and in training.",
-        "https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206",
-    ),
-    _alternative(
-        "memory_reset_late",
-        "those of a memory that is reset one step late",
-        "h_t = 0 in the second step of an episode",
-        "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
-        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
-    ),
-    _alternative(
-        "memory_reset_early",
-        "those of a memory that is reset one step early",
-        "h_t = 0 in the last step of an episode",
-        "Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset.",
-        "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
-    ),
-    _alternative(
-        "memory_empty",
-        "those of a policy whose memory is empty in every step",
-        "h_t = 0",
-        "Pass the state of the last step on to the next one.",
-    ),
-    _alternative(
-        "mask_missing",
-        "those of the policy without action masks",
-        "π(a | o) over all choices",
-        "Store the mask of every step, and apply it both when acting and in training.",
-        "2006.14171",
-    ),
+INPUT_HYPOTHESES = hypothesis_table(
+    "other_observations: those of the observations that the policy received when it acted, which are not the stored ones"
+    " // f(o'), stored o ≠ o' // Store the very observation that is passed to the policy.",
+    _pass("other_observations"),
+    "other_statistics: those of observations that were normalised with other statistics than the stored ones"
+    " // f((o - m') / s'), stored (o - m) / s // Normalise an observation once, before it is acted on, and store it so."
+    " // https://github.com/leggedrobotics/rsl_rl/pull/225",
+    _pass("other_statistics"),
+    "older_weights: those of the policy with the weights of an earlier update // f(o; θ'), θ' before the last update"
+    " // Copy the weights to the policy that acts before each rollout.",
+    _pass("older_weights"),
+    "observation_before: those of the observation of the step before // f(o_{t-1})"
+    " // Pass the observation to the policy that the last step of the environment returned.",
+    partial(_of_step, name="observation_before", steps=-1),
+    "observation_after: those of the observation of the step after // f(o_{t+1})"
+    " // Store the observation that was acted on, not the one that the action led to.",
+    partial(_of_step, name="observation_after", steps=1),
+    "other_mode: those of a policy whose dropout or batch norm works in the other mode // f_train(o) in place of f_eval(o), or the "
+    "reverse // Act and train in the same mode, without dropout, and with batch statistics frozen. // "
+    "https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
+    _other_mode,
+    "random_passes: those of a policy whose passes differ from one another, because dropout is active"
+    " // f(o, ε), ε drawn again in every pass // Switch dropout off: the ratio is to compare two policies, not two draws."
+    " // https://github.com/huggingface/trl/issues/4",
+    _random_passes,
+    "memory_zero (of memory): those of a memory that begins the rollout empty // h_0 = 0"
+    " // Begin the pass over a sequence with the state that the rollout began with.",
+    _pass("memory_zero"),
+    "memory_stored_late (of memory): those of the states before each step, in place of which those after it are stored // f(o_t, "
+    "h_t), stored h_{t+1} // Store the hidden state that the policy received with the observation, before the next one replaces it.",
+    _pass("memory_stored_late"),
+    "other_memory: those of the states that the policy received when it acted, which are not the stored ones"
+    " // f(o, h'), stored h ≠ h' // Store the very hidden state that is passed to the policy.",
+    _pass("other_memory"),
+    "memory_not_reset (of memory): those of a memory that is not reset where an episode begins // h_t carried over the ends of "
+    "episodes // Set the hidden state to zero where an episode begins, both when acting and in training. // "
+    "https://github.com/ikostrikov/pytorch-a2c-ppo-acktr-gail/issues/206",
+    _pass("memory_not_reset"),
+    "memory_reset_late (of memory): those of a memory that is reset one step late // h_t = 0 in the second step of an episode"
+    " // Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset."
+    " // https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
+    _pass("memory_reset_late"),
+    "memory_reset_early (of memory): those of a memory that is reset one step early // h_t = 0 in the last step of an episode"
+    " // Shift the flags: `episode_starts[t]` belongs to the step that begins with the reset."
+    " // https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
+    _pass("memory_reset_early"),
+    "memory_empty (of memory): those of a policy whose memory is empty in every step // h_t = 0"
+    " // Pass the state of the last step on to the next one.",
+    _pass("memory_empty"),
+    "mask_missing: those of the policy without action masks // π(a | o) over all choices"
+    " // Store the mask of every step, and apply it both when acting and in training. // 2006.14171",
+    _pass("mask_missing"),
 )
 
 REPLAYED_LOG_PROBS = Equation(
@@ -217,7 +167,7 @@ VALUES = Equation(
     inputs="a critic that can be asked before the first step, and its stored inputs",
     compute=lambda inputs: inputs.replayed,
     tolerance=REPLAY_TOLERANCE,
-    hypotheses=tuple(one for one in INPUT_HYPOTHESES if one.name != "mask_missing"),
+    hypotheses=INPUT_HYPOTHESES[:-1],
     advice="Look for what differs between acting and training: observations, states, modes, and weights of an earlier update.",
 )
 

@@ -7,6 +7,7 @@ count an update, so a difference of one update's share of the run is none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.rate_schedule import MIN_TOLERANCE, Array, RateSchedule
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
-from esper_telemetry.equations.equation import Equation, EquationResult, Hypothesis
+from esper_telemetry.equations.comparison import EquationCheck, unchecked
+from esper_telemetry.equations.equation import Equation, Explanation, Fit, Hypothesis, hypothesis_table
 
 UPDATE_SHARES: Final = 1.5
 """Updates by which a schedule may run before or behind the environment steps."""
@@ -79,25 +80,7 @@ class ScheduleInputs(NamedTuple):
         )
 
 
-class RateExplanation(NamedTuple):
-    """A hypothesis that gives the rates, its error, and its fitted parameter."""
-
-    hypothesis: Hypothesis
-    error: float
-    fitted: float | None
-
-
-class RateComparison(NamedTuple):
-    """Result of a comparison; see `EquationCheck`."""
-
-    error: float
-    tolerance: float
-    explanations: tuple[RateExplanation, ...]
-
-
-def compare_rates(
-    equation: Equation, inputs: ScheduleInputs, rates: Array, tolerance: float | None = None
-) -> RateComparison:
+def compare_rates(inputs: ScheduleInputs, rates: Array, tolerance: float | None = None) -> EquationCheck:
     """Compare rates, one for each update, with their schedule, which may be read before or after an update is counted."""
     schedule = inputs.schedule
     scale = max(abs(schedule.initial), abs(schedule.final), float(np.abs(rates).max()))
@@ -107,18 +90,18 @@ def compare_rates(
     conventions = inputs, inputs._replace(progress=inputs.progress - widths)
 
     def error_under(convention: ScheduleInputs) -> float:
-        return error_of(convention.nearest(rates, lambda share: equation.compute(convention._replace(progress=share))))
+        return error_of(convention.nearest(rates, lambda share: SCHEDULES.compute(convention._replace(progress=share))))
 
     def error_of(values: Array) -> float:
         return float(np.abs(rates - values).max()) / scale if scale else 0.0
 
     error = min(map(error_under, conventions))
     if error <= tolerance:
-        return RateComparison(error, tolerance, ())
+        return EquationCheck(SCHEDULES, error, tolerance)
 
-    def explained(one: Hypothesis, results: Sequence[tuple[float | None, Array]]) -> list[RateExplanation]:
+    def nearest_of(one: Hypothesis, results: Sequence[tuple[float | None, Array]]) -> list[Explanation]:
         """The nearest result, where it is within an update and a half of the rates as it moves itself."""
-        fits = [(RateExplanation(one, error_of(values), fitted), values) for fitted, values in results]
+        fits = [(Explanation(one, error_of(values), fitted), values) for fitted, values in results]
         best, values = min(fits, key=lambda fit: fit[0].error, default=(None, rates))
         moves = UPDATE_SHARES * float(np.abs(np.diff(values)).max(initial=0.0)) / scale if scale else 0.0
         limit = min(tolerance, MAX_EXPLAINED_SHARE * error, max(MIN_TOLERANCE, moves))
@@ -126,16 +109,16 @@ def compare_rates(
 
     floor = _held(schedule, rates)
     conventions = conventions[0]._replace(floor=floor), conventions[1]._replace(floor=floor)
-    explanations: list[RateExplanation] = []
-    candidates = [one for one in equation.hypotheses if schedule.defect in ("", one.name)]
+    explanations: list[Explanation] = []
+    candidates = [one for one in SCHEDULES.hypotheses if schedule.defect in ("", one.name)]
     for one in candidates:
         computed = [one.compute(each) for each in conventions] if one.compute is not None else []
-        explanations += explained(one, [(None, values) for values in computed if values is not None])
+        explanations += nearest_of(one, [(None, values) for values in computed if values is not None])
     for one in () if explanations else candidates:
         fits = [one.fit(each, rates) for each in conventions] if one.fit is not None else []
-        explanations += explained(one, [fit for fit in fits if fit is not None])
+        explanations += nearest_of(one, [fit for fit in fits if fit is not None])
     nearest = MAX_ERROR_RATIO * max(MIN_TOLERANCE, min([one.error for one in explanations], default=0.0))
-    return RateComparison(error, tolerance, tuple([one for one in explanations if one.error <= nearest]))
+    return EquationCheck(SCHEDULES, error, tolerance, tuple([one for one in explanations if one.error <= nearest]))
 
 
 WRONG_UPDATES = {"negative": 2, "ending_early": 3}
@@ -159,7 +142,7 @@ class RateHistory:
         self._rates: list[float] = []
         self._over = False
         self._every, self._count = 1, 0
-        self._result: EquationResult | None = None
+        self._result: EquationCheck | None = None
         self._first_rate, self._wrong_since = 0.0, 0
         self._last_rate, self._restarts = 0.0, 0  # after the planned end
         self._wrong: list[float] = []  # the latest updates in which the rate was 0, or was negative
@@ -200,13 +183,11 @@ class RateHistory:
             self._wrong_since = env_step
         share = self._wrong_since / max(1, env_step)
         name = "negative" if min(self._wrong, default=0.0) < 0 else "ending_early"
-        enough, equation = len(self._wrong) >= WRONG_UPDATES[name], SCHEDULES
-        if not enough:
+        if len(self._wrong) < WRONG_UPDATES[name]:
             self._result = None
             return
-        hypothesis = next(one for one in equation.hypotheses if one.name == name)
         error = 1.0 - min(self._wrong) / self._first_rate
-        self._result = EquationResult(equation, error, MIN_TOLERANCE, (hypothesis,), {name: share})
+        self._result = EquationCheck(SCHEDULES, error, MIN_TOLERANCE, (Explanation(SCHEDULES[name], 0.0, share),))
 
     def _add_after_end(self, schedule: RateSchedule, env_step: int, rate: float) -> None:
         """Count how often the rate begins again: a model may learn again, but one that learns in parts restarts its schedule each time."""
@@ -218,32 +199,15 @@ class RateHistory:
         if back > MIN_RESTART_SHARE:
             self._restarts += 1
         if self._restarts >= MIN_RESTARTS:
-            hypothesis = next(one for one in result.equation.hypotheses if one.name == "restarting")
             share = (schedule.total_steps - schedule.begin) / max(1, env_step - schedule.begin)
-            error = max(result.error, back)
-            self._result = EquationResult(
-                result.equation, error, result.tolerance, (hypothesis,), {"restarting": share}
-            )
+            explanation = Explanation(SCHEDULES["restarting"], 0.0, share)
+            self._result = replace(result, error=max(result.error or 0.0, back), explanations=(explanation,))
 
-    def result(self) -> EquationResult | None:
+    def result(self) -> EquationCheck | None:
         """Return the comparison; without a schedule only that of rates which none should have, and None without updates."""
-        equation = SCHEDULES
-        if self._schedule is None:
-            return self._result
-        if not self._rates:
-            return None
-        if self._result is not None:
-            return self._result
-        compared = compare_rates(
-            equation, ScheduleInputs(np.array(self._progress), self._schedule), np.array(self._rates)
-        )
-        self._result = EquationResult(
-            equation,
-            compared.error,
-            compared.tolerance,
-            tuple([one.hypothesis for one in compared.explanations]),
-            {one.hypothesis.name: one.fitted for one in compared.explanations if one.fitted is not None},
-        )
+        if self._schedule is not None and self._rates and self._result is None:
+            inputs = ScheduleInputs(np.array(self._progress), self._schedule)
+            self._result = compare_rates(inputs, np.array(self._rates))
         return self._result
 
 
@@ -436,165 +400,73 @@ SCHEDULES = Equation(
     inputs="a learning rate that is constant or follows a schedule, by its settings",
     compute=lambda inputs: inputs.line(),
     rank=65,
+    over_run=True,
     advice="Compare the learning rate that each update uses with the schedule that is set.",
-    hypotheses=(
-        Hypothesis(
-            name="constant",
-            says="the first one throughout, although a schedule is set",
-            equation="lr = lr_0",
-            compute=_constant,
-            advice="Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps changes nothing.",
+    hypotheses=hypothesis_table(
+        "constant: the first one throughout, although a schedule is set // lr = lr_0"
+        " // Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps changes nothing.",
+        _constant,
+        "annealed: a line down to 0, although a constant rate is set // lr = lr_0 (1 - n / N)"
+        " // Look for a scheduler that is on by default.",
+        _annealed,
+        "per_epoch: a schedule that counts epochs as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs"
+        " // Step the scheduler once per update.",
+        lambda inputs: _per_count(inputs, "num_epochs"),
+        "per_minibatch: a schedule that counts optimizer steps as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M "
+        "minibatches // Step the scheduler once per update, or give it the number of optimizer steps.",
+        lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
+        "per_epoch_negative: a schedule that counts epochs as updates and goes on below its end"
+        " // lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs // Step the scheduler once per update: a negative rate climbs the loss.",
+        lambda inputs: _per_count(inputs, "num_epochs", stops=False),
+        "per_env: a schedule that counts steps of the vector of environments in place of environment steps"
+        " // lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments // Multiply the steps by the number of environments.",
+        lambda inputs: (
+            inputs.line(1 / inputs.schedule.counts["num_envs"])
+            if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
+            else None
         ),
-        Hypothesis(
-            name="annealed",
-            says="a line down to 0, although a constant rate is set",
-            equation="lr = lr_0 (1 - n / N)",
-            compute=_annealed,
-            advice="Look for a scheduler that is on by default.",
+        "per_env_step: a schedule that multiplies environment steps by the number of environments once more"
+        " // lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments // Count every environment's step once.",
+        lambda inputs: _per_count(inputs, "num_envs"),
+        "rising: a schedule that runs backwards, from its end to its beginning // lr = lr_1 + (lr_0 - lr_1) n / N"
+        " // Use the share of the run that is left, not the one that is over.",
+        _rising,
+        "cosine (variant): a cosine schedule // lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2 //  // 1608.03983",
+        lambda inputs: (
+            inputs.schedule.final
+            + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
+            if _anneals(inputs)
+            else None
         ),
-        Hypothesis(
-            name="per_epoch",
-            says="a schedule that counts epochs as updates",
-            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs",
-            compute=lambda inputs: _per_count(inputs, "num_epochs"),
-            advice="Step the scheduler once per update.",
-        ),
-        Hypothesis(
-            name="per_minibatch",
-            says="a schedule that counts optimizer steps as updates",
-            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
-            compute=lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
-            advice="Step the scheduler once per update, or give it the number of optimizer steps.",
-        ),
-        Hypothesis(
-            name="per_epoch_negative",
-            says="a schedule that counts epochs as updates and goes on below its end",
-            equation="lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs",
-            compute=lambda inputs: _per_count(inputs, "num_epochs", stops=False),
-            advice="Step the scheduler once per update: a negative rate climbs the loss.",
-        ),
-        Hypothesis(
-            name="per_env",
-            says="a schedule that counts steps of the vector of environments in place of environment steps",
-            equation="lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
-            compute=lambda inputs: (
-                inputs.line(1 / inputs.schedule.counts["num_envs"])
-                if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
-                else None
-            ),
-            advice="Multiply the steps by the number of environments.",
-        ),
-        Hypothesis(
-            name="per_env_step",
-            says="a schedule that multiplies environment steps by the number of environments once more",
-            equation="lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments",
-            compute=lambda inputs: _per_count(inputs, "num_envs"),
-            advice="Count every environment's step once.",
-        ),
-        Hypothesis(
-            name="rising",
-            says="a schedule that runs backwards, from its end to its beginning",
-            equation="lr = lr_1 + (lr_0 - lr_1) n / N",
-            compute=_rising,
-            advice="Use the share of the run that is left, not the one that is over.",
-        ),
-        Hypothesis(
-            name="cosine",
-            says="a cosine schedule",
-            equation="lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
-            compute=lambda inputs: (
-                inputs.schedule.final
-                + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
-                if _anneals(inputs)
-                else None
-            ),
-            variant=True,
-            source="1608.03983",
-        ),
-        Hypothesis(
-            name="restarting",
-            says="a schedule that restarts again and again, each time after a share of the run of",
-            equation="lr = lr_0 + c (n mod p N) / N",
-            fit=_fit_restarts,
-            parameter="p",
-            advice="Make the schedule once, with the number of updates of the whole run.",
-        ),
-        Hypothesis(
-            name="ending_early",
-            says="a schedule that ends too soon, after a share of the run of",
-            equation="lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))",
-            fit=_fit_early_end,
-            parameter="p",
-            advice="Give the schedule the number of updates of the whole run.",
-        ),
-        Hypothesis(
-            name="starting_late",
-            says="a schedule that starts too late, after a share of the run of",
-            equation="lr = lr_0 where n < p N",
-            fit=_fit_late_start,
-            parameter="p",
-            advice="Set the rate in every update, from the first one on.",
-        ),
-        Hypothesis(
-            name="negative",
-            says="a schedule that goes on below its end, which it reaches after a share of the run of",
-            equation="lr = lr_0 + (lr_1 - lr_0) n / (p N)",
-            fit=_fit_negative,
-            parameter="p",
-            advice="Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
-        ),
-        Hypothesis(
-            name="warm_up",
-            says="a schedule after a straight rise from 0, which takes a share of the run of",
-            equation="lr = lr_0 n / (p N) where n < p N",
-            fit=_fit_warm_up,
-            parameter="p",
-            variant=True,
-            source="1706.02677, section 2.2",
-        ),
-        Hypothesis(
-            name="exponential",
-            says="an exponential schedule, which leaves of the first rate a share of",
-            equation="lr = lr_0 s^(n / N)",
-            fit=_fit_exponential,
-            parameter="s",
-            variant=True,
-            source="torch.optim.lr_scheduler.ExponentialLR",
-        ),
-        Hypothesis(
-            name="stepped",
-            says="a schedule in steps, each smaller than the one before by a",
-            equation="lr = lr_0 c^k, k the number of steps so far",
-            fit=_fit_steps,
-            parameter="factor",
-            variant=True,
-            source="torch.optim.lr_scheduler.MultiStepLR",
-        ),
-        Hypothesis(
-            name="adaptive",
-            says="a rate that follows the divergence of the policies, up and down by a",
-            equation="lr = lr_0 c^k, k ± 1 as KL is below or above its target",
-            fit=_adaptive,
-            parameter="factor",
-            variant=True,
-            source="leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
-        ),
-        Hypothesis(
-            name="other_end",
-            says="a straight schedule that ends at",
-            equation="lr = lr_0 + (l - lr_0) n / N",
-            fit=_fit_unset_end,
-            parameter="l",
-            variant=True,
-        ),
-        Hypothesis(
-            name="unfinished",
-            says="a schedule that does not reach its end, and stops at",
-            equation="lr = lr_0 + (l - lr_0) n / N",
-            fit=_fit_set_end,
-            parameter="l",
-            advice="Give the schedule the number of updates of this run; it was made for a longer one.",
-        ),
+        "restarting: a schedule that restarts again and again, each time after a share of the run of // lr = lr_0 + c (n mod p N) / N"
+        " // Make the schedule once, with the number of updates of the whole run.",
+        Fit("p", _fit_restarts),
+        "ending_early: a schedule that ends too soon, after a share of the run of // lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))"
+        " // Give the schedule the number of updates of the whole run.",
+        Fit("p", _fit_early_end),
+        "starting_late: a schedule that starts too late, after a share of the run of // lr = lr_0 where n < p N"
+        " // Set the rate in every update, from the first one on.",
+        Fit("p", _fit_late_start),
+        "negative: a schedule that goes on below its end, which it reaches after a share of the run of // lr = lr_0 + (lr_1 - lr_0) n / "
+        "(p N) // Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
+        Fit("p", _fit_negative),
+        "warm_up (variant): a schedule after a straight rise from 0, which takes a share of the run of"
+        " // lr = lr_0 n / (p N) where n < p N //  // 1706.02677, section 2.2",
+        Fit("p", _fit_warm_up),
+        "exponential (variant): an exponential schedule, which leaves of the first rate a share of // lr = lr_0 s^(n / N) // "
+        " // torch.optim.lr_scheduler.ExponentialLR",
+        Fit("s", _fit_exponential),
+        "stepped (variant): a schedule in steps, each smaller than the one before by a // lr = lr_0 c^k, k the number of steps so far // "
+        " // torch.optim.lr_scheduler.MultiStepLR",
+        Fit("factor", _fit_steps),
+        "adaptive (variant): a rate that follows the divergence of the policies, up and down by a"
+        " // lr = lr_0 c^k, k ± 1 as KL is below or above its target //  // leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
+        Fit("factor", _adaptive),
+        "other_end (variant): a straight schedule that ends at // lr = lr_0 + (l - lr_0) n / N",
+        Fit("l", _fit_unset_end),
+        "unfinished: a schedule that does not reach its end, and stops at // lr = lr_0 + (l - lr_0) n / N"
+        " // Give the schedule the number of updates of this run; it was made for a longer one.",
+        Fit("l", _fit_set_end),
     ),
 )
 
@@ -631,6 +503,4 @@ def check_schedule(
     if not np.isfinite([numbers, shares]).all():
         return unchecked(SCHEDULES, "some of the numbers are NaN or infinite")
     schedule = RateSchedule(initial=initial, final=final, total_steps=1, counts=counts, curve=curve)
-    compared = compare_rates(SCHEDULES, ScheduleInputs(shares, schedule), numbers, tolerance)
-    explanations = tuple([Explanation(*one) for one in compared.explanations])
-    return EquationCheck(SCHEDULES, compared.error, compared.tolerance, explanations)
+    return compare_rates(ScheduleInputs(shares, schedule), numbers, tolerance)

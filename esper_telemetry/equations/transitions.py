@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, compare, unchecked
-from esper_telemetry.equations.equation import Equation, Hypothesis
+from esper_telemetry.equations.comparison import EquationCheck, compare, explained, unchecked
+from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
 from esper_telemetry.equations.log_probs import shifted
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -101,58 +101,30 @@ TRANSITIONS = Equation(
     compute=lambda columns: columns.outcomes[:-1],
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
-    hypotheses=(
-        Hypothesis(
-            name="never_updated",
-            says="those of the step before: they are never updated",
-            equation="o_{t+1} = o_t",
-            compute=lambda columns: columns.inputs[:-1],
-            advice="Assign what `env.step` returns to the observation that is acted on next, and look for wrappers that return an old one.",
-        ),
-        Hypothesis(
-            name="sometimes_updated",
-            says="those of the step before in some steps, in which they are not updated",
-            equation="o_{t+1} = o_t in some steps",
-            compute=_sometimes_updated,
-            advice="Assign what `env.step` returns to the observation that is acted on next, in every step.",
-        ),
-        Hypothesis(
-            name="stale",
-            says="those that the environment returned one step earlier",
-            equation="o_{t+1} = outcome of a_{t-1}",
-            compute=_stale,
-            advice="Act on what the last `env.step` returned, not on what was returned before it.",
-        ),
-        Hypothesis(
-            name="next_stored",
-            says="those that the action led to, in place of those that it was chosen on",
-            equation="o_t = outcome of a_t",
-            compute=lambda columns: columns.outcomes[1:],
-            advice="Store the observation before it is replaced by the next one.",
-        ),
-        Hypothesis(
-            name="final_observation",
-            says="the last ones of the episodes that ended, where the first ones of the next belong",
-            equation="o_{t+1} = last observation of the episode that ended with a_t",
-            compute=_final_observations,
-            source="https://gymnasium.farama.org/main/api/vector/autoreset/",
-            advice="After an end act on what `reset` returns; keep the last observation for the bootstrap only.",
-        ),
-        Hypothesis(
-            name="reset_elsewhere",
-            says="those from before a reset that the rollout did not make: something else uses its environments;",
-            equation="o_{t+1} = outcome of a_t, while the environment has begun another episode",
-            parameter="resets",
-            source="https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
-            advice="Evaluate in environments of their own, made by a second call of the function that makes the first.",
-        ),
-        Hypothesis(
-            name="other_environment",
-            says="those of another environment",
-            equation="o_{t+1,b} = outcome of a_{t,σ(b)}",
-            compute=_other_environment,
-            advice="Keep the order of environments; check reshapes of [T, B].",
-        ),
+    hypotheses=hypothesis_table(
+        "never_updated: those of the step before: they are never updated // o_{t+1} = o_t"
+        " // Assign what `env.step` returns to the observation that is acted on next, and look for wrappers that return an old one.",
+        lambda columns: columns.inputs[:-1],
+        "sometimes_updated: those of the step before in some steps, in which they are not updated // o_{t+1} = o_t in some steps"
+        " // Assign what `env.step` returns to the observation that is acted on next, in every step.",
+        _sometimes_updated,
+        "stale: those that the environment returned one step earlier // o_{t+1} = outcome of a_{t-1}"
+        " // Act on what the last `env.step` returned, not on what was returned before it.",
+        _stale,
+        "next_stored: those that the action led to, in place of those that it was chosen on // o_t = outcome of a_t"
+        " // Store the observation before it is replaced by the next one.",
+        lambda columns: columns.outcomes[1:],
+        "final_observation: the last ones of the episodes that ended, where the first ones of the next belong // o_{t+1} = last "
+        "observation of the episode that ended with a_t // After an end act on what `reset` returns; keep the last observation for the "
+        "bootstrap only. // https://gymnasium.farama.org/main/api/vector/autoreset/",
+        _final_observations,
+        "reset_elsewhere (parameter resets): those from before a reset that the rollout did not make: something else uses its "
+        "environments; // o_{t+1} = outcome of a_t, while the environment has begun another episode // Evaluate in environments of their "
+        "own, made by a second call of the function that makes the first. // "
+        "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
+        "other_environment: those of another environment // o_{t+1,b} = outcome of a_{t,σ(b)}"
+        " // Keep the order of environments; check reshapes of [T, B].",
+        _other_environment,
     ),
 )
 
@@ -225,60 +197,25 @@ STORED_REWARDS = Equation(
     inputs="the rewards that were stored, and those that the environments returned",
     compute=lambda columns: columns[1],
     advice="Compare the rewards that `env.step` returns with those that are stored.",
-    hypotheses=(
-        Hypothesis(
-            name="step_before",
-            says="those of the step before",
-            equation="r_t = reward of a_{t-1}",
-            compute=_other_step(-1),
-            advice="Store the reward in the row of the action that earned it.",
-        ),
-        Hypothesis(
-            name="step_after",
-            says="those of the step after",
-            equation="r_t = reward of a_{t+1}",
-            compute=_other_step(1),
-            advice="Store the reward in the row of the action that earned it.",
-        ),
-        Hypothesis(
-            name="other_environment",
-            says="those of another environment",
-            equation="r_{t,b} = reward of a_{t,σ(b)}",
-            compute=_best_order,
-            advice="Keep the order of environments; check reshapes of [T, B].",
-        ),
-        Hypothesis(
-            name="axes_swapped",
-            says="those of the environments with steps and environments exchanged when they were reshaped",
-            equation="r[t, b] = rewards.reshape(B, T)[b, t]",
-            compute=_axes_swapped,
-            advice="Transpose before you reshape: `reshape` and `view` do not move entries.",
-        ),
-        Hypothesis(
-            name="clipped",
-            says="those of the environments, clipped,",
-            equation="r_t = min(max(r, low), high)",
-            fit=_clipped,
-            parameter="upper bound",
-            variant=True,
-            source="1312.5602, section 5: rewards clipped to -1, 0 and 1",
-        ),
-        Hypothesis(
-            name="scaled",
-            says="those of the environments, scaled,",
-            equation="r_t = c r",
-            fit=_scaled,
-            parameter="factor",
-            variant=True,
-            source="1708.02596, section 4.2: reward scaling",
-        ),
-        Hypothesis(
-            name="raw",
-            says="those before normalisation",
-            equation="r_t is the reward before it is normalised",
-            compute=lambda columns: columns[2] if len(columns) > 2 else None,
-            advice="Store the normalised rewards that the environments return, or do not normalise them.",
-        ),
+    hypotheses=hypothesis_table(
+        "step_before: those of the step before // r_t = reward of a_{t-1} // Store the reward in the row of the action that earned it.",
+        _other_step(-1),
+        "step_after: those of the step after // r_t = reward of a_{t+1} // Store the reward in the row of the action that earned it.",
+        _other_step(1),
+        "other_environment: those of another environment // r_{t,b} = reward of a_{t,σ(b)}"
+        " // Keep the order of environments; check reshapes of [T, B].",
+        _best_order,
+        "axes_swapped: those of the environments with steps and environments exchanged when they were reshaped"
+        " // r[t, b] = rewards.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries.",
+        _axes_swapped,
+        "clipped (variant): those of the environments, clipped, // r_t = min(max(r, low), high) // "
+        " // 1312.5602, section 5: rewards clipped to -1, 0 and 1",
+        Fit("upper bound", _clipped),
+        "scaled (variant): those of the environments, scaled, // r_t = c r //  // 1708.02596, section 4.2: reward scaling",
+        Fit("factor", _scaled),
+        "raw: those before normalisation // r_t is the reward before it is normalised"
+        " // Store the normalised rewards that the environments return, or do not normalise them.",
+        lambda columns: columns[2] if len(columns) > 2 else None,
     ),
 )
 
@@ -344,71 +281,31 @@ EXECUTED = Equation(
     compute=lambda columns: columns[1],
     tolerance=0.01,
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
-    hypotheses=(
-        Hypothesis(
-            name="other_environment",
-            says="those of other environments",
-            equation="executed a_{t,b} = a_{t,σ(b)}",
-            compute=_any_order,
-            advice="Keep the order of environments; check reshapes of [T, B].",
-        ),
-        Hypothesis(
-            name="step_before",
-            says="those of the step before",
-            equation="executed a_t = a_{t-1}",
-            compute=_other_step(-1),
-            advice="Step the environments with the actions that were chosen for this step.",
-        ),
-        Hypothesis(
-            name="late",
-            says="those of earlier steps,",
-            equation="executed a_t = a_{t-k}",
-            fit=_steps_late,
-            parameter="delay",
-            advice="Step the environments with the actions of this step; where the delay is intended, show the agent those to come.",
-        ),
-        Hypothesis(
-            name="unrelated",
-            says="choices that do not depend on them,",
-            equation="executed a_t independent of a_t",
-            fit=_unrelated,
-            parameter="share of equal ones",
-            advice="Step the environments with the actions that the policy chose and the rollout stores.",
-        ),
-        Hypothesis(
-            name="replaced",
-            says="those that the policy chose, some of them replaced by others,",
-            equation="executed a_t = a_t or another action, by chance",
-            fit=partial(_replaced, sticky=False),
-            parameter="share",
-            advice="Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose.",
-        ),
-        Hypothesis(
-            name="sticky",
-            says="those that the policy chose, or by chance those that arrived in the step before,",
-            equation="executed a_t = a_t or executed a_{t-1}, by chance",
-            fit=partial(_replaced, sticky=True),
-            parameter="share",
-            variant=True,
-            source="1709.06009, section 5.2: sticky actions",
-        ),
-        Hypothesis(  # see `effects`; an environment may answer late by design, as actuators and networks do
-            name="late_effect",
-            says="those of earlier steps, as far as what they change shows,",
-            equation="o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does",
-            parameter="delay",
-            variant=True,
-            advice="Follow the actions through all wrappers; where the delay is intended, show the agent those still to take effect.",
-        ),
-        Hypothesis(
-            name="scaled",
-            says="those that the policy chose, scaled,",
-            equation="executed a_t = c a_t",
-            fit=_scaled,
-            parameter="factor",
-            variant=True,
-            source="policies that act in [-1, 1], in environments with other bounds",
-        ),
+    hypotheses=hypothesis_table(
+        "other_environment: those of other environments // executed a_{t,b} = a_{t,σ(b)}"
+        " // Keep the order of environments; check reshapes of [T, B].",
+        _any_order,
+        "step_before: those of the step before // executed a_t = a_{t-1}"
+        " // Step the environments with the actions that were chosen for this step.",
+        _other_step(-1),
+        "late: those of earlier steps, // executed a_t = a_{t-k}"
+        " // Step the environments with the actions of this step; where the delay is intended, show the agent those to come.",
+        Fit("delay", _steps_late),
+        "unrelated: choices that do not depend on them, // executed a_t independent of a_t"
+        " // Step the environments with the actions that the policy chose and the rollout stores.",
+        Fit("share of equal ones", _unrelated),
+        "replaced: those that the policy chose, some of them replaced by others, // executed a_t = a_t or another action, by chance"
+        " // Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose.",
+        Fit("share", partial(_replaced, sticky=False)),
+        "sticky (variant): those that the policy chose, or by chance those that arrived in the step before,"
+        " // executed a_t = a_t or executed a_{t-1}, by chance //  // 1709.06009, section 5.2: sticky actions",
+        Fit("share", partial(_replaced, sticky=True)),
+        "late_effect (variant, parameter delay): those of earlier steps, as far as what they change shows,"
+        " // o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does"
+        " // Follow the actions through all wrappers; where the delay is intended, show the agent those still to take effect.",
+        "scaled (variant): those that the policy chose, scaled, // executed a_t = c a_t // "
+        " // policies that act in [-1, 1], in environments with other bounds",
+        Fit("factor", _scaled),
     ),
 )
 
@@ -477,14 +374,12 @@ def compare_transitions(
         resets: see `events.Transitions`.
     """
     if resets:
-        hypothesis = next(one for one in TRANSITIONS.hypotheses if one.name == "reset_elsewhere")
-        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(hypothesis, 0.0, resets),))
+        return explained(TRANSITIONS, "reset_elsewhere", fitted=resets)
     ended, valid = ended.to(inputs.device), None if valid is None else valid.to(inputs.device)
     within = ~ended[:-1] if valid is None else ~ended[:-1] & valid[:-1] & valid[1:]
     frozen = bool(((inputs[1:] == inputs[:-1]) | ~within).all()) and int(within.sum()) >= MIN_FROZEN_STEPS
     if frozen and informative:
-        never = TRANSITIONS.hypotheses[0]
-        return EquationCheck(TRANSITIONS, 1.0, TRANSITIONS.tolerance_at(None), (Explanation(never, 0.0),))
+        return explained(TRANSITIONS, "never_updated")
     if outcomes is None or len(inputs) < 2:
         return unchecked(TRANSITIONS, "what the environments returned is not there")
     columns = TransitionInputs(inputs, outcomes, torch.full_like(inputs, torch.nan) if finals is None else finals)
@@ -514,7 +409,7 @@ def check_rewards(
         return compare(STORED_REWARDS, (own, *others), own, valid=mask)
 
     check = compared(stored)
-    if check.matches or check.explanations:
+    if check.explained:
         return check
     inner = slice(1, -1)  # what comes from outside the rollout is not known
     moved = (move((stored, others[0])) for move in MOVES)

@@ -15,11 +15,13 @@ from typing import Final
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.borders import checked_arguments
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.minibatch_objective import LossRows
 from esper_telemetry.equations.comparison import EquationCheck, compare
-from esper_telemetry.equations.equation import Equation, Hypothesis
-from esper_telemetry.equations.total_loss import (
+from esper_telemetry.equations.equation import Equation, Fit, hypothesis_table
+from esper_telemetry.equations.minibatch_losses import (
     LOSS_TOLERANCE,
     Minibatches,
+    OneMinibatch,
     bisected,
     divided,
     informative,
@@ -27,13 +29,13 @@ from esper_telemetry.equations.total_loss import (
     with_padding,
 )
 
-MAX_PAIRS: Final = 1 << 22
+MAX_PAIRS: Final = 1 << 24
 """Pairs of rows of a minibatch up to which a clipped loss over all pairs is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLossInputs:
-    """Rows [R] that the value loss is computed from, float64.
+    """Rows [R] that the value loss is computed from: float64, or one minibatch with its graph.
 
     Attributes:
         values, returns: the critic's estimates now, and its targets.
@@ -43,85 +45,105 @@ class ValueLossInputs:
         raw_advantages: before normalisation.
         weight: of the value loss in the total.
         policy_clip: clip range of the ratio, which some programs take for values too.
-        claimed: the losses [M], from which the factor ½ or the weight of a hypothesis is taken.
+        clip_maximum: the loss of a row is the larger one of that of the value and that of the clipped value.
     """
 
     values: Tensor
     returns: Tensor
     minibatches: Minibatches
-    claimed: Tensor
     old_values: Tensor | None = None
     clip: float | None = None
     advantages: Tensor | None = None
     raw_advantages: Tensor | None = None
     weight: float | None = None
     policy_clip: float | None = None
+    clip_maximum: bool = True
 
-    def nearest(self, loss: Tensor) -> Tensor:
-        """Return a loss [M], or its double, also times the weight, whichever is the nearest to the claimed losses."""
-        weights = (1.0, 2.0) if not self.weight else (1.0, 2.0, self.weight, 2 * self.weight)
-        candidates = [weight * loss for weight in weights]
-        return min(candidates, key=lambda candidate: float((candidate - self.claimed).abs().max()))
+    @classmethod
+    def of(cls, rows: LossRows) -> ValueLossInputs:
+        """Return the rows of one minibatch."""
+        return cls(
+            values=rows.values,
+            returns=rows.returns,
+            minibatches=OneMinibatch.like(rows.values),
+            old_values=rows.old_values,
+            clip=rows.clip_value,
+            advantages=rows.advantages,
+            raw_advantages=rows.raw_advantages,
+            policy_clip=rows.clip,
+            clip_maximum=rows.clip_maximum,
+        )
 
-    def half_square(self, difference: Tensor) -> Tensor:
-        """Return half the mean square [M] of differences [R]."""
-        return 0.5 * self.minibatches.mean(difference.square())
+    @property
+    def range(self) -> float | None:
+        """Largest difference of a clipped value: its own, or that of the ratio."""
+        return self.policy_clip if self.clip is None else self.clip
 
-    def near(self, clip: float | None = None) -> Tensor | None:
-        """Return the values [R] within `clip` of the old ones; None where these or the range are not known."""
-        limit = self.clip if clip is None else clip
-        if self.old_values is None or limit is None:
-            return None
-        return self.old_values + (self.values - self.old_values).clamp(-limit, limit)
+    def multiples(self) -> tuple[float, ...]:
+        """Return factors with which programs compute the loss."""
+        return (1.0, 2.0) if not self.weight else (1.0, 2.0, self.weight, 2 * self.weight)
+
+    def half(self, squares: Tensor) -> Tensor:
+        """Return half the mean [M] of rows [R]."""
+        return 0.5 * self.minibatches.mean(squares)
+
+    def error(self) -> Tensor:
+        """Return the error [R] of the values."""
+        return self.values - self.returns
+
+    def near_error(self, clip: float | None = None) -> Tensor:
+        """Return the error [R] of values within their range of the old ones, or within another one."""
+        limit = self.range if clip is None else clip
+        assert self.old_values is not None and limit is not None
+        return self.old_values + (self.values - self.old_values).clamp(-limit, limit) - self.returns
+
+    def normalized(self) -> Tensor | None:
+        """Return the normalised advantages: over the minibatch, where the settings do not ask for it."""
+        raw, own = self.raw_advantages, self.advantages
+        plain = raw is not None and own is not None and torch.equal(raw, own)
+        return self.minibatches.normalized(own) if plain and own is not None else own
+
+    def raw(self) -> Tensor | None:
+        """Return the advantages before normalisation: by the returns, where a program keeps normalised ones alone."""
+        raw, old_values = self.raw_advantages, self.old_values
+        kept = raw is not None and (self.advantages is None or not torch.equal(raw, self.advantages))
+        return raw if kept or old_values is None else self.returns - old_values
 
 
-def value_loss(inputs: ValueLossInputs) -> Tensor:
+def value_loss(x: ValueLossInputs) -> Tensor:
     """Return half the mean squared error [M], of the worse of value and clipped value where values are clipped."""
-    return clipped_at(inputs, inputs.clip)
+    if x.clip_maximum or x.clip is None:
+        return clipped_at(x, x.clip)
+    return x.half(x.near_error().square())
 
 
-def clipped_at(inputs: ValueLossInputs, clip: float | None) -> Tensor:
+def clipped_at(x: ValueLossInputs, clip: float | None) -> Tensor:
     """Return the loss [M] with that clip range; without clipping where it is None."""
-    error = (inputs.values - inputs.returns).abs()
-    near = None if clip is None else inputs.near(clip)
-    return inputs.half_square(error if near is None else torch.maximum(error, (near - inputs.returns).abs()))
+    squares = x.error().square()
+    clipped = clip is not None and x.old_values is not None
+    return x.half(torch.maximum(squares, x.near_error(clip).square()) if clipped else squares)
 
 
-def _with_target(inputs: ValueLossInputs, target: Tensor | None) -> Tensor | None:
-    return None if target is None else inputs.nearest(value_loss(replace(inputs, returns=target)))
+def _to(x: ValueLossInputs, target: Tensor | None) -> Tensor | None:
+    """The loss to another target."""
+    return None if target is None else value_loss(replace(x, returns=target))
 
 
-def _of_difference(inputs: ValueLossInputs, difference: Tensor | None) -> Tensor | None:
-    return None if difference is None else inputs.nearest(inputs.half_square(difference))
+def _to_estimates(x: ValueLossInputs, advantages: Tensor | None, estimates: Tensor | None) -> Tensor | None:
+    return None if advantages is None or estimates is None else _to(x, advantages + estimates.detach())
 
 
-def _raw_advantages(inputs: ValueLossInputs) -> Tensor | None:
-    """Return the advantages before normalisation: by the returns, where a program keeps normalised ones alone."""
-    raw, old_values = inputs.raw_advantages, inputs.old_values
-    kept = raw is not None and (inputs.advantages is None or not torch.equal(raw, inputs.advantages))
-    return raw if kept or old_values is None else inputs.returns - old_values
-
-
-def _with_estimates(inputs: ValueLossInputs, advantages: Tensor | None, estimates: Tensor | None) -> Tensor | None:
-    target = None if advantages is None or estimates is None else advantages + estimates
-    return _with_target(inputs, target)
-
-
-def _of_all_pairs(inputs: ValueLossInputs) -> Tensor | None:
+def _of_all_pairs(x: ValueLossInputs) -> Tensor | tuple[Tensor, ...] | None:
     """Half the mean over all pairs of a value and a return, clipped values beside the old values of either row."""
-    values, returns, mean = inputs.values, inputs.returns, inputs.minibatches.mean
-    if inputs.near() is None:
-        square = mean(values.square()) - 2 * mean(values) * mean(returns) + mean(returns.square())
-        return inputs.nearest(0.5 * square)
-    sizes = torch.bincount(inputs.minibatches.index).tolist()
-    old_values, clip = inputs.old_values, inputs.clip
-    if old_values is None or clip is None:
+    values, returns, mean = x.values, x.returns, x.minibatches.mean
+    if x.clip is None or x.old_values is None:
+        return 0.5 * (mean(values.square()) - 2 * mean(values) * mean(returns) + mean(returns.square()))
+    sizes = torch.bincount(x.minibatches.index).tolist()
+    if max(sizes) ** 2 > MAX_PAIRS or not bool(x.minibatches.valid.all()):
         return None
-    if max(sizes) ** 2 > MAX_PAIRS or not bool(inputs.minibatches.valid.all()):
-        return None
-    parts = list(zip(values.split(sizes), old_values.split(sizes), returns.split(sizes), strict=True))
-    losses = [torch.stack([_pairs(*rows, clip, across=across) for rows in parts]) for across in (True, False)]
-    return min(map(inputs.nearest, losses), key=lambda loss: float((loss - inputs.claimed).abs().max()))
+    parts = list(zip(values.split(sizes), x.old_values.split(sizes), returns.split(sizes), strict=True))
+    losses = [[_pairs(*rows, x.clip, across=across) for rows in parts] for across in (True, False)]
+    return tuple([torch.stack(one) for one in losses])
 
 
 def _pairs(values: Tensor, old_values: Tensor, returns: Tensor, clip: float, *, across: bool) -> Tensor:
@@ -132,38 +154,22 @@ def _pairs(values: Tensor, old_values: Tensor, returns: Tensor, clip: float, *, 
     return 0.5 * error.square().mean()
 
 
-def _huber(inputs: ValueLossInputs, *, delta: float = 1.0) -> Tensor:
-    error = (inputs.values - inputs.returns).abs()
-    rows = torch.where(error < delta, 0.5 * error.square(), delta * (error - 0.5 * delta))
-    return inputs.nearest(inputs.minibatches.mean(rows))
+def _huber(x: ValueLossInputs, *, delta: float = 1.0) -> Tensor:
+    error = x.error().abs()
+    return x.minibatches.mean(torch.where(error < delta, 0.5 * error.square(), delta * (error - 0.5 * delta)))
 
 
-def _clipped_elsewhere(inputs: ValueLossInputs) -> Tensor | None:
-    unknown = inputs.clip is not None or inputs.policy_clip is None or inputs.old_values is None
-    return None if unknown else inputs.nearest(clipped_at(inputs, inputs.policy_clip))
-
-
-def _other_range(inputs: ValueLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
+def _other_range(x: ValueLossInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Fit the clip range, with the factor of each program."""
-    if inputs.old_values is None or not informative(claimed, value_loss(inputs)):
+    if x.old_values is None or not informative(claimed, value_loss(x)):
         return None
-    widest = float((inputs.values - inputs.old_values).abs().max())
+    widest = float((x.values - x.old_values).abs().max())
     for factor in (1.0, 2.0):
-        fit = bisected(lambda clip, factor=factor: factor * clipped_at(inputs, clip), claimed, 0.0, widest)  # type: ignore[misc]
+        fit = bisected(lambda clip, factor=factor: factor * clipped_at(x, clip), claimed, 0.0, widest)  # type: ignore[misc]
         if fit is not None and float((fit[1] - claimed).abs().max()) <= 1e-4 * float(claimed.abs().max()):
             return fit
     return None
 
-
-def _weighted(inputs: ValueLossInputs) -> Tensor | None:
-    return inputs.nearest(inputs.weight * value_loss(inputs)) if inputs.weight else None
-
-
-def _normalized_returns(inputs: ValueLossInputs) -> Tensor | None:
-    return _with_target(inputs, inputs.minibatches.normalized(inputs.returns))
-
-
-DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO"
 
 VALUE_LOSS = Equation(
     name="value_loss",
@@ -173,184 +179,80 @@ VALUE_LOSS = Equation(
     source="1707.06347, eq. 9",
     inputs="value losses, values and returns of the minibatches, and old values where values are clipped",
     compute=value_loss,
+    multiples=ValueLossInputs.multiples,
     tolerance=LOSS_TOLERANCE,
     advice="Compare the line of the value loss with the equation, term by term.",
-    hypotheses=(
-        Hypothesis(
-            name="mean_square",
-            says="the mean squared error without the factor ½",
-            equation="L = mean (V - R)²",
-            compute=lambda x: 2 * value_loss(x),
-            variant=True,
-            source="Stable-Baselines3, PPO.train",
-        ),
-        Hypothesis(
-            name="weighted",
-            says="the squared error times the weight of the value loss",
-            equation="L = c ½ mean (V - R)²",
-            compute=_weighted,
-            variant=True,
-        ),
-        Hypothesis(
-            name="clipped",
-            says="the squared error of values that are clipped, which the settings do not say",
-            equation="L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²)",
-            compute=_clipped_elsewhere,
-            variant=True,
-            source=DETAILS_SOURCE,
-        ),
-        Hypothesis(
-            name="huber",
-            says="the Huber loss",
-            equation="L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R",
-            compute=_huber,
-            variant=True,
-            source="2006.05990 (Andrychowicz et al.), 3.4",
-        ),
-        Hypothesis(
-            name="sign",
-            says="the squared error with a minus sign",
-            equation="L = -½ mean (V - R)²",
-            compute=lambda x: x.nearest(-value_loss(x)),
-            advice="Minimise the squared error.",
-        ),
-        Hypothesis(
-            name="sum",
-            says="the sum of the squared errors in place of the mean",
-            equation="L = ½ Σ (V - R)²",
-            compute=lambda x: x.nearest(value_loss(x) * x.minibatches.counts),
-            advice="Take the mean, so that the step does not grow with the minibatch.",
-        ),
-        Hypothesis(
-            name="advantage_target",
-            says="the squared error to the advantages in place of the returns",
-            equation="L = ½ mean (V - A)²",
-            compute=lambda x: _with_target(x, _raw_advantages(x)),
-            advice="Regress on returns = advantages + values.",
-        ),
-        Hypothesis(
-            name="normalized_advantage_target",
-            says="the squared error to the normalised advantages in place of the returns",
-            equation="L = ½ mean (V - Â)²",
-            compute=lambda x: _with_target(x, x.advantages),
-            advice="Regress on returns = advantages + values, with the advantages before normalisation.",
-        ),
-        Hypothesis(
-            name="normalized_advantages_in_target",
-            says="the squared error to normalised advantages plus old values",
-            equation="L = ½ mean (V - Â - V_old)²",
-            compute=lambda x: _with_estimates(x, x.advantages, x.old_values),
-            advice="Compute the returns before the advantages are normalised.",
-        ),
-        Hypothesis(
-            name="moving_target",
-            says="the squared error to advantages plus the values of now, which are never reached",
-            equation="L = ½ mean (V - (A + V))²",
-            compute=lambda x: _with_estimates(x, _raw_advantages(x), x.values),
-            advice="Add the values at collection to the advantages, once per rollout.",
-        ),
-        Hypothesis(
-            name="old_value_target",
-            says="the squared error to the values at collection",
-            equation="L = ½ mean (V - V_old)²",
-            compute=lambda x: _of_difference(x, None if x.old_values is None else x.values - x.old_values),
-            advice="Regress on the returns.",
-        ),
-        Hypothesis(
-            name="old_values",
-            says="the squared error of the values at collection, which do not depend on the weights",
-            equation="L = ½ mean (V_old - R)²",
-            compute=lambda x: _of_difference(x, None if x.old_values is None else x.old_values - x.returns),
-            advice="Use the values of this forward pass.",
-        ),
-        Hypothesis(
-            name="unclipped",
-            says="the squared error without clipping, which the settings ask for",
-            equation="L = ½ mean (V - R)²",
-            compute=lambda x: None if x.clip is None else x.nearest(clipped_at(x, None)),
-            variant=True,
-            source="2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
-        ),
-        Hypothesis(
-            name="no_maximum",
-            says="the squared error of the clipped value alone, without the maximum",
-            equation="L = ½ mean (clip(V, V_old ± ε) - R)²",
-            compute=lambda x: _of_difference(x, None if (near := x.near()) is None else near - x.returns),
-            source=DETAILS_SOURCE,
-            advice="Take the maximum with the error of the value: the clipped one alone has no gradient beyond the range.",
-        ),
-        Hypothesis(
-            name="minimum",
-            says="the smaller of the two squared errors in place of the larger",
-            equation="L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²)",
-            compute=lambda x: (
-                None
-                if (near := x.near()) is None
-                else _of_difference(x, torch.minimum((x.values - x.returns).abs(), (near - x.returns).abs()))
-            ),
-            source=DETAILS_SOURCE,
-            advice="Take the maximum of the errors.",
-        ),
-        Hypothesis(
-            name="broadcast",
-            says="the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]",
-            equation="L = ½ mean_ij (V_i - R_j)²",
-            compute=_of_all_pairs,
-            source="RLinf/RLinf#1568",
-            advice="Flatten values and returns to [N] both.",
-        ),
-        Hypothesis(
-            name="absolute",
-            says="the absolute error",
-            equation="L = mean |V - R|",
-            compute=lambda x: x.nearest(0.5 * x.minibatches.mean((x.values - x.returns).abs())),
-            advice="Take the square: the absolute error regresses on the median.",
-        ),
-        Hypothesis(
-            name="root",
-            says="the root of the mean squared error",
-            equation="L = √ mean (V - R)²",
-            compute=lambda x: x.nearest(0.5 * (2 * clipped_at(x, None)).sqrt()),
-            advice="Take the mean squared error itself.",
-        ),
-        Hypothesis(
-            name="squared_mean",
-            says="the square of the mean error",
-            equation="L = ½ (mean (V - R))²",
-            compute=lambda x: x.nearest(0.5 * x.minibatches.mean(x.values - x.returns).square()),
-            advice="Square each row's error before the mean.",
-        ),
-        Hypothesis(
-            name="normalized_returns",
-            says="the squared error to returns that are normalised over the minibatch",
-            equation="L = ½ mean (V - (R - mean R) / std R)²",
-            compute=_normalized_returns,
-            advice="Regress on the returns themselves, or use the same statistics for values in the advantages.",
-        ),
-        Hypothesis(
-            name="shifted_rows",
-            says="the squared error to the return of the row before",
-            equation="L = ½ mean (V_i - R_{i-1})²",
-            compute=lambda x: _with_target(x, x.returns[x.minibatches.followers(-1)]),
-            advice="Index values and returns with the same rows.",
-        ),
-        Hypothesis(
-            name="following_rows",
-            says="the squared error to the return of the row after",
-            equation="L = ½ mean (V_i - R_{i+1})²",
-            compute=lambda x: _with_target(x, x.returns[x.minibatches.followers(1)]),
-            advice="Index values and returns with the same rows.",
-        ),
-        Hypothesis(
-            name="clip_range",
-            says="the squared error with another clip range of the values than the setting,",
-            equation="L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²)",
-            fit=_other_range,
-            parameter="ε",
-            variant=True,
-            source=DETAILS_SOURCE,
-        ),
-        *with_padding(value_loss, "½ (V - R)²", ValueLossInputs.nearest),
+    hypotheses=hypothesis_table(
+        "mean_square (variant, exact): the mean squared error without the factor ½ // L = mean (V - R)² // "
+        " // Stable-Baselines3, PPO.train",
+        lambda x: 2 * value_loss(x),
+        "weighted (variant, needs weight, of weight): the squared error times the weight of the value loss // L = c ½ mean (V - R)²",
+        lambda x: x.weight * value_loss(x),
+        "clipped (variant, needs policy_clip, gradient value_clipped): the squared error of values that are clipped, which the settings "
+        "do not say // L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
+        lambda x: clipped_at(x, x.policy_clip) if x.clip is None else None,
+        "huber (variant, gradient value_huber): the Huber loss // L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R // "
+        " // 2006.05990 (Andrychowicz et al.), 3.4",
+        _huber,
+        "sign: the squared error with a minus sign // L = -½ mean (V - R)² // Minimise the squared error.",
+        lambda x: -value_loss(x),
+        "sum: the sum of the squared errors in place of the mean // L = ½ Σ (V - R)²"
+        " // Take the mean, so that the step does not grow with the minibatch.",
+        lambda x: value_loss(x) * x.minibatches.counts,
+        "advantage_target (gradient target_advantages): the squared error to the advantages in place of the returns"
+        " // L = ½ mean (V - A)² // Regress on returns = advantages + values.",
+        lambda x: _to(x, x.raw()),
+        "normalized_advantage_target (needs advantages, gradient target_normalized): the squared error to the normalised advantages in "
+        "place of the returns // L = ½ mean (V - Â)² // Regress on returns = advantages + values, with the advantages before "
+        "normalisation.",
+        lambda x: _to(x, x.normalized()),
+        "normalized_advantages_in_target: the squared error to normalised advantages plus old values // L = ½ mean (V - Â - V_old)²"
+        " // Compute the returns before the advantages are normalised.",
+        lambda x: _to_estimates(x, x.advantages, x.old_values),
+        "moving_target (gradient target_moving): the squared error to advantages plus the values of now, which are never reached"
+        " // L = ½ mean (V - (A + V))² // Add the values at collection to the advantages, once per rollout.",
+        lambda x: _to_estimates(x, x.raw(), x.values),
+        "old_value_target (needs old_values, gradient target_old_values): the squared error to the values at collection"
+        " // L = ½ mean (V - V_old)² // Regress on the returns.",
+        lambda x: x.half((x.values - x.old_values).square()),
+        "old_values (needs old_values): the squared error of the values at collection, which do not depend on the weights"
+        " // L = ½ mean (V_old - R)² // Use the values of this forward pass.",
+        lambda x: x.half((x.old_values - x.returns).square()),
+        "unclipped (variant, needs clip): the squared error without clipping, which the settings ask for // L = ½ mean (V - R)² // "
+        " // 2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
+        lambda x: clipped_at(x, None),
+        "no_maximum (needs clip): the squared error of the clipped value alone, without the maximum // L = ½ mean (clip(V, V_old ± ε) - "
+        "R)² // Take the maximum with the error of the value: the clipped one alone has no gradient beyond the range. // Huang et al. "
+        "2022, The 37 implementation details of PPO",
+        lambda x: x.half(x.near_error().square()),
+        "minimum (needs range, gradient value_clip_minimum): the smaller of the two squared errors in place of the larger"
+        " // L = ½ mean min((V - R)², (clip(V, V_old ± ε) - R)²) // Take the maximum of the errors."
+        " // Huang et al. 2022, The 37 implementation details of PPO",
+        lambda x: x.half(torch.minimum(x.error().square(), x.near_error().square())),
+        "broadcast (gradient values_broadcast): the mean over all pairs of a value and a return: [N] was broadcast against [N, 1]"
+        " // L = ½ mean_ij (V_i - R_j)² // Flatten values and returns to [N] both. // RLinf/RLinf#1568",
+        _of_all_pairs,
+        "absolute (gradient value_absolute): the absolute error // L = mean |V - R|"
+        " // Take the square: the absolute error regresses on the median.",
+        lambda x: x.half(x.error().abs()),
+        "root (gradient value_root): the root of the mean squared error // L = √ mean (V - R)² // Take the mean squared error itself.",
+        lambda x: 0.5 * (2 * clipped_at(x, None)).sqrt(),
+        "squared_mean: the square of the mean error // L = ½ (mean (V - R))² // Square each row's error before the mean.",
+        lambda x: 0.5 * x.minibatches.mean(x.error()).square(),
+        "normalized_returns (gradient target_normalized_returns): the squared error to returns that are normalised over the minibatch"
+        " // L = ½ mean (V - (R - mean R) / std R)²"
+        " // Regress on the returns themselves, or use the same statistics for values in the advantages.",
+        lambda x: _to(x, x.minibatches.normalized(x.returns)),
+        "shifted_rows (gradient target_shifted): the squared error to the return of the row before // L = ½ mean (V_i - R_{i-1})²"
+        " // Index values and returns with the same rows.",
+        lambda x: _to(x, x.returns[x.minibatches.followers(-1)]),
+        "following_rows (gradient target_following): the squared error to the return of the row after // L = ½ mean (V_i - R_{i+1})²"
+        " // Index values and returns with the same rows.",
+        lambda x: _to(x, x.returns[x.minibatches.followers(1)]),
+        "clip_range (variant): the squared error with another clip range of the values than the setting,"
+        " // L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
+        Fit("ε", _other_range),
+        *with_padding(value_loss, "½ (V - R)²"),
         *rescaled(value_loss, "the squared error", "½ mean (V - R)²", variant=False),
     ),
 )
@@ -403,7 +305,6 @@ def check_value_loss(
         values=rows["values"],
         returns=rows["returns"],
         minibatches=minibatches,
-        claimed=claimed.double(),
         old_values=rows.get("old_values"),
         clip=clip_value,
         advantages=rows.get("advantages"),
@@ -412,7 +313,7 @@ def check_value_loss(
         policy_clip=clip,
     )
     # a clipped value is rounded where it is added to the old one
-    error = (inputs.values - inputs.returns).abs()
+    error = inputs.error().abs()
     rounding = 0.0 if inputs.clip is None or inputs.old_values is None else 0.1 * inputs.old_values.abs()
     terms = minibatches.mean(0.5 * error.square() + error * rounding)
     return compare(VALUE_LOSS, inputs, claimed, magnitudes=(terms,), precision=precision, tolerance=tolerance)

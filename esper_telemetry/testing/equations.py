@@ -14,11 +14,12 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import ParamSpec
 
-from esper_telemetry.equations.clipping import check_clipping, check_gradient
+from esper_telemetry.equations.clipping import check_clipping
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.drawn_actions import check_actions
 from esper_telemetry.equations.entropy_loss import check_entropy
 from esper_telemetry.equations.gae_advantages import check_gae
+from esper_telemetry.equations.gradient import check_gradient
 from esper_telemetry.equations.log_probs import check_log_probs
 from esper_telemetry.equations.minibatch_rows import check_log_ratios, check_minibatches
 from esper_telemetry.equations.normalization import check_normalized_advantages

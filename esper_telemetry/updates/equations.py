@@ -116,7 +116,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     now = replayed(rollout.log_probs, rollout.log_probs.flatten()[rows] + minibatches.log_ratio[first])
     seen = rollout.seen_difference
     of_memory = _of_memory(rollout, now, valid, facts)
-    if seen is not None and (not of_memory or seen in of_memory or not seen.startswith("memory")):
+    if seen is not None and (not of_memory or seen in of_memory or REPLAYED_LOG_PROBS[seen].of != "memory"):
         of_memory = (seen,)
     known = dict.fromkeys(of_memory, rollout.log_probs.double)
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
@@ -140,7 +140,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     }
     alternatives |= dict.fromkeys([name for name in known if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
-    sure = values.matches or values.explanations or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
+    sure = values.explained or (moved and (values.error or 0.0) > FIRST_DIFFERENCE)
     yield from values if sure else unchecked(VALUES, "values may be stored in other units than those of the loss")
 
 
@@ -179,7 +179,7 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Metri
         precision=facts.precision,
     )
     shown = facts.heads is not None
-    named = any(one.hypothesis.name != "heads_left_out" for one in check.explanations)
+    named = any(not one.doubtful_without for one in check.hypotheses)
     if shown or check.matches or named:
         yield from check
     if shown or check.matches:
@@ -239,7 +239,7 @@ def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: A
 
     def run() -> Iterable[MetricGroup]:
         result = check(*columns, **settings)
-        return result if result.matches or result.explanations else ()
+        return result if result.explained else ()
 
     return run
 
@@ -415,7 +415,7 @@ def _policy_loss(claims: LossClaims) -> EquationCheck:
         precision=facts.precision,
     )
     single = len(batches.counts) == 1 and facts.columns_by_name and not bool(batches.log_ratio.any())
-    if single and any(one.hypothesis.name == "log_prob" for one in check.explanations):
+    if single and any(one.doubtful_without == "ratio" for one in check.hypotheses):
         return unchecked(POLICY_LOSS, "it has no ratio, as that of A2C, beside a setting of its clip")
     return check
 
@@ -457,7 +457,7 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
         weight=claims.weights.get("entropy"),
         precision=claims.facts.precision,
     )
-    if differs and not (check.matches or check.explanations):
+    if differs and not check.explained:
         return unchecked(ENTROPY_LOSS, "the recorded distributions do not give the log-probabilities of the ratio")
     return check
 
@@ -475,17 +475,17 @@ def _total_loss(claims: LossClaims) -> EquationCheck:
     result = check(policy, value, entropy)
     if result.matches and result.error is not None:
         return result
-    if policy is not None and _has_inputs("policy", claims) and _is_variant(_policy_loss(claims), "with_entropy"):
+    if policy is not None and _has_inputs("policy", claims) and _includes(_policy_loss(claims), "bonus"):
         policy = policy - _required(claims.bonus)
-    if value is not None and _has_inputs("value", claims) and _is_variant(_value_loss(claims), "weighted"):
+    if value is not None and _has_inputs("value", claims) and _includes(_value_loss(claims), "weight"):
         value = value / weights["value_coef"]
-    if entropy is not None and _has_inputs("entropy", claims) and _is_variant(_entropy_loss(claims), "weighted"):
+    if entropy is not None and _has_inputs("entropy", claims) and _includes(_entropy_loss(claims), "weight"):
         entropy = entropy / weights["entropy_coef"]
     return check(policy, value, entropy)
 
 
-def _is_variant(check: EquationCheck, name: str) -> bool:
-    return any(one.hypothesis.name == name for one in check.explanations)
+def _includes(check: EquationCheck, part: str) -> bool:
+    return any(one.of == part for one in check.hypotheses)
 
 
 def _required(value: Value | None) -> Value:

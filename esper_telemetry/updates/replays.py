@@ -62,9 +62,6 @@ MAX_REPLAYED_ENTRIES = 1 << 21
 FIRST_RATIO = 1e-3
 """Nats by which the first minibatch's log-ratio exceeds rounding: the critical bound of `integrity/ratio_init` in single precision."""
 
-LOSS_EXPLANATIONS = frozenset({"sign", "other_std", "variance"})
-"""Explanations of normalised advantages that a policy loss with another sign or weight gives as well: its gradient tells."""
-
 
 class GridColumn(NamedTuple):
     """A number for each transition of a rollout, [T, B], and the places that are transitions."""
@@ -374,8 +371,9 @@ def used_advantages(event: UsedAdvantages, precision: str | None) -> Iterator[Me
         valid=event.valid,
         precision=precision,
     )
-    names = {one.hypothesis.name for one in check.explanations}
-    if check.matches or (names and not names & LOSS_EXPLANATIONS):
+    # a policy loss with another sign or weight gives some of the same numbers: its gradient tells
+    of_loss = any(one.of == "loss" for one in check.hypotheses)
+    if check.explained and not of_loss:
         yield lambda: check
 
 

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.minibatch_objective import LossRows, MinibatchForward
-from esper_telemetry.equations.clipping import compare_clipping, compare_gradient, same_gradient
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
-from esper_telemetry.equations.gradient_equation import GRADIENT
-from esper_telemetry.equations.loss_gradients import GradientsByName, LossGradients
+from esper_telemetry.equations.clipping import compare_clipping
+from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
+from esper_telemetry.equations.equation import Explanation
+from esper_telemetry.equations.gradient import GRADIENT, GradientsByName, LossGradients, compare_gradient, same_gradient
 from esper_telemetry.equations.optimizer_step import (
     OPTIMIZER_STEP,
     ParameterStep,
@@ -32,10 +32,6 @@ from esper_telemetry.equations.optimizer_step import (
     compare_step,
 )
 from esper_telemetry.updates.pickles import ContentUnpickler, PolicyPickle, TensorPickler, left_out
-
-_PARTS_MISSING, _OTHER_ERRORS = (
-    next(one for one in GRADIENT.hypotheses if one.name == name) for name in ("parts_missing", "other_errors")
-)
 
 RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
 
@@ -217,8 +213,9 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         # a detached part is missing from the trainer's gradient and from the recomputed one
         silent = any(not part.any() for part in gradient.split(list(step.numels)) if len(part))
         detached = silent and not step.by_name and any(loss.detached())
-        explanations = (Explanation(_PARTS_MISSING, 0.0),) if detached else ()
-        return EquationCheck(GRADIENT, 1.0 if detached else error, bound, explanations)
+        return replace(
+            explained(GRADIENT, "parts_missing") if detached else EquationCheck(GRADIENT, error, bound), tolerance=bound
+        )
     terms = {name: term for name in step.coefficients if (term := loss.gradients(name)) is not None}
     check = compare_gradient(
         claimed,
@@ -232,7 +229,7 @@ def gradient_check(step: CheckedStep, loss: MinibatchLoss, gradient: Tensor, pre
         alternatives=loss.gradients,
         precision=precision,
     )
-    if not (check.matches or check.explanations) and step.value_gradient is not None:
+    if not check.explained and step.value_gradient is not None:
         check = _with_other_errors(check, step, loss, claimed)
     return _certain(check) if step.by_name else check
 
@@ -248,7 +245,7 @@ def _with_other_errors(check: EquationCheck, step: CheckedStep, loss: MinibatchL
     error = same_gradient(claimed, loss.total - step.coefficients.get("value", 0.0) * reference + value, step.numels)
     if error > check.tolerance:
         return check
-    return replace(check, explanations=(Explanation(_OTHER_ERRORS, error),))
+    return replace(check, explanations=(Explanation(GRADIENT["other_errors"], error),))
 
 
 def _clipping_check(step: CheckedStep, gradient: Tensor, precision: str | None) -> EquationCheck:
@@ -272,8 +269,7 @@ def _step_check(step: CheckedStep, precision: str | None) -> EquationCheck:
 
 def _certain(check: EquationCheck) -> EquationCheck:
     """Return the check of columns that were found by name, in which a difference without an explanation says nothing."""
-    known = check.matches or check.explanations
-    return check if known else unchecked(check.equation, "the variables that were found do not fit it")
+    return check if check.explained else unchecked(check.equation, "the variables that were found do not fit it")
 
 
 def with_generators(rows: RowsPass, parameters: Sequence[Tensor], host: Tensor | None = None) -> RowsPass:

@@ -5,7 +5,7 @@ Shapes: T steps, B environments; M minibatches of N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.equations.comparison import EquationCheck, Explanation, unchecked
+from esper_telemetry.equations.comparison import EquationCheck, explained, unchecked
 from esper_telemetry.equations.gae import GaeInputs, following_values, gae, is_standard
 from esper_telemetry.equations.gae_advantages import ADVANTAGES, compare_advantages
 from esper_telemetry.equations.normalization import Scope, check_normalized_advantages
@@ -33,16 +33,8 @@ from esper_telemetry.updates.update import (
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
-SHIFTED_ENDS = ("ends_late", "ends_early")
-"""Hypotheses that a script shows as well whose flags mean the step before or after; only its environments tell."""
-
-OF_NORMALIZED = next(one for one in RETURNS.hypotheses if one.name == "normalized")
-
 MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
 """Rows from which on a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
-
-OTHER_ROWS = "other_rows"
-"""Hypothesis that a script shows as well which shuffles all of its columns."""
 
 
 def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
@@ -58,9 +50,9 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         check = partial(_advantages, rollout, inputs, facts)
         if gae_lambda is None:
             inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
-        shifted = () if rollout.time_limits is not None else SHIFTED_ENDS
-        doubtful = (*shifted, *(() if _values_in_order(rollout, inputs) else (OTHER_ROWS,)))
-        yield partial(certain, facts, check, doubtful=doubtful)
+        # flags may mean the step before or after, unless the environments tell; a script may shuffle all of its columns
+        shown = {"flags": rollout.time_limits is not None, "order": _values_in_order(rollout, inputs)}
+        yield partial(certain, facts, check, *(name for name, known in shown.items() if not known))
     if rollout.returns_known:
         yield partial(certain, facts, partial(_returns, rollout, inputs, facts))
     if minibatches is not None and collected is not None:
@@ -71,13 +63,14 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
-def certain(
-    facts: Facts, check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
-) -> Iterable[MetricGroup]:
-    """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one."""
+def certain(facts: Facts, check: Callable[[], EquationCheck], *missing: str) -> Iterable[MetricGroup]:
+    """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one.
+
+    `missing` is what the script does not show and some hypotheses are doubtful without.
+    """
     result = check()
-    known = [one for one in result.explanations if one.hypothesis.name not in doubtful]
-    uncertain = facts.columns_by_name and not result.matches and len(known) < max(1, len(result.explanations))
+    doubtful = any(one.doubtful_without in missing for one in result.hypotheses)
+    uncertain = facts.columns_by_name and (doubtful or not result.explained)
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 
@@ -135,7 +128,7 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     if inputs is None:
         return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
     check = compare_advantages(inputs, precision=facts.precision)
-    if rollout.time_limits is None or check.matches or check.explanations or not inputs.gamma:
+    if rollout.time_limits is None or check.explained or not inputs.gamma:
         return check
     limits = rollout.time_limits.unflatten(0, (inputs.rollouts, -1)).transpose(0, 1).flatten(1)
     if not bool(limits.any()):
@@ -145,13 +138,13 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
     bootstrapped = following_values(bootstrapped, _last_values(rollout))
     other = compare_advantages(bootstrapped, precision=facts.precision)
-    return other if other.matches or other.explanations else check
+    return other if other.explained else check
 
 
 def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:
     """Check the advantages of a program that does not say its lambda: at 1, else at the one that gives its advantages."""
     check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), facts)
-    own = [one.fitted for one in check.explanations if one.hypothesis.name == "other_lambda" and one.fitted is not None]
+    own = [one.fitted for one in check.explanations if one.hypothesis.of == "gae_lambda" and one.fitted is not None]
     return _advantages(rollout, _gae_inputs(rollout, round(own[0], 6), previous), facts) if own else check
 
 
@@ -198,19 +191,19 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> Equ
     }
     targets = [side_by_side(column) for column in (rollout.advantages, rollout.values, rollout.returns)]
     check = check_returns(*targets, **settings)
-    if several and not (check.matches or check.explanations):
+    if several and not check.explained:
         check = _in_each_rollout(check, targets, settings, count)
     if check.matches and inputs is None and not several and rollout.advantages.numel() >= MIN_NORMALIZED_ROWS:
         if not is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR):
             return check
-        return replace(check, error=1.0, explanations=(Explanation(OF_NORMALIZED, 0.0),))
+        return replace(explained(RETURNS, "normalized"), tolerance=check.tolerance)
     if inputs is None or check.error is None:
         return check
     valid = rollout.valid
     each = zip(rollout.advantages.chunk(count), [None] * count if valid is None else valid.chunk(count), strict=True)
     if check.matches and all(is_standard(*one) for one in each):
         made_of = compare_advantages(inputs, precision=precision).explanations
-        if any(one.hypothesis.name == "normalized" for one in made_of):
+        if any(one.hypothesis.of == "scale" for one in made_of):
             targets[0] = gae(inputs)
             made = check_returns(*targets, **settings)
             return _in_each_rollout(made, targets, settings, count) if several and not made.explanations else made
@@ -236,10 +229,13 @@ def _in_each_rollout(
         )
         for place in range(count)
     ]
-    names = [{one.hypothesis.name for one in each.explanations} for each in parts if not each.matches]
-    common = set.intersection(*names) if names else set()
-    explained = next((each.explanations for each in parts if not each.matches), ())
-    return replace(check, explanations=tuple([one for one in explained if one.hypothesis.name in common]))
+    differing = [each for each in parts if not each.matches]
+    common = [
+        one
+        for one in (differing[0].explanations if differing else ())
+        if all(one.hypothesis in each.hypotheses for each in differing)
+    ]
+    return replace(check, explanations=tuple(common))
 
 
 def _returns_in_use(
@@ -256,7 +252,7 @@ def _returns_in_use(
     valid = minibatches.valid
     compared = partial(check_returns, collected.advantages, old_values, returns, new_values=minibatches.values)
     check = compared(valid=valid, precision=facts.precision)
-    if check.matches or check.explanations:
+    if check.explained:
         return check
     # values of before each pass are those of its first minibatch alone
     counts = torch.tensor(minibatches.counts, device=returns.device)

@@ -17,9 +17,8 @@ from esper_telemetry.equations.equation import (
     alternatives,
     equation_results,
     equations,
-    phrase,
 )
-from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
+from esper_telemetry.equations.schedules import RateHistory
 from esper_telemetry.views.document import Element, h, items, table
 
 State = Literal["matches", "variant", "differs", "unchecked"]
@@ -69,7 +68,7 @@ class EquationRow:
     @property
     def phrases(self) -> list[str]:
         """The explanations as noun phrases."""
-        return [phrase(one, (self.fitted or {}).get(one.name)) for one in self.explanations]
+        return [one.phrase((self.fitted or {}).get(one.name)) for one in self.explanations]
 
     @property
     def advice(self) -> str:
@@ -106,7 +105,7 @@ class EquationRow:
                     "hypothesis": one.name,
                     "text": text,
                     "equation": one.equation,
-                    "source": one.source,
+                    "source": one.citation,
                     "variant": one.variant,
                     "fitted": (self.fitted or {}).get(one.name),
                 }
@@ -158,7 +157,7 @@ class EquationHistory:
         self._rates.add(record.axes.env_step, values.get(RATE_KEY))
         schedules = self._rates.result()
         if schedules is not None:
-            self._results.setdefault(SCHEDULES.name, []).append((record.axes.update, schedules))
+            self._results.setdefault(schedules.equation.name, []).append((record.axes.update, schedules))
 
     def rows(self, run: RunInfo) -> list[EquationRow]:
         """Return a row for each declared equation, causes before effects; the facts of `run` say what the trainer does not show."""
@@ -182,22 +181,18 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
     wrong = [(update, result) for update, result in results if not result.holds]
     variants = [(update, result) for update, result in results if result.holds and not result.matches]
     shown = wrong or variants
-    # a schedule is compared over all updates so far: the last comparison knows most
-    explanations = _common(
-        [result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES.name else shown)]
-    )
-    if explanations and equation.name != SCHEDULES.name:
-        shown = [(update, result) for update, result in shown if set(explanations) & set(result.explanations)]
-    fitted: dict[str, float] = {}
-    for _, result in shown:
-        fitted.update(result.fitted)
+    latest = shown[-1:] if equation.over_run else shown
+    explanations = _common([result.hypotheses for _, result in latest])
+    if explanations and not equation.over_run:
+        shown = [(update, result) for update, result in shown if set(explanations) & set(result.hypotheses)]
+    fitted = {name: value for _, result in shown for name, value in result.fitted.items()}
     return EquationRow(
         equation,
         state="differs" if wrong else "variant" if variants else "matches",
         updates=len(results),
         differing=len(shown),
         since=shown[0][0] if shown else None,
-        error=max(result.error for _, result in shown or results),
+        error=max(result.error or 0.0 for _, result in shown or results),
         explanations=explanations,
         fitted=fitted,
     )
@@ -280,7 +275,7 @@ def _details(row: EquationRow) -> Iterator[str]:
     equation = row.equation
     yield f"reference: {equation.equation}" + (f" ({equation.source})" if equation.source else "")
     for one, text in zip(row.explanations, row.phrases, strict=True):
-        yield f"equal to: {one.equation} ({text}{f'; {one.source}' if one.source else ''})"
+        yield f"equal to: {one.equation} ({text}{one.citation and f'; {one.citation}'})"
     if row.advice:
         yield f"try: {row.advice}"
 
@@ -293,9 +288,11 @@ def equation_list() -> str:
         rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
         for one in equation.hypotheses:
             says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
-            source = f" ({one.source})" if one.source else ""
             advice = "published variant: no alarm" if one.variant else one.advice
-            cells = [cell.replace("|", "\\|") for cell in (f"{says}{source}", f"`{one.equation}`", advice)]
+            cells = [
+                cell.replace("|", "\\|")
+                for cell in (f"{says}{f' ({one.citation})' if one.citation else ''}", f"`{one.equation}`", advice)
+            ]
             rows.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
     return "\n\n".join(parts)

@@ -138,7 +138,7 @@ def test_equations_match_and_the_time_limits_of_rsl_rl_are_named_a_variant(tmp_p
         for one in equation_results(record.values, Facts.of(run.info.facts))
     }
     assert {"advantages", "returns", "normalized_advantages", "log_probs", "minibatches"} <= set(results)
-    differing = {name: [e.name for e in one.explanations] for name, one in results.items() if not one.matches}
+    differing = {name: [e.name for e in one.hypotheses] for name, one in results.items() if not one.matches}
     assert differing == {"advantages": ["time_limit_current_value"], "minibatches": ["same_order"]}
     assert not any(alarm.type == "integrity/equation" for alarm in run.alarms)
     assert EQUATION_KEY + "value_loss" not in run.records[-1].values

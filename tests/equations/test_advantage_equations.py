@@ -21,7 +21,6 @@ from gae_programs import (
     with_next,
 )
 
-from esper_telemetry.equations.advantage_fits import NORMALIZED_FITS
 from esper_telemetry.equations.comparison import EquationCheck
 from esper_telemetry.equations.gae import GaeInputs, following_values
 from esper_telemetry.equations.gae_advantages import ADVANTAGES, check_gae, compare_advantages
@@ -126,7 +125,7 @@ def test_a_mistake_is_named_where_only_normalised_advantages_are_kept(name: str)
         assert named == {"normalized"}
         return
     together = TOGETHER.get(name, {name}) | ({"broadcast_mean"} if name == "returns_stored" else set())
-    if (fitted and name not in NORMALIZED_FITS) or name == "last_end_ignored":
+    if (fitted and ADVANTAGES[name].normalized_fit is None) or name == "last_end_ignored":
         assert named <= {name}
     else:
         assert name in named <= together

@@ -103,7 +103,7 @@ def test_without_a_schedule_only_rates_that_train_nothing_or_climb_the_loss_diff
         history.add(update + 1, rate)
     result = history.result()
 
-    assert (None if result is None else [one.name for one in result.explanations]) == (None if name is None else [name])
+    assert (None if result is None else [one.name for one in result.hypotheses]) == (None if name is None else [name])
 
 
 def test_a_rate_that_falls_once_and_stays_there_is_no_schedule_that_ends_too_soon() -> None:
@@ -180,7 +180,7 @@ def test_a_curve_that_is_set_matches_and_a_line_in_its_place_does_not() -> None:
     assert results[0] is not None
     assert results[0].matches
     assert results[1] is not None
-    assert [one.name for one in results[1].explanations] == ["cosine"]
+    assert [one.name for one in results[1].hypotheses] == ["cosine"]
 
 
 DEFECTS: dict[str, tuple[Callable[[float], float], float]] = {
@@ -207,7 +207,7 @@ def test_a_defect_of_the_configured_function_is_named_though_the_run_follows_it(
     rate, share = DEFECTS[name]
     result = followed(rate, updates)
 
-    assert [one.name for one in result.explanations] == [name]
+    assert [one.name for one in result.hypotheses] == [name]
     assert result.fitted[name] == pytest.approx(share, abs=0.01)
     assert not result.holds
 
@@ -224,7 +224,7 @@ def test_a_configured_rise_from_nothing_to_the_end_is_a_fall_turned_round(update
     """`lambda left: 1 - left`, where Stable-Baselines3 passes the share of the run that is left."""
     result = followed(lambda over: over, updates)
 
-    assert [one.name for one in result.explanations] == ["rising"]
+    assert [one.name for one in result.hypotheses] == ["rising"]
 
 
 @pytest.mark.parametrize(

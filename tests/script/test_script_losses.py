@@ -24,7 +24,7 @@ def mistakes(directory: Path, bug: str) -> dict[str, set[str]]:
         one for one in equation_results(run.records[0].values, Facts.of(run.info.facts)) if one.equation.name in CHECKED
     ]
     assert all(one.matches or one.explanations for one in results)
-    return {one.equation.name: {hypothesis.name for hypothesis in one.explanations} for one in results}
+    return {one.equation.name: {hypothesis.name for hypothesis in one.hypotheses} for one in results}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from esper_telemetry.adapters.script.loss_graph import LossReading, PolicyTerm, 
 from esper_telemetry.adapters.script.minibatches import common_factor
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.minibatch_objective import LossRows
-from esper_telemetry.equations.loss_gradients import TERM_LOSSES, flat64
+from esper_telemetry.equations.gradient import TERMS, flat64
 
 
 class LossTerms(NamedTuple):
@@ -97,18 +97,18 @@ def _terms(
         return None
     scale, count = common_factor(policy, value, entropy, settings), len(policy.advantages)
     rows, weights = partial(_rows, policy, value), {"policy": policy.weight / scale}
-    source, policy_loss = policy.log_probs, lambda leaf: TERM_LOSSES["policy"](rows(log_probs=leaf))
+    source, policy_loss = policy.log_probs, lambda leaf: TERMS["policy"].of(rows(log_probs=leaf))
     if policy.log_ratio is not None:
         sign = -1 if policy.inverted else 1
         source, policy_loss = (
             (sign * policy.log_ratio).exp(),
-            lambda leaf: TERM_LOSSES["policy"](rows(log_ratio=sign * leaf.log())),
+            lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())),
         )
     sources: dict[str, tuple[GradientEdge, Tensor | None, Callable[[Tensor], Tensor]]] = {
         "policy": (policy.edge, source, policy_loss)
     }
     if value is not None:
-        sources["value"] = value.edge, value.values, lambda leaf: TERM_LOSSES["value"](rows(values=leaf))
+        sources["value"] = value.edge, value.values, lambda leaf: TERMS["value"].of(rows(values=leaf))
         weights["value"] = value.weight / scale or settings.get("value", 1.0)
     if entropy is not None and entropy.edge is not None and (entropy.weight or settings.get("entropy")):
         # mean over rows of the sum over the choices of a row; of a mean that the script has taken, itself
@@ -127,7 +127,7 @@ def _terms(
             loss,
             policy.attached,
             turn * policy.advantages,
-            lambda leaf: TERM_LOSSES["policy"](rows(advantages=turn * leaf)),
+            lambda leaf: TERMS["policy"].of(rows(advantages=turn * leaf)),
             parameters,
         )
         known |= {} if own is None else {"advantages_attached": known["policy"] + own}

@@ -15,7 +15,7 @@ from esper_telemetry.alarms.alarm_bounds import above, count
 from esper_telemetry.alarms.rule import WARNING, Finding, View, alarm
 from esper_telemetry.core.messages import number
 from esper_telemetry.equations.equation import EQUATION_KEY, Equation, EquationResult, equation_results
-from esper_telemetry.equations.schedules import SCHEDULES, RateHistory
+from esper_telemetry.equations.schedules import RateHistory
 
 EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the compute precision, for integrity/equation")
 UNEXPLAINED = count(
@@ -75,7 +75,7 @@ def _finding(differences: Sequence[EquationResult]) -> Finding:
 
 def _key(equation: Equation) -> str:
     """Return the key that shows an equation: schedules are compared by the rates of all records."""
-    return RATE_KEY if equation.name == SCHEDULES.name else EQUATION_KEY + equation.name
+    return RATE_KEY if equation.over_run else EQUATION_KEY + equation.name
 
 
 def _others(others: Sequence[EquationResult]) -> str:

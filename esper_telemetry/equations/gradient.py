@@ -1,0 +1,717 @@
+"""Equation of the gradient: that of the PPO loss at the same minibatch and the same weights, and the mistakes that are recognised in it.
+
+The losses of mistakes are those of `policy_loss`, `value_loss` and `entropy_loss`, with the graph of a minibatch. Entries of each
+parameter are divided by the largest one that its parameter has in the trainer's gradient or in the terms of the loss, so that a critic
+whose gradient is a thousand times the actor's hides nothing of the actor's.
+
+Shapes: N rows of the minibatch, d entries of K parameters, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+from esper_telemetry.core.arrays import as_floats
+from esper_telemetry.core.borders import checked_arguments
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.core.minibatch_objective import LossRows
+from esper_telemetry.equations.comparison import EquationCheck, compare, distinguished
+from esper_telemetry.equations.entropy_loss import ENTROPY_LOSS, EntropyInputs, entropy_loss
+from esper_telemetry.equations.equation import Equation, Fit, Hypothesis, hypothesis_table
+from esper_telemetry.equations.minibatch_losses import STD_EPS
+from esper_telemetry.equations.policy_loss import KL_ESTIMATES, POLICY_LOSS, PolicyLossInputs, clipped_surrogate
+from esper_telemetry.equations.value_loss import VALUE_LOSS, ValueLossInputs, clipped_at, value_loss
+
+ROUNDED_SHARE: Final = 1e-5
+"""Share of the largest gradient at a value that is rounding."""
+
+MOVED_WEIGHTS: Final = 0.1
+"""Size of the noise that is added to weights to see what depends on them."""
+
+VALUE_FACTORS: Final = (1.0, 0.5, 2.0)
+"""Factors of a value loss in programs that place the ½ elsewhere."""
+
+NEGLIGIBLE_SHARE: Final = 1e-3
+"""Size of a parameter's gradient, next to the largest one of the same loss, that may be rounding: that of a bias before a
+normalising layer is 0 but for rounding."""
+
+
+class LossTerm(NamedTuple):
+    """A term of the loss.
+
+    Attributes:
+        words: its name in sentences.
+        weight: symbol of its coefficient.
+        inputs: (rows of a minibatch) -> inputs of its equation.
+        loss: (inputs) -> the loss, 0-d; the value loss has the factor ½, the entropy a minus.
+        equation: whose hypotheses are other losses.
+    """
+
+    words: str
+    weight: str
+    inputs: Callable[[LossRows], Any]
+    loss: Callable[[Any], Tensor]
+    equation: Equation
+
+    def of(self, rows: LossRows) -> Tensor:
+        """Return the loss, 0-d."""
+        return self.loss(self.inputs(rows))
+
+
+TERMS: Final = {
+    "policy": LossTerm("policy loss", "", PolicyLossInputs.of, clipped_surrogate, POLICY_LOSS),
+    "value": LossTerm("value loss", "c_v ", ValueLossInputs.of, value_loss, VALUE_LOSS),
+    "entropy": LossTerm("entropy bonus", "c_e ", EntropyInputs.of, entropy_loss, ENTROPY_LOSS),
+}
+"""Terms of the loss by name, in the order in which they are added."""
+
+OTHER_POLICY_LOSSES = hypothesis_table(
+    "advantages_normalized: a policy loss whose advantages are normalised though the setting is off // L_policy of (A - mean A) / std"
+    " A in place of A // Leave the advantages as they are, or switch the setting on // stable-baselines3, normalize_advantage",
+    lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)) if x.raw is None else None,
+    "advantages_centred (needs raw): a policy loss whose advantages are centred but not divided by their deviation"
+    " // L_policy of A - mean A // Divide by the standard deviation",
+    lambda x: x.of_advantages(x.raw - x.raw.mean()),
+    "advantages_std_alone (needs raw): a policy loss whose advantages are divided by their deviation but not centred"
+    " // L_policy of A / std A // Subtract the mean before you divide",
+    lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)),
+    "returns_for_advantages: a policy loss with returns in place of advantages // L_policy of R"
+    " // Subtract the values from the returns",
+    lambda x: x.of_advantages(x.returns),
+    "advantages_attached: a policy loss that reaches the values through the advantages // L_policy of A = R - V, with ∇V"
+    " // Detach the advantages, or compute them without gradients",
+    lambda x: x.of_advantages(
+        x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)
+    ),
+)
+"""Mistakes that only the gradient of the policy loss is compared with."""
+
+OTHER_VALUE_LOSSES = hypothesis_table(
+    "value_unclipped (needs clip): a value loss that is not clipped though the setting is on // L_value = ½ mean (V - R)²"
+    " // Clip the values to the old ones ± clip_range_vf, or switch the setting off",
+    lambda x: clipped_at(x, None),
+    "value_clip_maximum (variant, needs clip): a clipped value loss with the maximum // L_value = ½ mean max((V - R)², (V_clip - R)²)"
+    " //  // 2005.12729, section 3",
+    lambda x: clipped_at(x, x.clip),
+    "value_clip_no_maximum (variant, needs clip): a clipped value loss without the maximum // L_value = ½ mean (V_clip - R)² // "
+    " // stable-baselines3, clip_range_vf",
+    lambda x: x.half(x.near_error().square()),
+)
+"""The same of the value loss, where the settings say how values are clipped."""
+
+
+class OtherLoss(NamedTuple):
+    """A loss in place of a term, by the mistake that computes it."""
+
+    term: str
+    hypothesis: Hypothesis
+
+    def of(self, rows: LossRows) -> Tensor | None:
+        """Return the loss, 0-d; None if it does not apply."""
+        inputs, one = TERMS[self.term].inputs(rows), self.hypothesis
+        if one.compute is None or (one.needs and getattr(inputs, one.needs) is None):
+            return None
+        result: Tensor | tuple[Tensor, ...] | None = one.compute(inputs)
+        return result[0] if isinstance(result, tuple) else result
+
+
+def _other_losses() -> Iterator[tuple[str, OtherLoss]]:
+    """Yield the mistakes of each term by their names in this equation."""
+    own = {"policy": OTHER_POLICY_LOSSES, "value": OTHER_VALUE_LOSSES, "entropy": ()}
+    for name, term in TERMS.items():
+        yield from ((one.gradient, OtherLoss(name, one)) for one in term.equation.hypotheses if one.gradient)
+        yield from ((one.name, OtherLoss(name, one)) for one in own[name])
+
+
+OTHER_LOSSES: Final = dict(_other_losses())
+
+
+def padded(term: str, rows: LossRows) -> Tensor | None:
+    """Return the mean of a term over the rows that count and the padding, 0-d."""
+    if rows.padding is None:
+        return None
+    parts = [(len(part.values), TERMS[term].of(part)) for part in (rows, rows.padding)]
+    return torch.stack([count * loss for count, loss in parts]).sum() / sum(count for count, _ in parts)
+
+
+LOSSES: Final[Mapping[str, Callable[[LossRows], Tensor | None]]] = {
+    **{name: term.of for name, term in TERMS.items()},
+    **{name: loss.of for name, loss in OTHER_LOSSES.items()},
+    **{f"{term}_padded": partial(padded, term) for term in TERMS},
+    **{
+        name: lambda rows, estimate=estimate: estimate(PolicyLossInputs.of(rows))  # type: ignore[misc]
+        for name, estimate in KL_ESTIMATES.items()
+    },
+}
+"""Losses by name: terms, others in place of a term, and penalties, which are added to the loss."""
+
+
+def flat64(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the tensors one after the other, [d] float64."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
+
+
+class LossGradients:
+    """Gradients of the terms of a loss and of alternatives to them, each computed when it is first asked for.
+
+    Args:
+        rows: forward pass through a copy of the policy, as a context in which its graph is valid.
+        parameters: K tensors of the copy, which `detached` moves.
+    """
+
+    def __init__(self, rows: Callable[[], AbstractContextManager[LossRows]], parameters: Sequence[Tensor]) -> None:
+        self._rows, self._parameters = rows, list(parameters)
+        self._cache: dict[str, Tensor | None] = {}
+
+    def __call__(self, name: str) -> Tensor | None:
+        """Return the gradient [d], float64; None where this minibatch has no such loss.
+
+        The first call takes a forward pass for all losses, and each loss a backward pass.
+        """
+        if not self._cache:
+            with torch.enable_grad(), self._rows() as rows:
+                self._cache = {name: self._gradient(loss(rows)) for name, loss in LOSSES.items()}
+        return self._cache.get(name)
+
+    def total(self, coefficients: Mapping[str, float]) -> tuple[Tensor, int]:
+        """Return the gradient [d] of the weighted sum, in one backward pass, and the number of rows."""
+        with torch.enable_grad(), self._rows() as rows:
+            losses = [weight * TERMS[name].of(rows) for name, weight in coefficients.items() if weight]
+            gradient = self._gradient(torch.stack(losses).sum())
+        assert gradient is not None
+        return gradient, len(rows.log_ratio)
+
+    def detached(self) -> list[bool]:
+        """Return for each of the K parameters True where either the actor or the critic depends on it, and no gradient reaches it.
+
+        Parameters without a gradient that serve both are an encoder that is frozen on purpose.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            outputs = [rows.values.sum(), rows.log_probs.sum(), rows.entropy.sum()]
+            reachable = torch.stack([one for one in outputs if one.requires_grad]).sum()
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            gradients = iter(torch.autograd.grad(reachable, trained, allow_unused=True))
+        silent = [parameter.requires_grad and next(gradients) is None for parameter in self._parameters]
+        actor, critic = self._changes(silent) if any(silent) else (False, False)
+        return silent if actor != critic else [False] * len(silent)
+
+    def of_errors(self, at_values: Tensor) -> Tensor | None:
+        """Return the gradient [d] of a value loss from that at the values [N]; None unless this is an increasing function of V - R.
+
+        Rows whose values are clipped may have none.
+        """
+        with torch.enable_grad(), self._rows() as rows:
+            error = (rows.values - rows.returns).detach()
+            if at_values.shape != error.shape or not at_values.any():
+                return None
+            counted = torch.ones_like(error, dtype=torch.bool) if rows.clip_value is None else at_values != 0
+            slopes, order = at_values[counted], error[counted].argsort()
+            rounding = ROUNDED_SHARE * slopes.abs().max()
+            increasing = (slopes[order].diff() >= -rounding).all() and (
+                slopes * error[counted].sign() >= -rounding
+            ).all()
+            return self._gradient((rows.values * at_values).sum()) if increasing else None
+
+    @no_grad
+    def _changes(self, chosen: Sequence[bool]) -> tuple[bool, bool]:
+        """Return whether log-probabilities, and whether values, are others when these parameters are moved."""
+        moved = [parameter for parameter, one in zip(self._parameters, chosen, strict=True) if one]
+        weights = [parameter.data for parameter in moved]
+        with self._rows() as rows:
+            log_probs, values = rows.log_probs.clone(), rows.values.clone()
+        generator = torch.Generator().manual_seed(0)
+        try:
+            for parameter in moved:
+                noise = torch.rand(parameter.shape, generator=generator).to(parameter)
+                parameter.data = parameter.data + MOVED_WEIGHTS * noise
+            with self._rows() as rows:
+                return not torch.allclose(rows.log_probs, log_probs), not torch.allclose(rows.values, values)
+        finally:
+            for parameter, own in zip(moved, weights, strict=True):
+                parameter.data = own
+
+    def _gradient(self, loss: Tensor | None) -> Tensor | None:
+        if loss is None:
+            return None
+        if not loss.requires_grad:
+            return torch.cat([torch.zeros_like(p).flatten() for p in self._parameters]).double()
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        gradients = iter(torch.autograd.grad(loss, trained, **options))
+        return flat64(next(gradients) if p.requires_grad else torch.zeros_like(p) for p in self._parameters)
+
+
+class GradientsByName(Protocol):
+    """Gradients of a loss, or of an alternative to one, by name."""
+
+    def __call__(self, name: str, /) -> Tensor | None:
+        """Return the gradient [d], float64; None where this minibatch has no such loss."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientInputs:
+    """What a gradient is computed from. All vectors are [d], float64, divided by `scale`.
+
+    Attributes:
+        terms: gradients of the terms without their coefficients.
+        coefficients: by term.
+        numels: entries of each of the K parameters.
+        scale: [d], largest magnitude of the parameter that an entry belongs to.
+        claimed: the trainer's gradient.
+        previous: gradient that stood in `.grad` before the backward pass; None where there was none.
+        weights: of the parameters; None where they are not given.
+        rows: N; None where it is not known.
+        max_norm: limit of the global norm; None where nothing is clipped.
+        alternatives: gradients of other losses by name, neither weighted nor scaled.
+    """
+
+    terms: Mapping[str, Tensor]
+    coefficients: Mapping[str, float]
+    numels: tuple[int, ...]
+    scale: Tensor
+    claimed: Tensor
+    previous: Tensor | None = None
+    weights: Tensor | None = None
+    rows: int | None = None
+    max_norm: float | None = None
+    alternatives: GradientsByName = field(default=lambda name: None)
+
+    def total(self, **coefficients: float) -> Tensor:
+        """Return the gradient of the loss; `coefficients` replace those that are set."""
+        weights = {**self.coefficients, **coefficients}
+        return torch.stack([weights[name] * gradient for name, gradient in self.terms.items()]).sum(0)
+
+    def without(self, term: str) -> Tensor | None:
+        """Return the gradient of the loss without a term; None where it has no such term."""
+        return self.total(**{term: 0.0}) if self.weight(term) else None
+
+    def weight(self, term: str) -> float:
+        """Coefficient of a term; 0 where there is none."""
+        return self.coefficients.get(term, 0.0) if term in self.terms else 0.0
+
+    def replaced(self, name: str) -> Tensor | None:
+        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative.
+
+        A value loss has the factor that is nearest to the trainer's: some programs leave the ½ out, and some have it in the weight too.
+        """
+        term = OTHER_LOSSES[name].term if name in OTHER_LOSSES else name.removesuffix("_padded")
+        gradient = self.alternatives(name) if self.weight(term) else None
+        if gradient is None:
+            return None
+        rest, own = self.total(**{term: 0.0}), self.weight(term) * gradient / self.scale
+        is_another_value_loss = term == "value" and not torch.allclose(gradient / self.scale, self.terms[term])
+        candidates = [rest + factor * own for factor in (VALUE_FACTORS if is_another_value_loss else (1.0,))]
+        return min(candidates, key=lambda one: float((one - self.claimed).abs().max()))
+
+    def active(self, vector: Tensor) -> Tensor:
+        """Return [d], bool: the entry's parameter has a gradient in `vector`."""
+        return spread([part.any() for part in vector.split(list(self.numels))], self.numels)
+
+
+def spread(values: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
+    """Return [d] from one number of each parameter."""
+    column = torch.stack(list(values))
+    return column.repeat_interleave(torch.tensor(numels, device=column.device), output_size=sum(numels))
+
+
+def largest_entries(vector: Tensor, numels: Sequence[int]) -> Tensor:
+    """Return the largest magnitude of each of the K parameters, [K]; 0 of one without entries."""
+    return torch.stack([part.abs().max() if len(part) else part.sum() for part in vector.split(list(numels))])
+
+
+def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[int]) -> Tensor:
+    """Return [d], the largest magnitude of each parameter's entries, and at least `NEGLIGIBLE_SHARE` of the largest one in its terms."""
+    scale, floor = (
+        largest_entries(claimed, numels),
+        torch.zeros(len(numels), dtype=torch.float64, device=claimed.device),
+    )
+    for term in terms:
+        magnitudes = largest_entries(term, numels)
+        scale = torch.maximum(scale, magnitudes)
+        floor = torch.maximum(floor, torch.where(magnitudes > 0, NEGLIGIBLE_SHARE * magnitudes.max(), 0.0))
+    scale = torch.maximum(scale, floor)
+    return spread(torch.where(scale > 0, scale, 1.0), numels)
+
+
+def _sum_with_previous(inputs: GradientInputs) -> Tensor | None:
+    """Return the sum of the gradient and of the one that stood there before; None where none did."""
+    return None if inputs.previous is None or not inputs.previous.any() else inputs.total() + inputs.previous
+
+
+def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
+    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None where that is all or nothing."""
+    total, whole = inputs.total(), _sum_with_previous(inputs)
+    if whole is None:
+        return None
+
+    errors = [largest_entries(vector - inputs.claimed, inputs.numels) for vector in (whole, total)]
+    nearer = errors[0] < errors[1]
+    return torch.where(spread(nearer, inputs.numels), whole, total) if 0 < int(nearer.sum()) < len(nearer) else None
+
+
+def parts_missing(inputs: GradientInputs) -> Tensor | None:
+    """Return the gradient of the loss, 0 in the parameters where the trainer has none; None where that is all or nothing of a term."""
+    total = inputs.total()
+    values = torch.where(inputs.active(inputs.claimed), total, 0.0)
+    whole_terms = [inputs.without(term) for term in TERMS]
+    parts = [stopped(inputs, ("value",)), stopped(inputs, ("policy", "entropy"))]
+    named = [total, torch.zeros_like(total), *whole_terms, *parts]
+    return None if any(other is not None and torch.equal(values, other) for other in named) else values
+
+
+def stopped(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
+    """Return the gradient of the loss without that of some terms in the parameters that they share with the others."""
+    ended = [inputs.weight(term) * inputs.terms[term] for term in terms if inputs.weight(term)]
+    if not ended:
+        return None
+    part = torch.stack(ended).sum(0)
+    rest = inputs.total() - part
+    shared = inputs.active(part) & inputs.active(rest)
+    return torch.where(shared, rest, inputs.total()) if shared.any() else None
+
+
+def summed(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
+    """Return the gradient with a sum over the rows in place of the mean in some terms; None without the first of them."""
+    if inputs.rows is None or inputs.rows < 2 or not all(inputs.weight(term) for term in terms[:1]):
+        return None
+    return inputs.total(**{term: inputs.rows * inputs.weight(term) for term in terms})
+
+
+def factor(inputs: GradientInputs, term: str, times: float) -> Tensor | None:
+    """Return the gradient with another weight of a term, in multiples of its own; None where there is no such term."""
+    return inputs.total(**{term: times * inputs.weight(term)}) if inputs.weight(term) else None
+
+
+def by_norm(inputs: GradientInputs) -> Tensor | None:
+    """Return the gradient clipped by its global norm; None where it is below the limit."""
+    norm = torch.linalg.vector_norm(inputs.total() * inputs.scale)
+    clipped = inputs.max_norm is not None and norm > inputs.max_norm
+    return inputs.total() * (inputs.max_norm / (norm + 1e-6)) if clipped else None
+
+
+def leaks(inputs: GradientInputs) -> Tensor | None:
+    """Return the gradient of the loss with that of the whole critic, where the reference stops it."""
+    leak = inputs.alternatives("critic_leaks")
+    return None if leak is None else inputs.total(value=0.0) + inputs.weight("value") * leak / inputs.scale
+
+
+def fitted(base: Tensor, direction: Tensor, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor c, by least squares over every second entry that depends on it, and base + c direction.
+
+    None where fewer than two entries depend on c: any number fits one.
+    """
+    entries = direction.nonzero().flatten()
+    if len(entries) < 2:
+        return None
+    part = direction[entries[::2]]
+    factor = float((numbers - base)[entries[::2]] @ part / (part @ part))
+    return factor, base + factor * direction
+
+
+def fit_weight(term: str, inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Fit the weight of a term."""
+    return fitted(inputs.total(**{term: 0.0}), inputs.terms[term], numbers) if term in inputs.terms else None
+
+
+def fit_scale(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Fit a factor of the whole gradient."""
+    return fitted(torch.zeros_like(numbers), inputs.total(), numbers)
+
+
+def fit_limit(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor]:
+    """Fit the limit of a clip by value: the largest entry."""
+    limit = float((numbers * inputs.scale).abs().max())
+    return limit, (inputs.total() * inputs.scale).clamp(-limit, limit) / inputs.scale
+
+
+def fit_penalty(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Fit the weight of a penalty of half the squared weights."""
+    return None if inputs.weights is None else fitted(inputs.total(), inputs.weights, numbers)
+
+
+def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
+    """Fit the weight of the estimate of the KL divergence that explains the numbers best, beside the clipped or the plain surrogate."""
+    bases = [inputs.total(), inputs.replaced("no_clip")]
+    penalties = [one / inputs.scale for name in KL_ESTIMATES if (one := inputs.alternatives(name)) is not None]
+    fits = [
+        fit
+        for base in bases
+        if base is not None
+        for penalty in penalties
+        if (fit := fitted(base, penalty, numbers)) is not None
+    ]
+    return min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
+
+
+def _of_each_term(says: str, equation: str, advice: str, compute: Callable[..., Any]) -> tuple[Hypothesis, ...]:
+    """Return a mistake in each term: texts with its words, its `symbol` and its weight; `compute` takes the inputs and the term's name."""
+    rows: list[Any] = []
+    for name, term in TERMS.items():
+        words = {"term": name, "words": term.words, "symbol": f"L_{name}", "weighted": f"{term.weight}L_{name}"}
+        rows += [f"{says} // g = ∇({equation}) // {advice}".format(**words), partial(_of_term, compute, name)]
+    return hypothesis_table(*rows)
+
+
+def _of_term(compute: Callable[..., Any], name: str, inputs: GradientInputs) -> Any:
+    return compute(inputs, name)
+
+
+def _of_losses(term: str) -> Iterator[Hypothesis]:
+    """Yield the mistakes of a term as those of its gradient."""
+    for name, (place, one) in OTHER_LOSSES.items():
+        if place == term:
+            compute = partial(_of_term, GradientInputs.replaced, name)
+            yield replace(
+                one, name=name, says=f"the gradient of {one.says}", compute=compute, needs="", doubtful_without=""
+            )
+
+
+GRADIENT = Equation(
+    name="gradient",
+    rank=60,
+    quantity="the gradients before clipping",
+    equation="∇(L_policy + c_v L_value - c_e H) of the minibatch",
+    source="1707.06347, eq. 7 and 9",
+    inputs="the live policy at a minibatch, its rows, and the gradient before clipping",
+    compute=GradientInputs.total,
+    tolerance=1.0,  # errors of the bundled trainer and of Stable-Baselines3 on a CPU: 0, because both passes run the same kernels
+    advice="Compare the terms of the loss in the update with the equation, one at a time",
+    hypotheses=hypothesis_table(
+        "not_cleared: the sum of this minibatch's gradient and the one before // g_k = ∇L_k + g_{k-1}"
+        " // Call optimizer.zero_grad() before each backward pass // torch.optim.Optimizer.zero_grad",
+        _sum_with_previous,
+        "parts_not_cleared: the gradient of the loss, in some parameters added to the one before // g_k = ∇L_k in some parameters, ∇L_k +"
+        " g_{k-1} in others // Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has // "
+        "torch.optim.Optimizer.zero_grad",
+        parts_with_previous,
+        "zero: zero // g = 0 // The loss is detached, or the gradient is cleared after the backward pass",
+        lambda inputs: torch.zeros_like(inputs.claimed),
+        "sign: the gradient with the opposite sign // g = -∇L // The optimizer climbs the loss: remove the minus sign",
+        lambda inputs: -inputs.total(),
+        *_of_each_term(
+            "{term}_sign: the gradient of a loss whose {words} has the wrong sign",
+            "L - 2 {weighted}",
+            "Minimise the policy loss, which is the negative surrogate, and the value loss; subtract the entropy",
+            partial(factor, times=-1.0),
+        ),
+        *_of_each_term(
+            "{term}_missing: the gradient of the loss without its {words}",
+            "L - {weighted}",
+            "The {words} is missing from the total, or computed from detached numbers",
+            GradientInputs.without,
+        ),
+        "value_halved: the gradient of a loss whose value term counts half // g = ∇(L_policy + ½ c_v L_value - c_e H)"
+        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there",
+        partial(factor, term="value", times=0.5),
+        "value_doubled: the gradient of a loss whose value term counts twice // g = ∇(L_policy + 2 c_v L_value - c_e H)"
+        " // The factor ½ of the squared error is missing, or the coefficient includes it already",
+        partial(factor, term="value", times=2.0),
+        "summed: the gradient of the sum of the rows in place of their mean // g = N ∇L // Take the mean over the minibatch",
+        partial(summed, terms=tuple(TERMS)),
+        *_of_each_term(
+            "{term}_summed: the gradient of a loss whose {words} is a sum over the rows",
+            "L + (N - 1) {weighted}",
+            "Take the mean of the {words} over the minibatch",
+            lambda inputs, term: summed(inputs, (term,)),
+        ),
+        *_of_each_term(
+            "{term}_padded: the gradient of a loss whose {words} is a mean over padding too",
+            "L with {symbol} of rows and padding",
+            "Leave padding out of the {words} with the mask of the minibatch",
+            lambda inputs, term: inputs.replaced(f"{term}_padded"),
+        ),
+        "critic_stopped: the gradient of a loss whose value term does not reach the shared parameters // g = ∇L without c_v ∇L_value in "
+        "shared parameters // The critic's input is detached from the trunk that it shares with the actor",
+        partial(stopped, terms=("value",)),
+        "actor_stopped: the gradient of a loss whose policy term does not reach the shared parameters // g = ∇L without ∇(L_policy - c_e "
+        "H) in shared parameters // The actor's input is detached from the trunk that it shares with the critic",
+        partial(stopped, terms=("policy", "entropy")),
+        "critic_leaks: the gradient of a loss whose value term reaches the trunk that it was meant to be stopped at"
+        " // g = ∇L + c_v ∇L_value in the trunk // Detach the trunk's output before the critic reads it",
+        leaks,
+        "parts_missing: the gradient of the loss with some parameters left out // g = ∇L in some parameters, 0 in others"
+        " // Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()",
+        parts_missing,
+        *_of_losses("policy"),
+        *_of_losses("value"),
+        *_of_losses("entropy"),
+        "other_errors (variant): the gradient of a loss whose value term is another increasing function of the size of the error"
+        " // L_value = mean f(|V - R|), f increasing and convex //  // 2006.05990 (Andrychowicz et al.), 3.4: the Huber loss",
+        "clipped_already (variant): the gradient of the loss, clipped by its norm // g = ∇L min(1, c / ‖∇L‖) // "
+        " // torch.nn.utils.clip_grad_norm_",
+        by_norm,
+        "value_weight: the gradient of a loss whose value term has another weight, // g = ∇(L_policy + c L_value - c_e H)"
+        " // Compare the weight of the value loss with the setting; it is that of half the squared error",
+        Fit("value_coef", partial(fit_weight, "value")),
+        "entropy_weight: the gradient of a loss whose entropy bonus has another weight, // g = ∇(L_policy + c_v L_value - c H)"
+        " // Compare the weight of the entropy bonus with the setting",
+        Fit("entropy_coef", partial(fit_weight, "entropy")),
+        "policy_weight: the gradient of a loss whose policy term has a weight, // g = ∇(c L_policy + c_v L_value - c_e H)"
+        " // The policy loss has the weight 1",
+        Fit("weight", partial(fit_weight, "policy")),
+        "scaled: the gradient of the loss multiplied by a // g = c ∇L"
+        " // Look for a division of the loss, such as one for gradient accumulation",
+        Fit("factor", fit_scale),
+        "clipped_by_value: the gradient of the loss, each entry cut at // g = clip(∇L, ±c) // PPO clips the global norm of the gradient"
+        " // torch.nn.utils.clip_grad_value_",
+        Fit("limit", fit_limit),
+        "weight_penalty: the gradient of the loss with a penalty on the weights, // g = ∇L + c w"
+        " // Remove the penalty, or set weight_decay of the optimizer in its place",
+        Fit("weight", fit_penalty),
+        "kl_penalty (variant): the gradient of the loss with a penalty on the KL divergence, // g = ∇(L + β KL) //  // 1707.06347, eq. 8",
+        Fit("β", fit_kl),
+    ),
+)
+
+
+Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
+
+
+@checked_arguments(rows=0, tolerance=0)
+@no_grad
+def check_gradient(
+    gradients: Tensors,
+    terms: Mapping[str, Tensors],
+    *,
+    coefficients: Mapping[str, float],
+    previous: Tensors | None = None,
+    weights: Tensors | None = None,
+    rows: int | None = None,
+    max_norm: float | None = None,
+    alternatives: Mapping[str, Tensors] | None = None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of a gradient, before clipping, with that of the PPO loss.
+
+    Tensors of the K parameters are a mapping by name or a sequence, in one order everywhere; None is a gradient of zeros. A parameter with
+    `requires_grad` stands for its `.grad`.
+
+    Args:
+        gradients: the trainer's, after the backward pass.
+        terms: gradients of the terms at the same minibatch and weights, without coefficients: `policy`, `value` (half the mean squared
+            error), `entropy` (the negative mean entropy); any of them.
+        coefficients: weights of the terms; 1 for `policy` where it is not given.
+        previous: gradients of the minibatch before, as they were last in `.grad`.
+        weights: of the parameters, to recognise a penalty on them.
+        rows: of the minibatch, to recognise a sum in place of a mean.
+        max_norm: limit of the global norm.
+        alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
+            `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: that of the value loss where nothing is stopped.
+        precision: of the trainer's arithmetic.
+        tolerance: largest relative error; by precision where it is None.
+
+    Raises:
+        ValueError: where terms are missing or unknown, or shapes differ.
+    """
+    _check_names(terms, coefficients, alternatives or {})
+    given = _entries(gradients)
+    by_term = {name: _entries(terms[name]) for name in TERMS if name in terms}
+    models = _models(given, by_term)
+    expected = [list(model.shape) for model in models]
+
+    def joined(name: str, tensors: Tensors) -> Tensor:
+        entries = _entries(tensors)
+        shapes = [None if entry is None else list(entry.shape) for entry in entries]
+        if len(shapes) != len(expected) or any(one not in (None, e) for one, e in zip(shapes, expected, strict=True)):
+            raise ValueError(f"{name} must have the shapes {expected}, got {shapes}")
+        filled = zip(entries, models, strict=True)
+        return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
+
+    return compare_gradient(
+        joined("gradients", gradients),
+        {name: joined(name, entries) for name, entries in by_term.items()},
+        {"policy": 1.0, **coefficients},
+        tuple([model.numel() for model in models]),
+        previous=None if previous is None else joined("previous", previous),
+        weights=None if weights is None else flat64([w for w in _values(weights) if w is not None]),
+        rows=rows,
+        max_norm=max_norm,
+        alternatives={name: joined(name, entries) for name, entries in (alternatives or {}).items()}.get,
+        precision=precision,
+        tolerance=tolerance,
+    )
+
+
+def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives: Iterable[str]) -> None:
+    """Raise ValueError where there is no term, a term has no weight, or a name is not known."""
+    unknown = sorted({*terms, *coefficients} - set(TERMS))
+    if unknown or not [*terms]:
+        raise ValueError(f"terms of the loss are {', '.join(TERMS)}, got {', '.join(unknown) or 'none'}")
+    unweighted = [name for name in terms if name != "policy" and name not in coefficients]
+    if unweighted:
+        raise ValueError(f"coefficients must have a weight for {', '.join(unweighted)}")
+    known = [*(name for name in LOSSES if name not in TERMS), "critic_leaks"]
+    unknown = sorted(set(alternatives) - set(known))
+    if unknown:
+        raise ValueError(f"alternatives are of {', '.join(known)}, got {', '.join(unknown)}")
+
+
+def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor]:
+    """Return a gradient of each parameter, the trainer's or of a term. Raises ValueError where numbers differ or one has none."""
+    counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
+    if not given or len(set(counts.values())) > 1:
+        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
+    models = []
+    for place, column in enumerate(zip(given, *by_term.values(), strict=True)):
+        present = [entry for entry in column if entry is not None]
+        if not present:
+            raise ValueError(
+                f"each parameter needs a gradient, the trainer's or of a term, and number {place} has none"
+            )
+        models.append(present[0])
+    return models
+
+
+def compare_gradient(
+    claimed: Tensor,
+    terms: Mapping[str, Tensor],
+    coefficients: Mapping[str, float],
+    numels: tuple[int, ...],
+    *,
+    previous: Tensor | None = None,
+    weights: Tensor | None = None,
+    rows: int | None = None,
+    max_norm: float | None = None,
+    alternatives: GradientsByName = lambda name: None,
+    precision: str | None = None,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of a gradient [d], float64, with the weighted terms [d]; arguments are those of `GradientInputs`, unscaled."""
+    weighted = [coefficients.get(name, 0.0) * gradient for name, gradient in terms.items()]
+    scale = gradient_scale(claimed, weighted, numels)
+    inputs = GradientInputs(
+        terms={name: gradient / scale for name, gradient in terms.items()},
+        coefficients={name: float(weight) for name, weight in coefficients.items()},
+        numels=numels,
+        scale=scale,
+        claimed=claimed / scale,
+        previous=None if previous is None else previous / scale,
+        weights=None if weights is None else weights / scale,
+        rows=rows,
+        max_norm=max_norm,
+        alternatives=alternatives,
+    )
+    return distinguished(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
+
+
+def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:
+    """Return the largest error [d] of a gradient next to the largest entry of its parameter."""
+    if torch.equal(claimed, total):
+        return 0.0
+    scale = gradient_scale(claimed, [total], numels)
+    return float(((claimed - total) / scale).abs().max())
+
+
+def _values(tensors: Tensors) -> list[Tensor | None]:
+    return list(tensors.values()) if isinstance(tensors, Mapping) else list(tensors)
+
+
+def _entries(tensors: Tensors) -> list[Tensor | None]:
+    """The gradients: those of parameters in place of parameters."""
+    entries = [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
+    return [None if entry is None else as_floats([entry])[0] for entry in entries]

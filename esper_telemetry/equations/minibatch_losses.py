@@ -1,0 +1,240 @@
+"""Minibatches that losses are means over, and hypotheses and fits that all losses share.
+
+Shapes: M minibatches of R rows in all, one minibatch after the other; N rows of one minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from esper_telemetry.core.arrays import ArrayLike, as_mask, shown
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.equation import Fit, Hypothesis, hypothesis_table
+from esper_telemetry.metrics.statistics import same_shape
+
+LOSS_TOLERANCE: Final = 0.05
+"""Factor of the tolerances for losses: 5e-6 in single precision. Eleven healthy runs of the bundled trainer reach 1.5e-7."""
+
+MIN_FITTED_MINIBATCHES: Final = 4
+"""Minibatches from which a parameter is fitted: half of them give it, and the others confirm it."""
+
+INFORMATIVE_ERROR: Final = 1e-5
+"""Relative difference from the reference from which a minibatch tells something about a parameter."""
+
+BISECTIONS: Final = 60
+"""Halvings of the interval that a parameter lies in."""
+
+STD_EPS: Final = 1e-8
+"""Added to a standard deviation that is divided by, as in Stable-Baselines3 and CleanRL."""
+
+MAX_ACCUMULATED: Final = 64
+"""Most parts of a minibatch whose gradients are accumulated, each with its share of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatches:
+    """Division of R rows into M minibatches.
+
+    Attributes:
+        index: [R], the minibatch of each row.
+        valid: [R], bool: rows that count.
+        number: M.
+    """
+
+    index: Tensor
+    valid: Tensor
+    number: int
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Return the sums [M] of the valid ones of rows [R]."""
+        zeros = rows.new_zeros(self.number, dtype=torch.float64)
+        return zeros.index_add_(0, self.index, torch.where(self.valid, rows, 0.0).double())
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Return the means [M] over the valid ones of rows [R]; 0 of a minibatch without any."""
+        return self.sum(rows) / self.counts
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of valid rows of each minibatch [M], at least 1."""
+        return self.sum(self.valid.double()).clamp(min=1)
+
+    def normalized(self, rows: Tensor) -> Tensor:
+        """Return rows [R] less the mean of their minibatch, over its unbiased standard deviation."""
+        centred = rows - self.mean(rows)[self.index]
+        std = (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
+        return centred / (std[self.index] + STD_EPS)
+
+    def followers(self, step: int) -> Tensor:
+        """Return the places [R] of the rows `step` later in the same minibatch; after its last row comes its first."""
+        sizes = torch.bincount(self.index, minlength=self.number)
+        starts = (sizes.cumsum(0) - sizes)[self.index]
+        place = torch.arange(len(self.index), device=self.index.device) - starts
+        return starts + (place + step) % sizes[self.index]
+
+    def reversed(self) -> Tensor:
+        """Return the places [R] of the rows in the reverse order of each minibatch."""
+        sizes = torch.bincount(self.index, minlength=self.number)
+        starts = (sizes.cumsum(0) - sizes)[self.index]
+        return 2 * starts + sizes[self.index] - 1 - torch.arange(len(self.index), device=self.index.device)
+
+    def with_padding(self) -> Minibatches:
+        """Return the same with every row valid."""
+        return replace(self, valid=torch.ones_like(self.valid))
+
+
+class OneMinibatch(Minibatches):
+    """A minibatch of N rows that all count, in the trainer's own precision and with its kernels: its losses are 0-d and have a graph."""
+
+    @classmethod
+    def like(cls, column: Tensor) -> OneMinibatch:
+        """Return the minibatch of a column [N]."""
+        return cls(torch.zeros_like(column, dtype=torch.long), torch.ones_like(column, dtype=torch.bool), 1)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Return the mean, 0-d."""
+        return rows.mean()
+
+    def normalized(self, rows: Tensor) -> Tensor:
+        """Return rows [N] less their mean, over their unbiased standard deviation; the rows themselves if there is one."""
+        return (rows - rows.mean()) / (rows.std() + STD_EPS) if len(rows) > 1 else rows
+
+
+def divided(
+    loss: Tensor, counts: Sequence[int] | None, valid: ArrayLike | None, **columns: Tensor | None
+) -> tuple[Tensor, Minibatches, dict[str, Tensor]]:
+    """Return the losses [M], the minibatches, and the columns [R] in float64; columns that are None are left out.
+
+    Args:
+        loss: 0-d or [M].
+        counts: rows of each minibatch, where columns are [R]; None where they are [M, N], or of one minibatch in any shape.
+        valid: bool, of the shape of the columns; None where every row counts.
+        columns: of one shape.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    same_shape(**columns)
+    present = {name: column for name, column in columns.items() if column is not None}
+    name, first = next(iter(present.items()))
+    claimed = loss.detach().reshape(-1).to(first.device)
+    if loss.dim() > 1 or not len(claimed):
+        raise ValueError(f"the loss must be one number, or one number per minibatch [M], got {shown(loss)}")
+    number = len(claimed)
+    sizes = torch.as_tensor(counts if counts is not None else [first.numel() // number] * number)
+    whole = counts is not None or number == 1 or first.shape[0] == number
+    if len(sizes) != number or not whole or int(sizes.sum()) != first.numel() or int(sizes.min()) < 1:
+        raise ValueError(
+            f"{number} losses need {name} of shape [{number}, N], or [R] with `counts`, got shape {list(first.shape)}"
+            f"{'' if counts is None else f' and counts {list(counts)}'}"
+        )
+    index = torch.repeat_interleave(torch.arange(number, device=first.device), sizes.to(first.device))
+    mask = as_mask(valid, first)
+    same_shape(valid=mask, **{name: None if mask is None else first})
+    flags = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    rows = {name: column.detach().reshape(-1).double() for name, column in present.items()}
+    return claimed, Minibatches(index, flags, number), rows
+
+
+Loss = Callable[[float], Tensor]
+
+
+def informative(claimed: Tensor, reference: Tensor) -> bool:
+    """Return True where enough minibatches differ from the reference to fit a parameter and to confirm it by others."""
+    if len(claimed) < MIN_FITTED_MINIBATCHES:
+        return False
+    differs = (claimed - reference).abs() > INFORMATIVE_ERROR * torch.maximum(claimed.abs(), reference.abs()).max()
+    return int(differs[::2].sum()) >= 1 and int(differs[1::2].sum()) >= 2
+
+
+def bisected(loss: Loss, claimed: Tensor, low: float, high: float) -> tuple[float, Tensor] | None:
+    """Return the parameter at which a monotone loss has the sum of every second claimed loss, and all its losses [M]; None
+    where there is none between the bounds.
+    """
+    target = claimed[::2].sum()
+
+    def excess(parameter: float) -> float:
+        return float(loss(parameter)[::2].sum() - target)
+
+    first, last = excess(low), excess(high)
+    if not first * last < 0:
+        return None
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if excess(middle) * first > 0:
+            low = middle
+        else:
+            high = middle
+    return high, loss(high)
+
+
+def proportional(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the factor that takes every second reference loss to the claimed one, and all predicted losses [M]."""
+    square = float(reference[::2] @ reference[::2])
+    if not square or not informative(claimed, reference):
+        return None
+    factor = float(claimed[::2] @ reference[::2]) / square
+    return factor, factor * reference
+
+
+def accumulated(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the same for the inverse of a whole number of parts, which is the parameter; None for any other factor."""
+    result = proportional(reference, claimed)
+    parts = 0.0 if result is None or not result[0] else 1 / result[0]
+    whole = round(parts)
+    if not 2 <= whole <= MAX_ACCUMULATED or abs(parts - whole) > 1e-4 * whole:
+        return None
+    return float(whole), reference / whole
+
+
+def scaled(reference: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the same as `proportional` for a factor that no number of accumulated parts gives."""
+    return None if accumulated(reference, claimed) is not None else proportional(reference, claimed)
+
+
+def rescaled(loss: Callable[[Any], Tensor], says: str, equation: str, *, variant: bool) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses that a loss is divided by a number of accumulated parts, and that it has another factor, a `variant` or not."""
+    other = hypothesis_table(
+        f"scaled: {says} times a factor, // L = c ({equation})"
+        " // Look for a weight that is not the setting, or a division by another number than the rows.",
+        Fit("c", lambda inputs, claimed: scaled(loss(inputs), claimed)),
+    )
+    return hypothesis_table(
+        f"accumulated (variant): {says}, divided by a number of accumulated parts: // L = ({equation}) / k",
+        Fit("k", lambda inputs, claimed: accumulated(loss(inputs), claimed)),
+        replace(other[0], variant=variant),
+    )
+
+
+def with_padding(loss: Callable[[Any], Tensor], equation: str) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses of a mean over padding too, and of a sum over the valid rows that is divided by all of them.
+
+    Args:
+        loss: (inputs with `minibatches`) -> losses [M].
+        equation: of the sum over the rows.
+    """
+
+    def padded(change: Callable[[Any, Minibatches], Tensor]) -> Callable[[Any], Tensor | None]:
+        """Apply to minibatches with padding."""
+        return lambda x: None if bool(x.minibatches.valid.all()) else change(x, x.minibatches.with_padding())
+
+    source = "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75"
+    return hypothesis_table(
+        f"padding_included: the mean over all rows, padding included // L = mean_{{all rows}} {equation}"
+        f" // Take the mean over the valid rows. // {source}",
+        padded(lambda x, everything: loss(replace(x, minibatches=everything))),
+        "padding_counted: the sum over the valid rows, divided by the number of all rows, padding included"
+        f" // L = Σ_{{valid}} {equation} / N // Divide by the number of valid rows. // {source}",
+        padded(lambda x, everything: loss(x) * x.minibatches.counts / everything.counts),
+    )
+
+
+def added(reference: Tensor, term: Tensor, claimed: Tensor) -> tuple[float, Tensor] | None:
+    """Return the weight with which a term [M] is added to every second reference loss, and all predicted losses [M]."""
+    square = float(term[::2] @ term[::2])
+    if not square or not informative(claimed, reference):
+        return None
+    weight = float((claimed - reference)[::2] @ term[::2]) / square
+    return weight, reference + weight * term
