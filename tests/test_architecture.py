@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import esper_telemetry
+from esper_telemetry.equations.equation import equations
 
 PACKAGE = Path(__file__).parents[1] / "esper_telemetry"
 
@@ -160,6 +161,40 @@ def test_importing_changes_nothing_global() -> None:
     done = subprocess.run([sys.executable, "-c", GLOBAL_STATE, *modules], capture_output=True, text=True, check=False)
 
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_nothing_branches_on_the_name_of_a_mistake_or_a_trainer() -> None:
+    """What is special about a mistake is a field of its declaration; what is special about a trainer is a fact."""
+    names = {one.name for equation in equations().values() for one in equation.hypotheses}
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        texts = {target: _strings(getattr(node, "value", None)) for node in tree.body for target in _targets(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                of_name = any(isinstance(side, ast.Attribute) and side.attr == "name" for side in sides)
+                compared = {text for side in sides for text in _strings(side) | texts.get(ast.unparse(side), set())}
+                named = of_name and compared & names and "hypothes" in source
+                wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if named else []
+            elif isinstance(node, ast.Attribute) and node.attr in ("trainer", "of_sb3"):
+                room = path.relative_to(PACKAGE).parts[0]
+                wrong += [f"{path.name}:{node.lineno}: {ast.unparse(node)}"] if room in ("equations", "updates") else []
+
+    assert wrong == []
+
+
+def _strings(node: ast.AST | None) -> set[str]:
+    """Texts that a constant or a collection of constants holds."""
+    constants = [] if node is None or isinstance(node, ast.Lambda) else [*ast.walk(node)]
+    return {one.value for one in constants if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    """Names that a statement assigns to."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [ast.unparse(target) for target in targets]
 
 
 def _loaded_by(statement: str) -> set[str]:

@@ -100,6 +100,11 @@ class Facts(Mapping[str, Any]):
         """True if Stable-Baselines3 or sb3-contrib trains: settings have other names there."""
         return (self.trainer or "").startswith("stable-baselines3")
 
+    @property
+    def shows_normalization(self) -> bool:
+        """False if the adapter normalises the advantages of minibatches, because the trainer keeps its own to itself."""
+        return not self.of_sb3
+
     def __getitem__(self, name: str) -> Any:
         return self.mapping[name]
 

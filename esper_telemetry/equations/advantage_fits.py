@@ -66,7 +66,7 @@ class LocalEquation:
             self.rows &= inputs.valid
 
     def solve(self, left: Tensor, *factors: Tensor) -> list[float] | None:
-        """Return the least-squares coefficients of the factors; None where the rows do not determine them."""
+        """Return the least-squares coefficients of the factors; None if the rows do not determine them."""
         matrix = torch.stack([factor[self.rows] for factor in factors], 1)
         normal = matrix.t() @ matrix
         scale = normal.diagonal().prod()
@@ -157,7 +157,7 @@ def fitted_both(place: int) -> FitFunction:
 
 
 def fitted_gamma_explains(inputs: GaeInputs, claimed: Tensor) -> bool:
-    """Return True where one parameter alone explains the numbers, so that two are not needed."""
+    """Return True if one parameter alone explains the numbers, so that two are not needed."""
     scale = float(torch.stack([claimed.abs().amax(), inputs.values.abs().amax(), inputs.rewards.abs().amax()]).amax())
     for fit in (fitted_gamma, fitted_lambda):
         result = fit(inputs, claimed)
@@ -337,42 +337,44 @@ def other_rows(inputs: GaeInputs, claimed: Tensor, *, normalized: bool = False) 
 
 
 FITTED = hypothesis_table(
-    "other_gamma: GAE with another discount, // A_t with another γ // Compare the discount that the advantages use with the setting.",
+    "other_gamma: GAE with another discount, // A_t with another γ // Compare the discount that the advantages use with the setting."
+    " // program: loop-gamma",
     Fit("gamma", fitted_gamma, fitted_normalized("gamma", returned="gamma")),
     "other_lambda (of gae_lambda): GAE with another lambda, // A_t with another λ"
-    " // Compare the lambda that the advantages use with the setting.",
+    " // Compare the lambda that the advantages use with the setting. // program: loop-lambda",
     Fit("lambda", fitted_lambda, fitted_normalized("gae_lambda", returned="gae_lambda")),
     "time_limit_gamma: GAE with another discount of the values after time limits, // δ_t = r_t + γ' V(s_{t+1}) - V_t at time limits"
-    " // Use one discount for time limits and for all other steps.",
+    " // Use one discount for time limits and for all other steps. // program: gae_programs",
     Fit("gamma", fitted_limit_gamma),
     "step_gamma: GAE with another discount of the next values, and the one that is set in the trace, // δ_t = r_t + γ' V(s_{t+1}) - "
-    "V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1} // Use one discount for the next values and for the trace.",
+    "V_t, A_t = δ_t + γλ (1 - end_t) A_{t+1} // Use one discount for the next values and for the trace. // program: gae_programs",
     Fit("gamma", fitted_step_gamma),
-    "both_gamma: GAE with another discount and another lambda, // A_t with other γ and λ // Compare both with the settings.",
+    "both_gamma: GAE with another discount and another lambda, // A_t with other γ and λ // Compare both with the settings."
+    " // program: gae_programs",
     Fit("gamma", fitted_both(0), fitted_normalized("gamma", "gae_lambda", returned="gamma")),
-    "both_lambda: the same with // A_t with other γ and λ // Compare both with the settings.",
+    "both_lambda: the same with // A_t with other γ and λ // Compare both with the settings. // program: test_advantage_equations",
     Fit("lambda", fitted_both(1), fitted_normalized("gamma", "gae_lambda", returned="gae_lambda")),
     "terminal_reward: GAE with the same number added to the reward of each termination, // r_t + c at terminations"
-    " // Learn from the rewards that are stored.",
+    " // Learn from the rewards that are stored. // program: gae_programs",
     Fit("c", fitted_termination(constant=True)),
     "termination_bootstrapped: GAE that adds a value after terminations, as if a time limit had ended the episode; // δ_t = r_t + γ "
     "V(s_{t+1}) - V_t at terminations // Bootstrap where truncated is set and terminated is not. // Pardo et al. 2018, 1712.00378",
     Fit("mean value", fitted_termination(constant=False)),
     "other_last_value: GAE that bootstraps the last step with other values; // δ_T = r_T + γ x - V_T"
-    " // Ask the critic for the observation after the last step, with the weights and states of the rollout.",
+    " // Ask the critic for the observation after the last step, with the weights and states of the rollout. // program: gae_programs",
     Fit("their mean", fitted_last_value),
-    "other_ends: GAE with the ends of episodes in other steps than the environments returned them;"
-    " // A_t = δ_t + γλ (1 - d_t) A_{t+1} with flags d that are not the ends"
-    " // Compare the flags that the advantages use with those that `env.step` returns, step by step and in each environment.",
+    "other_ends: GAE with the ends of episodes in other steps than the environments returned them; // A_t = δ_t + γλ (1 - d_t) "
+    "A_{t+1} with flags d that are not the ends // Compare the flags that the advantages use with those that `env.step` returns, step"
+    " by step and in each environment. // program: script-ends_of_rollout_before",
     Fit("differing steps", fitted_ends),
-    "other_rows (doubtful_without order): GAE of other rows; // A_j in row i"
-    " // Index advantages with the rows of the observations and actions, and shuffle all columns by the same permutation.",
+    "other_rows (doubtful_without order): GAE of other rows; // A_j in row i // Index advantages with the rows of the observations "
+    "and actions, and shuffle all columns by the same permutation. // program: gae_programs",
     Fit("rows that differ", other_rows, partial(other_rows, normalized=True)),
     "reward_clip: GAE of rewards clipped to [-c, c], // δ_t = clip(r_t, -c, c) + γ V_{t+1} - V_t"
-    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees.",
+    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees. // program: gae_programs",
     Fit("c", fitted_clip),
     "scaled: GAE times a factor, // A_t = c GAE_t"
-    " // Look for a factor after the advantages are computed; normalised advantages need none.",
+    " // Look for a factor after the advantages are computed; normalised advantages need none. // program: gae_programs",
     Fit("c", fitted_scale),
     "reward_scale (variant): GAE of scaled rewards, // δ_t = c r_t + γ V_{t+1} - V_t //  // 2005.12729, section 3, reward scaling",
     Fit("factor", fitted_reward_scale),

@@ -221,11 +221,11 @@ def _product_score(own: Tensor, other: Tensor) -> Tensor:
     return ((own * other).sum() / (other.square().sum() + 1.0).sqrt()).reshape(1)
 
 
-# Hypotheses: each returns its largest score, that is small where it explains the actions; None where it does not apply.
+# Hypotheses: each returns its largest score, that is small where it explains the actions; None if it does not apply.
 
 
 def deterministic(inputs: ActionInputs) -> float | None:
-    """0 where every action is the likeliest one, or the mean."""
+    """0 if every action is the likeliest one, or the mean."""
     for head, log_probs in inputs.log_probs.items():
         chosen = log_probs.gather(-1, inputs.actions[head].unsqueeze(-1)).squeeze(-1)
         if bool((inputs.counted[head] & (chosen < log_probs.amax(-1) - 1e-6)).any()):
@@ -361,7 +361,7 @@ def _step_scores(p: Tensor, actions: Tensor, counted: Tensor, expected: Tensor) 
 
 
 def _best_order(inputs: ActionInputs) -> Tensor | None:
-    """The environment whose distributions fit the actions of each environment best, [B]; None where two have the same one."""
+    """The environment whose distributions fit the actions of each environment best, [B]; None if two have the same one."""
     envs = next(iter(inputs.actions.values())).shape[1]
     if envs > MAX_CLASSES:
         return None

@@ -27,7 +27,7 @@ class ClipInputs:
         gradient: [d] before clipping, float64.
         numels: entries of each of the K parameters.
         scale: [d], that the result is divided by.
-        max_norm: limit of the global norm; None where nothing is clipped.
+        max_norm: limit of the global norm; None if nothing is clipped.
     """
 
     gradient: Tensor
@@ -79,17 +79,19 @@ CLIPPING = Equation(
     tolerance=1.0,  # errors of healthy runs: 5e-7 and below
     advice="Something changes the gradient between the backward pass and the optimizer's step",
     hypotheses=hypothesis_table(
-        "not_clipped: gradients that are not clipped, or only after the step // g // Clip between the backward pass and optimizer.step()",
+        "not_clipped: gradients that are not clipped, or only after the step // g // Clip between the backward pass and optimizer.step()"
+        " // program: test_optimizer_step",
         lambda inputs: inputs.gradient / inputs.scale,
         "by_value: gradients with each entry cut at the limit of the norm // clip(g, ±c)"
         " // Use clip_grad_norm_ in place of clip_grad_value_ // torch.nn.utils.clip_grad_value_",
         _by_value,
         "each_tensor: gradients of which each tensor is clipped by its own norm // g_k min(1, c / ‖g_k‖)"
-        " // Clip all parameters in one call, by their global norm",
+        " // Clip all parameters in one call, by their global norm // program: test_optimizer_step",
         _each_tensor,
-        "cleared: zero // 0 // Call zero_grad() before the backward pass, not between it and the step",
+        "cleared: zero // 0 // Call zero_grad() before the backward pass, not between it and the step // program: test_optimizer_step",
         lambda inputs: torch.zeros_like(inputs.gradient),
-        "norm: gradients of another norm than the limit allows, // g c / ‖g‖ // Compare the limit with the setting",
+        "norm: gradients of another norm than the limit allows, // g c / ‖g‖ // Compare the limit with the setting"
+        " // program: test_optimizer_step",
         Fit("norm", _fit_norm),
         "value: gradients with each entry cut at // clip(g, ±c) // Use clip_grad_norm_ in place of clip_grad_value_"
         " // torch.nn.utils.clip_grad_value_",
@@ -127,12 +129,12 @@ def check_clipping(
 
     Args:
         before, after: gradients of the K parameters, a mapping by name or a sequence, in one order.
-        max_norm: limit of their global norm; None where they are not to be clipped.
+        max_norm: limit of their global norm; None if they are not to be clipped.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where shapes differ, or there are none.
+        ValueError: if shapes differ, or there are none.
     """
     old, new = (as_floats(x.values() if isinstance(x, Mapping) else x) for x in (before, after))
     shapes = [[list(x.shape) for x in tensors] for tensors in (old, new)]

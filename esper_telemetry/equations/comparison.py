@@ -181,9 +181,9 @@ def compare(
         inputs: what they are computed from; a dataclass.
         claimed: the trainer's numbers, any shape.
         magnitudes: tensors of the inputs whose size sets the rounding of the result.
-        valid: bool, of the shape of `claimed`; None where every entry counts.
+        valid: bool, of the shape of `claimed`; None if every entry counts.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
     """
     bound = equation.tolerance_at(precision) if tolerance is None else tolerance
     claimed = claimed.detach().double()
@@ -240,6 +240,6 @@ def distinguished(check: EquationCheck) -> EquationCheck:
 
 
 def _largest(values: Tensor, valid: Tensor | None) -> float:
-    """Return the largest magnitude of the entries that count; infinity where one is not finite, 0 where none counts."""
+    """Return the largest magnitude of the entries that count; infinity where one is not finite, 0 if none counts."""
     counted = values if valid is None else values[valid.expand_as(values)]
     return float(counted.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if counted.numel() else 0.0

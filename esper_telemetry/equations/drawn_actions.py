@@ -58,36 +58,37 @@ ACTIONS = CalibrationEquation(
     hypotheses=hypothesis_table(
         "deterministic (hides permuted step_before step_after repeated cut_at_bounds squashed same_noise coloured_noise shuffled "
         "independent): always the likeliest ones // a_t = argmax π(· | s_t) // Draw actions while training; take the likeliest one in "
-        "evaluations only (`deterministic=False`).",
+        "evaluations only (`deterministic=False`). // program: force-mean_action",
         calibration.deterministic,
         "permuted (hides independent shuffled): those of another environment // a_{t,b} ~ π(· | s_{t,σ(b)})"
-        " // Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B].",
+        " // Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B]."
+        " // program: test_action_calibration",
         calibration.permuted,
         "step_before (hides independent shuffled): drawn from the distribution of the step before // a_t ~ π(· | s_{t-1})"
-        " // Store observation, distribution and action of one step in one row.",
+        " // Store observation, distribution and action of one step in one row. // program: test_action_calibration",
         partial(calibration.displaced, steps=-1),
         "step_after (hides independent shuffled): drawn from the distribution of the step after // a_t ~ π(· | s_{t+1})"
-        " // Store observation, distribution and action of one step in one row.",
+        " // Store observation, distribution and action of one step in one row. // program: test_action_calibration",
         partial(calibration.displaced, steps=1),
-        "repeated: repeated from the step before // a_t = a_{t-1}, else a_t ~ π(· | s_t)"
-        " // Ask the policy in every step; where actions are repeated on purpose, store one transition for all of them.",
+        "repeated: repeated from the step before // a_t = a_{t-1}, else a_t ~ π(· | s_t) // Ask the policy in every step; where actions "
+        "are repeated on purpose, store one transition for all of them. // program: loop-sticky",
         calibration.repeated,
-        "cut_at_bounds (hides independent shuffled): cut at their bounds before they were stored"
-        " // a_t = clip(u, low, high), u ~ π(· | s_t) // Store the action as it was drawn, and cut only what the environment gets.",
+        "cut_at_bounds (hides independent shuffled): cut at their bounds before they were stored // a_t = clip(u, low, high), u ~ π(· | "
+        "s_t) // Store the action as it was drawn, and cut only what the environment gets. // program: force-clipped_before_log_prob",
         calibration.cut_at_bounds,
         "squashed (variant, hides independent shuffled): the tanh of draws // a_t = tanh u, u ~ π(· | s_t) //  // 1801.01290, appendix C",
         calibration.squashed,
         "same_noise: drawn with the same noise in all environments // a_{t,b} = F_b⁻¹(ε_t)"
-        " // Draw noise for every environment; give processes seeds of their own.",
+        " // Draw noise for every environment; give processes seeds of their own. // program: script-repeated_env",
         calibration.same_noise,
         "coloured_noise (variant): drawn with noise that is correlated in time // ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t // "
         " // 2312.11091; 2005.05719",
         calibration.coloured_noise,
         "shuffled: those of any environment of the same step // a_{t,b} ~ π(· | s_{t,σ_t(b)})"
-        " // Keep the order of environments from the policy's output to `env.step` and to the buffer.",
+        " // Keep the order of environments from the policy's output to `env.step` and to the buffer. // program: loop-independent",
         calibration.shuffled,
         "independent: independent of the distributions // a_t ~ q(·)"
-        " // Step the environments with the actions of the policy, and store those.",
+        " // Step the environments with the actions of the policy, and store those. // program: force-independent",
         calibration.independent,
     ),
 )
@@ -158,10 +159,10 @@ def check_actions(
         action_masks: per restricted head [T, B, A], bool: allowed choices.
         relevant: per head that is not always relevant [T, B], bool.
         bounds: per bounded Gaussian head [2, D]: lower and upper.
-        valid: [T, B], bool; None where every row counts.
+        valid: [T, B], bool; None if every row counts.
 
     Raises:
-        ValueError: where there is no distribution, or shapes do not fit together.
+        ValueError: if there is no distribution, or shapes do not fit together.
     """
     inputs = action_inputs(
         actions,

@@ -38,7 +38,7 @@ class EntropyInputs:
 
     Attributes:
         entropies: of each head [R], in nats, whether it is relevant or not.
-        unmasked: the same without masks; None where there are none.
+        unmasked: the same without masks; None if there are none.
         log_probs: per categorical head log-probabilities [R, A]; -inf where an action is masked.
         log_std: per Gaussian head [R, D].
         relevance: per head that is not always relevant [R], bool.
@@ -117,57 +117,61 @@ ENTROPY_LOSS = Equation(
     advice="Compare the line of the entropy with the distribution's.",
     hypotheses=hypothesis_table(
         "sign: the entropy itself, without its minus sign: descent lowers it // L = mean H"
-        " // Subtract the entropy from the loss, so that the bonus rewards exploring.",
+        " // Subtract the entropy from the loss, so that the bonus rewards exploring. // program: script-entropy_sign",
         lambda x: -entropy_loss(x),
-        "sample (needs sampled, gradient entropy_of_sample): the log-probability of the chosen action, whose gradient is noise"
-        " // L = mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
+        "sample (needs sampled, gradient entropy_of_sample): the log-probability of the chosen action, whose gradient is noise // L = "
+        "mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0. // program: loop-entropy_sample",
         lambda x: x.minibatches.mean(x.sampled),
-        "sample_sign (needs sampled, gradient entropy_of_sample_sign): the negative log-probability of the chosen action"
-        " // L = -mean log π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0.",
+        "sample_sign (needs sampled, gradient entropy_of_sample_sign): the negative log-probability of the chosen action // L = -mean log"
+        " π(a) // Take the entropy of the distribution: the expected gradient of log π(a) is 0. // program: test_entropy_and_total",
         lambda x: -x.minibatches.mean(x.sampled),
         "squashed_sample (variant, needs trained): the log-probability of the chosen action after a squash, whose entropy has no closed "
         "form // L = mean log π(a) //  // Stable-Baselines3, PPO.train",
         lambda x: x.minibatches.mean(x.trained),
         "sum: the sum of the entropies over the rows in place of the mean // L = -Σ H"
-        " // Take the mean, so that the bonus does not grow with the minibatch.",
+        " // Take the mean, so that the bonus does not grow with the minibatch. // program: test_entropy_and_total",
         lambda x: entropy_loss(x) * x.minibatches.counts,
         "unmasked (needs unmasked, gradient entropy_unmasked): the negative entropy over all choices, masked ones included"
         " // L = -mean H(π without its mask) // Take the entropy of the masked distribution. // 2006.14171 (invalid action masking)",
         lambda x: -x.summed(x.unmasked),
         "irrelevant_heads (needs relevance): the negative entropy of all heads, irrelevant ones included // L = -mean Σ_{all heads} H"
-        " // Count a head in the rows where its choice matters.",
+        " // Count a head in the rows where its choice matters. // program: test_entropy_and_total",
         lambda x: entropy_loss(replace(x, relevance={})),
         "relevant_rows (variant, needs relevance): the negative entropy of each head, as a mean over the rows where it is relevant"
-        " // L = -Σ_heads mean_{relevant rows} H",
+        " // L = -Σ_heads mean_{relevant rows} H //  // program: test_entropy_and_total",
         _over_relevant_rows,
-        "mean_of_heads (variant): the mean of the heads' negative entropies in place of their sum // L = -mean mean_heads H",
+        "mean_of_heads (variant): the mean of the heads' negative entropies in place of their sum // L = -mean mean_heads H // "
+        " // program: test_entropy_and_total",
         lambda x: entropy_loss(x) / len(x.sizes()) if len(x.sizes()) > 1 else None,
         "mean_of_entries (variant): the mean over the actions or dimensions of each head in place of the sum"
         " // L = mean_{rows, actions} p log p //  // https://github.com/openai/spinningup, ppo.py",
         _mean_of_entries,
-        "bits (variant): the negative entropy in bits // L = -mean H / log 2",
+        "bits (variant): the negative entropy in bits // L = -mean H / log 2 //  // program: test_entropy_and_total",
         lambda x: entropy_loss(x) / math.log(2),
-        "normalized (variant): the negative entropy over its largest value // L = -mean Σ_heads H / log A",
+        "normalized (variant): the negative entropy over its largest value // L = -mean Σ_heads H / log A // "
+        " // program: test_entropy_and_total",
         lambda x: (
             None
             if x.log_std or min(x.sizes().values()) < 2
             else -x.summed({head: rows / math.log(x.sizes()[head]) for head, rows in x.entropies.items()})
         ),
         "std (needs log_std): the negative standard deviation in place of the entropy // L = -mean Σ σ"
-        " // Take the entropy, which grows with log σ.",
+        " // Take the entropy, which grows with log σ. // program: test_entropy_and_total",
         _of_std(lambda log_std: log_std.exp().sum(-1)),
         "mean_std (needs log_std): the negative mean of the standard deviations in place of the entropy // L = -mean σ"
-        " // Take the entropy, which grows with log σ.",
+        " // Take the entropy, which grows with log σ. // program: test_entropy_and_total",
         _of_std(lambda log_std: log_std.exp().mean(-1)),
         "variance (needs log_std): the entropy with the variance in place of the standard deviation // L = -mean Σ (2 log σ + ½ log 2πe)"
-        " // Pass the standard deviation to the distribution, and not its square.",
+        " // Pass the standard deviation to the distribution, and not its square. // program: test_entropy_and_total",
         _of_std(lambda log_std: (2 * log_std + GAUSSIAN_ENTROPY).sum(-1)),
         "log_std (variant, needs log_std): the negative log standard deviation, which is the entropy but for a constant"
-        " // L = -mean Σ log σ",
+        " // L = -mean Σ log σ //  // program: test_entropy_and_total",
         _of_std(lambda log_std: log_std.sum(-1)),
-        "probabilities: the sum of the squared probabilities // L = mean Σ p² // Multiply the probabilities by their logarithms.",
+        "probabilities: the sum of the squared probabilities // L = mean Σ p² // Multiply the probabilities by their logarithms."
+        " // program: test_entropy_and_total",
         lambda x: None if x.log_std else x.summed({head: p.exp().square().sum(-1) for head, p in x.log_probs.items()}),
-        "weighted (variant, needs weight, of weight): the negative entropy times the weight of its bonus // L = -c mean H",
+        "weighted (variant, needs weight, of weight): the negative entropy times the weight of its bonus // L = -c mean H // "
+        " // program: test_entropy_and_total",
         lambda x: x.weight * entropy_loss(x),
         with_padding(entropy_loss, "-H")[0],
         *rescaled(entropy_loss, "the negative entropy", "-mean H", variant=True),
@@ -200,13 +204,13 @@ def check_entropy(
         log_std: per Gaussian head [N, D], or [M, N, D], or [R, D] with `counts`.
         masks: per categorical head of the shape of its logits, bool: allowed choices.
         relevance: per head that is not always relevant [N], or [M, N], or [R], bool.
-        valid: of the same shape, bool; None where every row counts.
+        valid: of the same shape, bool; None if every row counts.
         counts: rows of each minibatch, where the columns are [R].
         chosen_log_probs: of the same shape: log-probabilities of the actions taken, under these distributions.
         log_probs: of the same shape: those that the ratio is computed from, where a squash makes them others.
-        weight: of the entropy loss in the total; None where it is not known.
+        weight: of the entropy loss in the total; None if it is not known.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
         ValueError: shapes do not fit, or there is no head.

@@ -1,7 +1,6 @@
 """Equations of PPO that the numbers of a run are compared with, and the alternatives that may explain a difference.
 
-An `Equation` is a module constant beside the function that checks it (`metrics.integrity`). Alarms and views read names and sentences from
-here, without torch, as they do of metrics.
+An `Equation` is a module constant in the file of the function that checks it. Alarms and views read its name and sentences without torch.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Hypothesis:
         exact: it is not tried in the other units of `Equation.multiples`.
         needs: attribute of the inputs without which it does not apply: that is None, 0 or empty.
         gradient: name of the same mistake in the equation of the gradient.
-        doubtful_without: what the source must show beside the numbers: other programs have them for other reasons.
-        of: what it is about, where a check has to know: a part of the total loss that is included, a setting, the memory, the mode.
-        hides: names of others in its equation that explain the same numbers by chance.
+        doubtful_without: what the program must show in addition, because the same numbers may have another reason.
+        of: subject that a check asks for: a setting, the memory, or a part of the total loss that is included.
+        hides: names of hypotheses of its equation that explain the same numbers by chance.
         unknown_row: the columns lack the number of one row.
     """
 
@@ -139,7 +138,7 @@ class Equation:
         advice: what to look at if no hypothesis explains a difference.
         multiples: (inputs) -> factors with which programs may compute what a hypothesis predicts.
         over_run: compared over all updates so far, so that the last comparison knows most.
-        rank: place among causes, small first: of several equations that differ, the one with the smallest rank is named first.
+        rank: place among causes. If several equations differ, the one with the smallest rank is named first.
     """
 
     name: str

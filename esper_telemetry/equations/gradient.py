@@ -74,16 +74,16 @@ OTHER_POLICY_LOSSES = hypothesis_table(
     " A in place of A // Leave the advantages as they are, or switch the setting on // stable-baselines3, normalize_advantage",
     lambda x: x.of_advantages(x.minibatches.normalized(x.advantages)) if x.raw is None else None,
     "advantages_centred (needs raw): a policy loss whose advantages are centred but not divided by their deviation"
-    " // L_policy of A - mean A // Divide by the standard deviation",
+    " // L_policy of A - mean A // Divide by the standard deviation // program: sb3_own_loops",
     lambda x: x.of_advantages(x.raw - x.raw.mean()),
     "advantages_std_alone (needs raw): a policy loss whose advantages are divided by their deviation but not centred"
-    " // L_policy of A / std A // Subtract the mean before you divide",
+    " // L_policy of A / std A // Subtract the mean before you divide // program: sb3-norm_no_mean",
     lambda x: x.of_advantages(x.raw / (x.raw.std() + STD_EPS)),
     "returns_for_advantages: a policy loss with returns in place of advantages // L_policy of R"
-    " // Subtract the values from the returns",
+    " // Subtract the values from the returns // program: sb3_own_loops",
     lambda x: x.of_advantages(x.returns),
     "advantages_attached: a policy loss that reaches the values through the advantages // L_policy of A = R - V, with ∇V"
-    " // Detach the advantages, or compute them without gradients",
+    " // Detach the advantages, or compute them without gradients // program: sb3_own_loops",
     lambda x: x.of_advantages(
         x.returns - x.values if x.raw is None else x.minibatches.normalized(x.returns - x.values)
     ),
@@ -92,7 +92,8 @@ OTHER_POLICY_LOSSES = hypothesis_table(
 
 OTHER_VALUE_LOSSES = hypothesis_table(
     "value_unclipped (needs clip): a value loss that is not clipped though the setting is on // L_value = ½ mean (V - R)²"
-    " // Clip the values to the old ones ± clip_range_vf, or switch the setting off",
+    " // Clip the values to the old ones ± clip_range_vf, or switch the setting off"
+    " // 2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
     lambda x: clipped_at(x, None),
     "value_clip_maximum (variant, needs clip): a clipped value loss with the maximum // L_value = ½ mean max((V - R)², (V_clip - R)²)"
     " //  // 2005.12729, section 3",
@@ -168,7 +169,7 @@ class LossGradients:
         self._cache: dict[str, Tensor | None] = {}
 
     def __call__(self, name: str) -> Tensor | None:
-        """Return the gradient [d], float64; None where this minibatch has no such loss.
+        """Return the gradient [d], float64; None if this minibatch has no such loss.
 
         The first call takes a forward pass for all losses, and each loss a backward pass.
         """
@@ -186,7 +187,7 @@ class LossGradients:
         return gradient, len(rows.log_ratio)
 
     def detached(self) -> list[bool]:
-        """Return for each of the K parameters True where either the actor or the critic depends on it, and no gradient reaches it.
+        """Return for each of the K parameters True if either the actor or the critic depends on it, and no gradient reaches it.
 
         Parameters without a gradient that serve both are an encoder that is frozen on purpose.
         """
@@ -249,7 +250,7 @@ class GradientsByName(Protocol):
     """Gradients of a loss, or of an alternative to one, by name."""
 
     def __call__(self, name: str, /) -> Tensor | None:
-        """Return the gradient [d], float64; None where this minibatch has no such loss."""
+        """Return the gradient [d], float64; None if this minibatch has no such loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,10 +263,10 @@ class GradientInputs:
         numels: entries of each of the K parameters.
         scale: [d], largest magnitude of the parameter that an entry belongs to.
         claimed: the trainer's gradient.
-        previous: gradient that stood in `.grad` before the backward pass; None where there was none.
-        weights: of the parameters; None where they are not given.
-        rows: N; None where it is not known.
-        max_norm: limit of the global norm; None where nothing is clipped.
+        previous: gradient that stood in `.grad` before the backward pass; None if there was none.
+        weights: of the parameters; None if they are not given.
+        rows: N; None if it is not known.
+        max_norm: limit of the global norm; None if nothing is clipped.
         alternatives: gradients of other losses by name, neither weighted nor scaled.
     """
 
@@ -286,15 +287,15 @@ class GradientInputs:
         return torch.stack([weights[name] * gradient for name, gradient in self.terms.items()]).sum(0)
 
     def without(self, term: str) -> Tensor | None:
-        """Return the gradient of the loss without a term; None where it has no such term."""
+        """Return the gradient of the loss without a term; None if it has no such term."""
         return self.total(**{term: 0.0}) if self.weight(term) else None
 
     def weight(self, term: str) -> float:
-        """Coefficient of a term; 0 where there is none."""
+        """Coefficient of a term; 0 if there is none."""
         return self.coefficients.get(term, 0.0) if term in self.terms else 0.0
 
     def replaced(self, name: str) -> Tensor | None:
-        """Return the gradient of the loss with an alternative in place of its term; None where there is no such alternative.
+        """Return the gradient of the loss with an alternative in place of its term; None if there is no such alternative.
 
         A value loss has the factor that is nearest to the trainer's: some programs leave the ½ out, and some have it in the weight too.
         """
@@ -338,12 +339,12 @@ def gradient_scale(claimed: Tensor, terms: Iterable[Tensor], numels: Sequence[in
 
 
 def _sum_with_previous(inputs: GradientInputs) -> Tensor | None:
-    """Return the sum of the gradient and of the one that stood there before; None where none did."""
+    """Return the sum of the gradient and of the one that stood there before; None if none did."""
     return None if inputs.previous is None or not inputs.previous.any() else inputs.total() + inputs.previous
 
 
 def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
-    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None where that is all or nothing."""
+    """Return the sum with the gradient before in the parameters where it is nearer to the trainer's; None if that is all or nothing."""
     total, whole = inputs.total(), _sum_with_previous(inputs)
     if whole is None:
         return None
@@ -354,7 +355,7 @@ def parts_with_previous(inputs: GradientInputs) -> Tensor | None:
 
 
 def parts_missing(inputs: GradientInputs) -> Tensor | None:
-    """Return the gradient of the loss, 0 in the parameters where the trainer has none; None where that is all or nothing of a term."""
+    """Return the gradient of the loss, 0 in the parameters where the trainer has none; None if that is all or nothing of a term."""
     total = inputs.total()
     values = torch.where(inputs.active(inputs.claimed), total, 0.0)
     whole_terms = [inputs.without(term) for term in TERMS]
@@ -382,12 +383,12 @@ def summed(inputs: GradientInputs, terms: Sequence[str]) -> Tensor | None:
 
 
 def factor(inputs: GradientInputs, term: str, times: float) -> Tensor | None:
-    """Return the gradient with another weight of a term, in multiples of its own; None where there is no such term."""
+    """Return the gradient with another weight of a term, in multiples of its own; None if there is no such term."""
     return inputs.total(**{term: times * inputs.weight(term)}) if inputs.weight(term) else None
 
 
 def by_norm(inputs: GradientInputs) -> Tensor | None:
-    """Return the gradient clipped by its global norm; None where it is below the limit."""
+    """Return the gradient clipped by its global norm; None if it is below the limit."""
     norm = torch.linalg.vector_norm(inputs.total() * inputs.scale)
     clipped = inputs.max_norm is not None and norm > inputs.max_norm
     return inputs.total() * (inputs.max_norm / (norm + 1e-6)) if clipped else None
@@ -402,7 +403,7 @@ def leaks(inputs: GradientInputs) -> Tensor | None:
 def fitted(base: Tensor, direction: Tensor, numbers: Tensor) -> tuple[float, Tensor] | None:
     """Return the factor c, by least squares over every second entry that depends on it, and base + c direction.
 
-    None where fewer than two entries depend on c: any number fits one.
+    None if fewer than two entries depend on c: any number fits one.
     """
     entries = direction.nonzero().flatten()
     if len(entries) < 2:
@@ -447,12 +448,17 @@ def fit_kl(inputs: GradientInputs, numbers: Tensor) -> tuple[float, Tensor] | No
     return min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
 
 
-def _of_each_term(says: str, equation: str, advice: str, compute: Callable[..., Any]) -> tuple[Hypothesis, ...]:
+def _of_each_term(
+    says: str, equation: str, advice: str, compute: Callable[..., Any], source: str = "program: test_gradients"
+) -> tuple[Hypothesis, ...]:
     """Return a mistake in each term: texts with its words, its `symbol` and its weight; `compute` takes the inputs and the term's name."""
     rows: list[Any] = []
     for name, term in TERMS.items():
         words = {"term": name, "words": term.words, "symbol": f"L_{name}", "weighted": f"{term.weight}L_{name}"}
-        rows += [f"{says} // g = ∇({equation}) // {advice}".format(**words), partial(_of_term, compute, name)]
+        rows += [
+            f"{says} // g = ∇({equation}) // {advice} // {source}".format(**words),
+            partial(_of_term, compute, name),
+        ]
     return hypothesis_table(*rows)
 
 
@@ -488,9 +494,10 @@ GRADIENT = Equation(
         " g_{k-1} in others // Clear the gradients of all parameters: optimizer.zero_grad() clears those that the optimizer has // "
         "torch.optim.Optimizer.zero_grad",
         parts_with_previous,
-        "zero: zero // g = 0 // The loss is detached, or the gradient is cleared after the backward pass",
+        "zero: zero // g = 0 // The loss is detached, or the gradient is cleared after the backward pass // program: test_gradients",
         lambda inputs: torch.zeros_like(inputs.claimed),
-        "sign: the gradient with the opposite sign // g = -∇L // The optimizer climbs the loss: remove the minus sign",
+        "sign: the gradient with the opposite sign // g = -∇L // The optimizer climbs the loss: remove the minus sign"
+        " // program: test_gradients",
         lambda inputs: -inputs.total(),
         *_of_each_term(
             "{term}_sign: the gradient of a loss whose {words} has the wrong sign",
@@ -505,12 +512,13 @@ GRADIENT = Equation(
             GradientInputs.without,
         ),
         "value_halved: the gradient of a loss whose value term counts half // g = ∇(L_policy + ½ c_v L_value - c_e H)"
-        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there",
+        " // The factor ½ of the squared error is applied twice, or the coefficient assumes that it is not there // program: sb3-v_half",
         partial(factor, term="value", times=0.5),
         "value_doubled: the gradient of a loss whose value term counts twice // g = ∇(L_policy + 2 c_v L_value - c_e H)"
-        " // The factor ½ of the squared error is missing, or the coefficient includes it already",
+        " // The factor ½ of the squared error is missing, or the coefficient includes it already // program: test_gradients",
         partial(factor, term="value", times=2.0),
-        "summed: the gradient of the sum of the rows in place of their mean // g = N ∇L // Take the mean over the minibatch",
+        "summed: the gradient of the sum of the rows in place of their mean // g = N ∇L // Take the mean over the minibatch"
+        " // program: test_gradients",
         partial(summed, terms=tuple(TERMS)),
         *_of_each_term(
             "{term}_summed: the gradient of a loss whose {words} is a sum over the rows",
@@ -523,18 +531,20 @@ GRADIENT = Equation(
             "L with {symbol} of rows and padding",
             "Leave padding out of the {words} with the mask of the minibatch",
             lambda inputs, term: inputs.replaced(f"{term}_padded"),
+            "https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/75",
         ),
         "critic_stopped: the gradient of a loss whose value term does not reach the shared parameters // g = ∇L without c_v ∇L_value in "
-        "shared parameters // The critic's input is detached from the trunk that it shares with the actor",
+        "shared parameters // The critic's input is detached from the trunk that it shares with the actor // program: test_gradients",
         partial(stopped, terms=("value",)),
-        "actor_stopped: the gradient of a loss whose policy term does not reach the shared parameters // g = ∇L without ∇(L_policy - c_e "
-        "H) in shared parameters // The actor's input is detached from the trunk that it shares with the critic",
+        "actor_stopped: the gradient of a loss whose policy term does not reach the shared parameters"
+        " // g = ∇L without ∇(L_policy - c_e H) in shared parameters"
+        " // The actor's input is detached from the trunk that it shares with the critic // program: test_gradients",
         partial(stopped, terms=("policy", "entropy")),
         "critic_leaks: the gradient of a loss whose value term reaches the trunk that it was meant to be stopped at"
-        " // g = ∇L + c_v ∇L_value in the trunk // Detach the trunk's output before the critic reads it",
+        " // g = ∇L + c_v ∇L_value in the trunk // Detach the trunk's output before the critic reads it // program: test_gradients",
         leaks,
-        "parts_missing: the gradient of the loss with some parameters left out // g = ∇L in some parameters, 0 in others"
-        " // Some parameters have no gradient although the loss depends on them: look for detach() and no_grad()",
+        "parts_missing: the gradient of the loss with some parameters left out // g = ∇L in some parameters, 0 in others // Some "
+        "parameters have no gradient although the loss depends on them: look for detach() and no_grad() // program: test_gradients",
         parts_missing,
         *_of_losses("policy"),
         *_of_losses("value"),
@@ -545,22 +555,22 @@ GRADIENT = Equation(
         " // torch.nn.utils.clip_grad_norm_",
         by_norm,
         "value_weight: the gradient of a loss whose value term has another weight, // g = ∇(L_policy + c L_value - c_e H)"
-        " // Compare the weight of the value loss with the setting; it is that of half the squared error",
+        " // Compare the weight of the value loss with the setting; it is that of half the squared error // program: test_gradients",
         Fit("value_coef", partial(fit_weight, "value")),
         "entropy_weight: the gradient of a loss whose entropy bonus has another weight, // g = ∇(L_policy + c_v L_value - c H)"
-        " // Compare the weight of the entropy bonus with the setting",
+        " // Compare the weight of the entropy bonus with the setting // program: sb3-entropy_weight",
         Fit("entropy_coef", partial(fit_weight, "entropy")),
         "policy_weight: the gradient of a loss whose policy term has a weight, // g = ∇(c L_policy + c_v L_value - c_e H)"
-        " // The policy loss has the weight 1",
+        " // The policy loss has the weight 1 // program: script-pg_sum",
         Fit("weight", partial(fit_weight, "policy")),
         "scaled: the gradient of the loss multiplied by a // g = c ∇L"
-        " // Look for a division of the loss, such as one for gradient accumulation",
+        " // Look for a division of the loss, such as one for gradient accumulation // program: sb3-gradient_scaled",
         Fit("factor", fit_scale),
         "clipped_by_value: the gradient of the loss, each entry cut at // g = clip(∇L, ±c) // PPO clips the global norm of the gradient"
         " // torch.nn.utils.clip_grad_value_",
         Fit("limit", fit_limit),
         "weight_penalty: the gradient of the loss with a penalty on the weights, // g = ∇L + c w"
-        " // Remove the penalty, or set weight_decay of the optimizer in its place",
+        " // Remove the penalty, or set weight_decay of the optimizer in its place // program: test_gradients",
         Fit("weight", fit_penalty),
         "kl_penalty (variant): the gradient of the loss with a penalty on the KL divergence, // g = ∇(L + β KL) //  // 1707.06347, eq. 8",
         Fit("β", fit_kl),
@@ -603,10 +613,10 @@ def check_gradient(
         alternatives: gradients of other losses by the name of their hypothesis, unweighted: `no_clip`, `ratio_inverted`,
             `entropy_of_sample` and so on (an unknown name lists all), or `critic_leaks`: that of the value loss where nothing is stopped.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where terms are missing or unknown, or shapes differ.
+        ValueError: if terms are missing or unknown, or shapes differ.
     """
     _check_names(terms, coefficients, alternatives or {})
     given = _entries(gradients)
@@ -652,7 +662,7 @@ def _check_names(terms: Iterable[str], coefficients: Iterable[str], alternatives
 
 
 def _models(given: Sequence[Tensor | None], by_term: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor]:
-    """Return a gradient of each parameter, the trainer's or of a term. Raises ValueError where numbers differ or one has none."""
+    """Return a gradient of each parameter, the trainer's or of a term. Raises ValueError if numbers differ or one has none."""
     counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
     if not given or len(set(counts.values())) > 1:
         raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")

@@ -144,7 +144,7 @@ def _of_atanh(inputs: LogProbInputs, *, slope: bool) -> Tensor | None:
 
 def cut_bounds(actions: Tensor, bounds: Tensor | None) -> Tensor | None:
     """Return the bounds [2, D] at which some actions [..., D] lie exactly: those given, else the ends that several draws share; infinite
-    where a dimension has none, None where no dimension has one.
+    where a dimension has none, None if no dimension has one.
     """
     rows = actions.reshape(-1, actions.shape[-1])
     if bounds is not None and bool((rows.unsqueeze(0) == bounds.to(rows).unsqueeze(1)).any()):
@@ -211,12 +211,12 @@ def _of_some_heads(inputs: LogProbInputs) -> Tensor | None:
 
 
 def _shifted(inputs: LogProbInputs, steps: int) -> Tensor | None:
-    """Those of the step `steps` later; the stored numbers where there is none."""
+    """Those of the step `steps` later; the stored numbers if there is none."""
     return shifted(log_prob(inputs), steps, inputs.stored)
 
 
 def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
-    """Return column [T, B] of the step `steps` later, `filler` where there is none; None of a column without time."""
+    """Return column [T, B] of the step `steps` later, `filler` if there is none; None of a column without time."""
     if column.dim() < 2 or len(column) < 2 + abs(steps):
         return None
     rest = filler[-steps:] if steps > 0 else filler[:-steps]
@@ -238,7 +238,7 @@ LOG_PROBS = Equation(
         " // Store the action as it was drawn, and cut only what the environment gets. // https://github.com/thu-ml/tianshou/issues/312",
         _clipped_actions,
         "mean_over_dimensions: means over the action dimensions in place of sums // 1/D Σ_i log π(a_i | s)"
-        " // Sum the log-probabilities over the action dimensions.",
+        " // Sum the log-probabilities over the action dimensions. // program: test_log_probs",
         _mean_over_dimensions,
         "log_det_missing (needs squashed): those of the Gaussian before its tanh // log N(u; μ, σ), a = tanh u"
         " // Subtract Σ log(1 - tanh² u). // 1801.01290, appendix C, eq. 21",
@@ -256,26 +256,29 @@ LOG_PROBS = Equation(
         " // Mask the logits before the log-probability is computed. // 2006.14171",
         lambda inputs: log_prob(replace(inputs, masks={})),
         "likeliest_action: those of the likeliest action, whatever was done // max_a log π(a | s)"
-        " // Compute the log-probability of the action that was drawn.",
+        " // Compute the log-probability of the action that was drawn. // program: test_log_probs",
         _of_likeliest,
         "permuted_choices: those of other choices than the stored ones, always the same in their place // log π(σ(a) | s), σ a "
-        "permutation of the choices // Use one numbering of the choices for the distribution, the environment and the buffer.",
+        "permutation of the choices // Use one numbering of the choices for the distribution, the environment and the buffer. // program:"
+        " loop-action_permuted_stored",
         _permuted_choices,
         "heads_left_out (doubtful_without heads): sums that leave heads out // Σ over some heads of log π_i(a_i | s)"
-        " // Add the log-probabilities of all heads.",
+        " // Add the log-probabilities of all heads. // program: test_log_probs",
         _of_some_heads,
         "irrelevant_heads (needs relevant): sums over all heads, those that played no part included"
-        " // Σ over all heads of log π_i(a_i | s) // Leave a head out where its choice has no effect.",
+        " // Σ over all heads of log π_i(a_i | s) // Leave a head out where its choice has no effect. // program: test_log_probs",
         lambda inputs: log_prob(replace(inputs, relevant={})),
         "not_stored: zeros, as of a buffer that nothing was written to // 0"
         " // Store the log-probability of each step: the ratio is that of the new policy to 1 otherwise."
         " // https://github.com/AI4Finance-Foundation/ElegantRL/blob/master/helloworld/helloworld_PPO_single_file.py",
         lambda inputs: torch.zeros_like(inputs.stored),
-        "probabilities: probabilities, without a logarithm // π(a | s) // Store the logarithm.",
+        "probabilities: probabilities, without a logarithm // π(a | s) // Store the logarithm. // program: test_log_probs",
         lambda inputs: log_prob(inputs).exp(),
-        "step_before: those of the step before // log π(a_{t-1} | s_{t-1}) // Store action and log-probability in the same row.",
+        "step_before: those of the step before // log π(a_{t-1} | s_{t-1}) // Store action and log-probability in the same row."
+        " // program: test_log_probs",
         partial(_shifted, steps=-1),
-        "step_after: those of the step after // log π(a_{t+1} | s_{t+1}) // Store action and log-probability in the same row.",
+        "step_after: those of the step after // log π(a_{t+1} | s_{t+1}) // Store action and log-probability in the same row."
+        " // program: test_log_probs",
         partial(_shifted, steps=1),
     ),
 )
@@ -317,12 +320,12 @@ def check_log_probs(
         relevant: per head that is not always relevant [...], bool.
         squashed: names of the Gaussian heads whose actions go through a tanh; True for all of them.
         bounds: per bounded Gaussian head [2, D]: lower and upper.
-        valid: [...], bool; None where every row counts.
+        valid: [...], bool; None if every row counts.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where there is no distribution, or shapes do not fit together.
+        ValueError: if there is no distribution, or shapes do not fit together.
     """
     stored = as_tensor(log_probs).detach().double()
     columns = {name: named_columns(part) for name, part in (("logits", logits), ("means", means), ("log_std", log_std))}

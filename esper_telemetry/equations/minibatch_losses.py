@@ -109,8 +109,8 @@ def divided(
 
     Args:
         loss: 0-d or [M].
-        counts: rows of each minibatch, where columns are [R]; None where they are [M, N], or of one minibatch in any shape.
-        valid: bool, of the shape of the columns; None where every row counts.
+        counts: rows of each minibatch, where columns are [R]; None if they are [M, N], or of one minibatch in any shape.
+        valid: bool, of the shape of the columns; None if every row counts.
         columns: of one shape.
 
     Raises:
@@ -142,7 +142,7 @@ Loss = Callable[[float], Tensor]
 
 
 def informative(claimed: Tensor, reference: Tensor) -> bool:
-    """Return True where enough minibatches differ from the reference to fit a parameter and to confirm it by others."""
+    """Return True if enough minibatches differ from the reference to fit a parameter and to confirm it by others."""
     if len(claimed) < MIN_FITTED_MINIBATCHES:
         return False
     differs = (claimed - reference).abs() > INFORMATIVE_ERROR * torch.maximum(claimed.abs(), reference.abs()).max()
@@ -151,7 +151,7 @@ def informative(claimed: Tensor, reference: Tensor) -> bool:
 
 def bisected(loss: Loss, claimed: Tensor, low: float, high: float) -> tuple[float, Tensor] | None:
     """Return the parameter at which a monotone loss has the sum of every second claimed loss, and all its losses [M]; None
-    where there is none between the bounds.
+    if there is none between the bounds.
     """
     target = claimed[::2].sum()
 
@@ -198,11 +198,12 @@ def rescaled(loss: Callable[[Any], Tensor], says: str, equation: str, *, variant
     """Return the hypotheses that a loss is divided by a number of accumulated parts, and that it has another factor, a `variant` or not."""
     other = hypothesis_table(
         f"scaled: {says} times a factor, // L = c ({equation})"
-        " // Look for a weight that is not the setting, or a division by another number than the rows.",
+        " // Look for a weight that is not the setting, or a division by another number than the rows. // program: test_losses",
         Fit("c", lambda inputs, claimed: scaled(loss(inputs), claimed)),
     )
     return hypothesis_table(
-        f"accumulated (variant): {says}, divided by a number of accumulated parts: // L = ({equation}) / k",
+        f"accumulated (variant): {says}, divided by a number of accumulated parts: // L = ({equation}) / k // "
+        " // program: test_losses",
         Fit("k", lambda inputs, claimed: accumulated(loss(inputs), claimed)),
         replace(other[0], variant=variant),
     )

@@ -60,7 +60,7 @@ class PassInputs:
 
     @property
     def repeats(self) -> bool:
-        """True where a pass takes a row more than once."""
+        """True if a pass takes a row more than once."""
         return bool((self.visits > 1).any())
 
     @property
@@ -70,7 +70,7 @@ class PassInputs:
 
     @property
     def outside(self) -> bool:
-        """True where a pass takes a row that is not valid."""
+        """True if a pass takes a row that is not valid."""
         return bool((self.visits[:, ~self.valid] > 0).any())
 
 
@@ -165,31 +165,33 @@ MINIBATCHES = Equation(
         "last_dropped (variant): a permutation without its last rows, fewer than a minibatch // the last, smaller minibatch is dropped"
         " //  // torch.utils.data, drop_last",
         _where(_one_minibatch_short),
-        "with_replacement: rows that are drawn with replacement within a minibatch // row ~ uniform, each by itself"
-        " // Draw a permutation per pass: rows that are drawn by themselves leave a third of the rollout out.",
+        "with_replacement: rows that are drawn with replacement within a minibatch // row ~ uniform, each by itself // Draw a permutation"
+        " per pass: rows that are drawn by themselves leave a third of the rollout out. // program: loop-with_replacement",
         _where(lambda x: _repeats_within(x) and not _same_visits(x)),
         "overlapping: minibatches that have rows in common, and leave others out // each minibatch drawn by itself"
-        " // Cut one permutation per pass into minibatches that have no row in common.",
+        " // Cut one permutation per pass into minibatches that have no row in common. // program: loop-overlapping",
         _where(lambda x: x.repeats and not (_repeats_within(x) or _same_visits(x) or _same_minibatch(x))),
         "same_rows: the same rows several times in each pass, and others never // equal visits in each pass, not one for each row"
-        " // Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes.",
+        " // Compare the bounds of each minibatch with its size: they overlap, or the rows are drawn once for all passes."
+        " // program: test_minibatches",
         _where(lambda x: x.repeats and _same_visits(x) and not _same_minibatch(x)),
         "same_minibatch: one minibatch that is taken several times in each pass // rows 1 to N, rows 1 to N, ..."
-        " // Move the bounds of the minibatch on by its size.",
+        " // Move the bounds of the minibatch on by its size. // program: bundled-repeated_minibatches",
         _where(lambda x: x.repeats and not _repeats_within(x) and _same_minibatch(x)),
-        "one_minibatch: one minibatch per pass, which leaves the other rows out // the first minibatch of a permutation"
-        " // Go on to the other minibatches of the permutation: look for a break or a return in the loop.",
+        "one_minibatch: one minibatch per pass, which leaves the other rows out // the first minibatch of a permutation // Go on to the "
+        "other minibatches of the permutation: look for a break or a return in the loop. // program: sb3-first_minibatch_only",
         _where(_one_minibatch),
         "environments_left_out: the rows of some environments, without those of the others // all t of some b"
-        " // Flatten time and environments, and draw rows from all of them.",
+        " // Flatten time and environments, and draw rows from all of them. // program: test_minibatches",
         _where(_environments_left_out),
         "times_left_out: the first rows of the rollout, without the later ones // rows 1 to K of R"
-        " // Draw indices up to steps times environments.",
+        " // Draw indices up to steps times environments. // program: test_minibatches",
         _where(_times_left_out),
         "left_out: a permutation without some of its rows, a minibatch of them or more // each row at most once"
-        " // Compare the number of minibatches times their size with the size of the rollout.",
+        " // Compare the number of minibatches times their size with the size of the rollout. // program: loop-rows_left_out",
         _where(_left_out),
-        "padding: rows that are padding or resets, and not transitions // rows that do not count // Draw minibatches from the valid rows.",
+        "padding: rows that are padding or resets, and not transitions // rows that do not count // Draw minibatches from the valid rows."
+        " // program: test_minibatches",
         _where(lambda x: x.outside and not x.repeats and not x.missing),
     ),
 )
@@ -213,7 +215,7 @@ def check_minibatches(
         rows: of each pass a list of its minibatches, each of them [N] whole numbers from 0.
         size: S, number of rows of the rollout.
         environments: B, where rows are counted time by time: row t B + b is step t in environment b.
-        valid: [S] or [T, B], bool: rows that are transitions; None where every row is.
+        valid: [S] or [T, B], bool: rows that are transitions; None if every row is.
         shuffled: compare the order of the passes too; False where minibatches hold whole sequences.
 
     Raises:
@@ -246,7 +248,7 @@ def check_minibatches(
 
 
 def _alike(passes: Sequence[RolloutPass]) -> bool:
-    """Return True where several passes, cut into several minibatches, are cut alike."""
+    """Return True if several passes, cut into several minibatches, are cut alike."""
     if any(len(one.counts) < 2 or max(one.counts) < 2 for one in passes):
         return False
     if len(passes) == 1:
@@ -298,27 +300,29 @@ LOG_RATIOS = Equation(
     advice="Compare the rows and the order of the two log-probabilities.",
     hypotheses=hypothesis_table(
         "inverted: the old log-probabilities less the new ones: the ratio is inverted // log r = log π_old - log π"
-        " // Take exp(new log-probability - old log-probability).",
+        " // Take exp(new log-probability - old log-probability). // program: loop-pg_ratio_inverted",
         lambda x: x.stored - x.now,
         "recomputed: zeros: the old log-probabilities are those of now // log r = log π - log π"
-        " // Store the log-probabilities at collection, once: otherwise nothing is ever clipped.",
+        " // Store the log-probabilities at collection, once: otherwise nothing is ever clipped. // program: test_log_ratios",
         lambda x: 0 * x.now,
-        "no_old: the new log-probabilities, without the old ones // log r = log π // Subtract the log-probabilities at collection.",
+        "no_old: the new log-probabilities, without the old ones // log r = log π // Subtract the log-probabilities at collection."
+        " // program: test_log_ratios",
         lambda x: x.now,
         "quotient: the quotient of the log-probabilities in place of that of the probabilities // r = log π / log π_old"
-        " // Take the exponential of the difference.",
+        " // Take the exponential of the difference. // program: test_log_ratios",
         lambda x: (x.now / x.stored).log(),
         "rows_in_order: the new log-probabilities less old ones in the order of the rollout: they are not indexed with the minibatch"
-        " // log r_i = log π_i - log π_old,start+i // Index the old log-probabilities with the rows of the minibatch.",
+        " // log r_i = log π_i - log π_old,start+i // Index the old log-probabilities with the rows of the minibatch."
+        " // program: test_log_ratios",
         lambda x: x.to(x.in_order),
         "axes_swapped: the new log-probabilities less old ones that are flattened with steps and environments exchanged"
-        " // log r = log π_tb - log π_old,bt // Flatten all columns of the rollout in the same order.",
+        " // log r = log π_tb - log π_old,bt // Flatten all columns of the rollout in the same order. // program: test_log_ratios",
         lambda x: x.to(x.swapped),
         "actions_swapped: log-probabilities of actions that are flattened with steps and environments exchanged, less the old ones"
-        " // log r = log π(a_bt|s_tb) - log π_old,tb // Flatten all columns of the rollout in the same order.",
+        " // log r = log π(a_bt|s_tb) - log π_old,tb // Flatten all columns of the rollout in the same order. // program: test_log_ratios",
         lambda x: None if x.now_swapped is None else x.now_swapped - x.stored,
         "shifted_rows: the new log-probabilities less the old ones of the row before // log r_i = log π_i - log π_old,i-1"
-        " // Index both log-probabilities with the same rows.",
+        " // Index both log-probabilities with the same rows. // program: test_log_ratios",
         lambda x: x.now - x.stored.roll(1),
     ),
 )
@@ -344,12 +348,12 @@ def check_log_ratios(
         log_ratio: any shape.
         log_probs: of the same shape: of the actions under the policy of the minibatch.
         old_log_probs: of the same shape: at collection, in the same rows.
-        valid: bool, of the same shape; None where every row counts.
+        valid: bool, of the same shape; None if every row counts.
         in_order, swapped: of the same shape: those at collection in the order of the rollout, and in rows that steps and environments give
             when they change places, for the mistakes that involve them.
         now_swapped: of the same shape: under the policy of the minibatch, of the actions in these other rows.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
         ValueError: shapes differ.

@@ -36,12 +36,12 @@ class NormalizedInputs:
         advantages: before normalisation.
         claimed: as they multiply the ratio.
         valid: [M, N], bool: rows that count.
-        rollout: of all rows of the rollout that count, [T, B] or any shape; None where it is not there.
-        environments: [M, N], int: environment of each row; None where it is not known.
+        rollout: of all rows of the rollout that count, [T, B] or any shape; None if it is not there.
+        environments: [M, N], int: environment of each row; None if it is not known.
         over: rows whose mean and standard deviation are taken.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
-        in_order: [M, N], before normalisation, of the rollout's rows in their own order; None where they are not there.
+        in_order: [M, N], before normalisation, of the rollout's rows in their own order; None if they are not there.
     """
 
     advantages: Tensor
@@ -55,7 +55,7 @@ class NormalizedInputs:
     in_order: Tensor | None = None
 
     def moments(self, over: Scope | None = None, *, correction: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """Return mean and standard deviation, [M, 1] or 0-d; None where the rollout is not there."""
+        """Return mean and standard deviation, [M, 1] or 0-d; None if the rollout is not there."""
         correction = self.correction if correction is None else correction
         if (over or self.over) == "rollout":
             if self.rollout is None or self.rollout.numel() <= correction:
@@ -87,7 +87,7 @@ class NormalizedInputs:
         return torch.where(single, self.advantages.abs(), self.advantages.abs() / (std + STD_EPS))[self.valid]
 
     def nearest(self, *candidates: Tensor | None) -> Tensor | None:
-        """Return the candidate that is nearest to the claimed numbers; None where there is none."""
+        """Return the candidate that is nearest to the claimed numbers; None if there is none."""
         present = [one for one in candidates if one is not None]
         errors = [float((one - self.claimed).abs()[self.valid].amax()) for one in present]
         return present[errors.index(min(errors))] if present else None
@@ -163,7 +163,7 @@ def _in_groups(inputs: NormalizedInputs, own: Tensor, rows: Tensor, groups: Tens
 
 
 def _without_signs(inputs: NormalizedInputs) -> Tensor | None:
-    """Negative advantages made positive or 0; None where there are none."""
+    """Negative advantages made positive or 0; None if there are none."""
     candidates: list[Tensor | None] = []
     for change in (torch.abs, torch.square, torch.relu):
         rollout = None if inputs.rollout is None else change(inputs.rollout)
@@ -227,51 +227,52 @@ NORMALIZED_ADVANTAGES = Equation(
     advice="Look at every line that changes advantages between the rollout and the loss.",
     hypotheses=hypothesis_table(
         "over_minibatch: advantages normalised over each minibatch // (A - mean_minibatch) / std_minibatch"
-        " // Set over which rows advantages are normalised, in one place.",
+        " // Set over which rows advantages are normalised, in one place. // program: test_returns",
         _over("minibatch"),
         "over_rollout: advantages normalised over the whole rollout // (A - mean_rollout) / std_rollout"
-        " // Set over which rows advantages are normalised, in one place.",
+        " // Set over which rows advantages are normalised, in one place. // program: test_returns",
         _over("rollout"),
         "over_environments: advantages normalised over each environment // (A - mean_b) / std_b"
-        " // Take mean and standard deviation over both axes.",
+        " // Take mean and standard deviation over both axes. // program: test_returns",
         _over_environments,
         "over_padding: advantages normalised with the rows of padding // mean and std over all N rows"
         " // Take mean and standard deviation over the rows of the mask. // NovaSky-AI/SkyRL#1305",
         _over_padding,
         "not_normalized (doubtful_without setting): advantages before normalisation // A"
-        " // Normalise them, or say in the settings that you do not.",
+        " // Normalise them, or say in the settings that you do not. // program: sb3-norm_none",
         lambda inputs: inputs.advantages,
-        "std_alone: advantages divided by their standard deviation without taking their mean away // A / std // Subtract the mean.",
+        "std_alone: advantages divided by their standard deviation without taking their mean away // A / std // Subtract the mean."
+        " // program: sb3-norm_no_mean",
         _by_moments(lambda advantages, mean, std: advantages / (std + STD_EPS)),
         "mean_alone: advantages less their mean that were not divided by their standard deviation // A - mean"
-        " // Divide by the standard deviation.",
+        " // Divide by the standard deviation. // program: script-norm_no_std",
         _by_moments(lambda advantages, mean, std: advantages - mean),
         "variance (of loss): advantages less their mean, divided by their variance // (A - mean) / std²"
-        " // Divide by the standard deviation.",
+        " // Divide by the standard deviation. // program: test_returns",
         _by_moments(lambda advantages, mean, std: (advantages - mean) / (std.square() + STD_EPS)),
         "precedence: advantages less the ratio of mean and standard deviation // A - mean / std"
-        " // Put `advantages - mean` in parentheses.",
+        " // Put `advantages - mean` in parentheses. // program: test_returns",
         _by_moments(lambda advantages, mean, std: advantages - mean / (std + STD_EPS)),
         "sign (of loss): normalised advantages with the opposite sign // -(A - mean) / std"
-        " // The sign of advantages decides which actions become likelier.",
+        " // The sign of advantages decides which actions become likelier. // program: test_returns",
         lambda inputs: -normalized_advantages(inputs),
-        "absolute: advantages whose negative numbers have become positive, or 0, before or after they were normalised"
-        " // |A|, A² or max(A, 0) // Keep the signs: an action that is worse than expected is to become less likely.",
+        "absolute: advantages whose negative numbers have become positive, or 0, before or after they were normalised // |A|, A² or "
+        "max(A, 0) // Keep the signs: an action that is worse than expected is to become less likely. // program: script-abs_before_norm",
         _without_signs,
         "other_rows: normalised advantages of other rows // A_j in row i"
-        " // Index advantages with the rows of the observations and actions.",
+        " // Index advantages with the rows of the observations and actions. // program: sb3-pg_rows",
         _reordered,
-        "in_order: advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch"
-        " // A_k of the k-th row taken, whatever its index // Index advantages with the rows of the observations and actions.",
+        "in_order: advantages of the rollout's first rows, second rows and so on, which are not the rows of the minibatch // A_k of the "
+        "k-th row taken, whatever its index // Index advantages with the rows of the observations and actions. // program: loop-pg_rows",
         _in_order,
         "other_std (variant, of loss): advantages normalised with the other of biased and unbiased standard deviation"
         " // std over N in place of N - 1, or the reverse //  // NumPy's std is biased, torch's is not",
         lambda inputs: (
             None if inputs.over == "nothing" else inputs.standard(inputs.over, correction=1 - inputs.correction)
         ),
-        "rms (variant): advantages divided by their root mean square // A / sqrt(mean A²)",
+        "rms (variant): advantages divided by their root mean square // A / sqrt(mean A²) //  // program: test_returns",
         _by_moments(lambda advantages, mean, std: advantages / ((mean.square() + std.square()).sqrt() + STD_EPS)),
-        "clipped (variant): normalised advantages clipped to [-c, c], // clip((A - mean) / std, -c, c)",
+        "clipped (variant): normalised advantages clipped to [-c, c], // clip((A - mean) / std, -c, c) //  // program: test_returns",
         Fit("c", _clipped),
     ),
 )
@@ -301,18 +302,18 @@ def check_normalized_advantages(
         advantages: before normalisation, [N] of one minibatch or [M, N] of several.
         normalized: as they multiply the ratio, same shape.
         over: rows whose mean and standard deviation are taken: those of the `minibatch`, of the `rollout`, or `nothing` where advantages
-            stay as they are; None where the settings do not say: each of the three is right then.
+            stay as they are; None if the settings do not say: each of the three is right then.
         rollout: advantages of all rows of the rollout that count, [T, B] or any shape; needed for `rollout`.
         environments: environment of each row, int, same shape.
         in_order: before normalisation, of the rollout's rows in their own order, same shape, to recognise advantages of these rows.
         correction: 1 for an unbiased standard deviation, 0 for a biased one.
         floor: smallest standard deviation to divide by.
-        valid: bool, same shape: rows that are no padding; None where every row counts.
+        valid: bool, same shape: rows that are no padding; None if every row counts.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where shapes disagree, `over` is something else, or the rollout is missing.
+        ValueError: if shapes disagree, `over` is something else, or the rollout is missing.
     """
     if over not in ("minibatch", "rollout", "nothing", None):
         raise ValueError(f"over must be 'minibatch', 'rollout', 'nothing' or None, got {over!r}")

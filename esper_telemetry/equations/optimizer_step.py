@@ -63,8 +63,8 @@ class ParameterStep:
 
     Attributes:
         weights: before the step, any shape.
-        gradient: that the optimizer reads; None where the parameter has none, and stays.
-        settings: None where the optimizer does not have the parameter.
+        gradient: that the optimizer reads; None if the parameter has none, and stays.
+        settings: None if the optimizer does not have the parameter.
         state: of the optimizer before the step, by torch's names; empty before the first one.
         count: steps that the state has counted.
     """
@@ -162,7 +162,7 @@ class StepInputs:
         return self.unscaled(change, lost=lost) / self.scale
 
     def any(self, condition: Callable[[StepSettings], bool]) -> bool:
-        """Return True where some parameters have such settings."""
+        """Return True if some parameters have such settings."""
         return any(condition(step.settings or self.settings) for step in self.steps)
 
 
@@ -231,26 +231,28 @@ OPTIMIZER_STEP = Equation(
     compute=StepInputs.changed,
     advice="Look for changes of weights, of the learning rate and of the optimizer's state outside of its step",
     hypotheses=hypothesis_table(
-        "no_step: zero // θ' = θ // The optimizer has other parameters than the policy that is trained, or the weights are put back",
+        "no_step: zero // θ' = θ // The optimizer has other parameters than the policy that is trained, or the weights are put back"
+        " // program: test_optimizer_step",
         lambda inputs: None if inputs.stands_still else torch.zeros_like(inputs.scale),
         "left_out: those of an optimizer that lacks some of the parameters // θ' = θ for some parameters with a gradient"
-        " // Give all parameters of the policy to the optimizer, after the last layer is made",
+        " // Give all parameters of the policy to the optimizer, after the last layer is made // program: loop-missing_parameter",
         _left_out,
-        "twice: two steps with one gradient // θ' = step(step(θ)) // optimizer.step() is called twice",
+        "twice: two steps with one gradient // θ' = step(step(θ)) // optimizer.step() is called twice // program: test_optimizer_step",
         _twice,
         "state_lost: those of an optimizer whose state was reset in the middle of training // t less than the number of steps"
-        " // Make the optimizer once, not in every update",
+        " // Make the optimizer once, not in every update // program: sb3-state_lost",
         lambda inputs: inputs.changed(lost=0) if inputs.lost else None,
         "state_cleared: those of an optimizer whose state was cleared just before the step // m = v = 0, t = 0"
-        " // Make the optimizer once, not in every step",
+        " // Make the optimizer once, not in every step // program: loop-state_lost",
         _cleared,
         "ascent: the opposite of the optimizer's steps // θ' = θ + lr step"
-        " // The learning rate is negative, or the step is added with the wrong sign",
+        " // The learning rate is negative, or the step is added with the wrong sign // program: test_optimizer_step",
         lambda inputs: -inputs.changed(),
         "negated_gradient: steps with the opposite gradient // g = ∇(-L)"
-        " // The optimizer maximises: compare its maximize flag with the sign of the loss",
+        " // The optimizer maximises: compare its maximize flag with the sign of the loss // program: test_optimizer_step",
         lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
-        "gradient_descent: those of plain gradient descent // θ' = θ - lr g // The optimizer is another one than the settings name",
+        "gradient_descent: those of plain gradient descent // θ' = θ - lr g // The optimizer is another one than the settings name"
+        " // program: loop-other_optimizer",
         _if(lambda settings: settings.kind != "sgd" or settings.momentum != 0, _plain),
         "no_bias_correction: those of Adam without correction of its bias // θ' = θ - lr m / (√v + ε)"
         " // Divide m by 1 - β₁ᵗ and v by 1 - β₂ᵗ // 1412.6980, section 3",
@@ -261,7 +263,8 @@ OPTIMIZER_STEP = Equation(
             lambda settings: settings.weight_decay != 0,
             lambda settings: settings._replace(decoupled=not settings.decoupled),
         ),
-        "no_decay: those without the weight decay that is set // λ = 0 // The optimizer ignores its weight_decay",
+        "no_decay: those without the weight decay that is set // λ = 0 // The optimizer ignores its weight_decay"
+        " // program: test_optimizer_step",
         _if(lambda settings: settings.weight_decay != 0, lambda settings: settings._replace(weight_decay=0.0)),
         "epsilon_inside (variant): those of RMSprop with ε under the root // θ' = θ - lr g / √(v + ε) // "
         " // stable-baselines3, RMSpropTFLike",
@@ -270,17 +273,17 @@ OPTIMIZER_STEP = Equation(
             lambda settings: settings._replace(epsilon_inside=True),
         ),
         "learning_rate: those with another learning rate than set, // θ' = θ - c step"
-        " // Set the rate of the schedule in every group of the optimizer before each update",
+        " // Set the rate of the schedule in every group of the optimizer before each update // program: sb3-lr_other",
         Fit("lr", _fit_rate),
         "weight_decay: those of the optimizer and a decay of the weights by the fraction // θ' = step(θ) - c θ"
-        " // Something else shrinks the weights after the step",
+        " // Something else shrinks the weights after the step // program: loop-decay",
         Fit("c", _fit_decay),
     ),
 )
 
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings | None:
-    """Return the settings of a parameter group; None where the optimizer's rule is not written out here."""
+    """Return the settings of a parameter group; None if the optimizer's rule is not written out here."""
     common: dict[str, Any] = {
         "lr": float(group["lr"]),
         "weight_decay": float(group.get("weight_decay", 0.0)),
@@ -338,7 +341,7 @@ def compare_step(
         learning_rate: by the trainer's settings; None, or groups with several rates: the optimizer's own.
         lost: steps that the optimizer has taken and its state has not counted.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
     """
     own = [step.settings for step in steps if step.settings is not None]
     if learning_rate is not None and len({one.lr for one in own}) <= 1:
@@ -391,10 +394,10 @@ def check_optimizer_step(
         state: a deep copy of `optimizer.state_dict()` from before the step: needed after the first step, because the step changes it.
         learning_rate: that the settings ask for; None for the optimizer's own.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where numbers or shapes of tensors differ.
+        ValueError: if numbers or shapes of tensors differ.
     """
     old, new = (as_floats(x.values() if isinstance(x, Mapping) else x) for x in (before, after))
     listed = gradients.values() if isinstance(gradients, Mapping) else gradients

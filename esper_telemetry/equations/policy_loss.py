@@ -129,7 +129,7 @@ def _of_all_pairs(x: PolicyLossInputs) -> Tensor:
 
 
 def _of_negated_advantages(x: PolicyLossInputs) -> Tensor | None:
-    """The loss of advantages with the other sign; None where no ratio is clipped, because that is the negative loss then."""
+    """The loss of advantages with the other sign; None if no ratio is clipped, because that is the negative loss then."""
     clips = bool(((x.clipped() != x.ratio) & (x.advantages != 0)).any())
     return x.of_advantages(-x.advantages) if clips else None
 
@@ -186,28 +186,31 @@ POLICY_LOSS = Equation(
     advice="Compare the line of the policy loss with the equation, term by term.",
     hypotheses=hypothesis_table(
         "sign: the clipped surrogate without its minus sign, so that descent lowers the gain // L = mean min(r A, clip(r) A)"
-        " // Minimise the negative of the surrogate.",
+        " // Minimise the negative of the surrogate. // program: loop-pg_sign",
         lambda x: -clipped_surrogate(x),
-        "negated_advantages (needs clip, gradient advantages_negated): the clipped surrogate of the advantages with the opposite sign"
-        " // L = mean max(r A, clip(r) A) // Use max only with the two negative terms: max(-r A, -clip(r) A).",
+        "negated_advantages (needs clip, gradient advantages_negated): the clipped surrogate of the advantages with the opposite sign // "
+        "L = mean max(r A, clip(r) A) // Use max only with the two negative terms: max(-r A, -clip(r) A). // program: bundled-loss_sign",
         _of_negated_advantages,
         "optimistic (needs clip, gradient maximum): the larger of the two gains in place of the smaller // L = -mean max(r A, clip(r) A)"
-        " // Take min of the gains, or max of the losses.",
+        " // Take min of the gains, or max of the losses. // program: test_losses",
         lambda x: x.mean(torch.maximum(x.ratio * x.advantages, x.clipped() * x.advantages)),
         "no_minimum (needs clip, gradient no_minimum): the clipped term alone, without the minimum // L = -mean clip(r, 1 - ε, 1 + ε) A"
-        " // Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back.",
+        " // Take the minimum of r A and clip(r) A: the clipped term alone has no gradient that brings a ratio back."
+        " // program: loop-pg_no_minimum",
         lambda x: x.mean(x.clipped() * x.advantages),
         "no_clip (needs clip, gradient no_clip): the surrogate without clipping // L = -mean r A // Clip the ratio in the second term."
         " // 1707.06347, eq. 6",
         lambda x: x.mean(x.ratio * x.advantages),
         "minimum_of_ratios: the advantage times the smaller ratio, whatever the sign of the advantage // L = -mean min(r, clip(r)) A"
-        " // Multiply both ratios by the advantage before the minimum.",
+        " // Multiply both ratios by the advantage before the minimum. // program: test_losses",
         lambda x: x.mean(torch.minimum(x.ratio, x.clipped()) * x.advantages),
         "inverted_ratio (needs clip, gradient ratio_inverted): the clipped surrogate with the ratio inverted: the old probability over "
-        "the new one // L = -mean min(A / r, clip(1 / r) A) // Take exp(new log-probability - old log-probability).",
+        "the new one // L = -mean min(A / r, clip(1 / r) A) // Take exp(new log-probability - old log-probability). // program: "
+        "script-pg_ratio_inverted",
         lambda x: clipped_surrogate(replace(x, log_ratio=-x.log_ratio)),
         "no_exponential (needs clip, gradient probability_difference): the clipped surrogate with the log-ratio in place of the ratio"
-        " // L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A) // Take the exponential of the difference of the log-probabilities.",
+        " // L = -mean min(log r A, clip(log r, 1 - ε, 1 + ε) A) // Take the exponential of the difference of the log-probabilities."
+        " // program: test_losses",
         lambda x: x.mean(
             torch.minimum(x.log_ratio * x.advantages, x.log_ratio.clamp(1 - x.clip, 1 + x.clip) * x.advantages)
         ),
@@ -216,39 +219,39 @@ POLICY_LOSS = Equation(
         "1602.01783 (A2C)",
         lambda x: x.mean(x.log_probs * x.advantages),
         "clip_around_zero: the clipped surrogate with the ratio clipped to ±ε in place of 1 ± ε // L = -mean min(r A, clip(r, -ε, ε) A)"
-        " // Clip to 1 - ε and 1 + ε.",
+        " // Clip to 1 - ε and 1 + ε. // program: test_losses",
         lambda x: between(x, -x.clip, x.clip),
         "upper_clip_only: the clipped surrogate without the lower bound of the ratio // L = -mean min(r A, min(r, 1 + ε) A)"
-        " // Clip the ratio on both sides.",
+        " // Clip the ratio on both sides. // program: test_losses",
         lambda x: between(x, -torch.inf, 1 + x.clip),
         "lower_clip_only: the clipped surrogate without the upper bound of the ratio // L = -mean min(r A, max(r, 1 - ε) A)"
-        " // Clip the ratio on both sides.",
+        " // Clip the ratio on both sides. // program: test_losses",
         lambda x: between(x, 1 - x.clip, torch.inf),
-        "clipped_product: the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio"
-        " // L = -mean min(r A, clip(r A, 1 - ε, 1 + ε)) // Clip the ratio before it is multiplied by the advantage.",
+        "clipped_product: the smaller of the gain and the gain clipped to 1 ± ε: the product is clipped and not the ratio // L = -mean "
+        "min(r A, clip(r A, 1 - ε, 1 + ε)) // Clip the ratio before it is multiplied by the advantage. // program: test_losses",
         lambda x: x.mean((x.ratio * x.advantages).clamp(max=1 + x.clip)),
         "clipped_log_ratio: the clipped surrogate with the log-ratio clipped to ±ε // L = -mean min(r A, exp(clip(log r, -ε, ε)) A)"
-        " // Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε).",
+        " // Clip the ratio: bounds of the log-ratio are log(1 - ε) and log(1 + ε). // program: test_losses",
         lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()),
         "broadcast (gradient advantages_broadcast): the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]"
         " // L = -mean_ij min(r_i A_j, clip(r_i) A_j) // Flatten log-probabilities and advantages to [N] both."
         " // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#33",
         _of_all_pairs,
         "sum: the sum over the rows in place of the mean // L = -Σ min(r A, clip(r) A)"
-        " // Take the mean, so that the step does not grow with the minibatch.",
+        " // Take the mean, so that the step does not grow with the minibatch. // program: loop-pg_sum",
         lambda x: clipped_surrogate(x) * x.minibatches.counts,
         "unnormalized (needs raw_advantages, gradient advantages_raw): the clipped surrogate of the advantages before normalisation"
         " // L = -mean min(r A_raw, clip(r) A_raw) // Use the normalised advantages in the loss."
         " // Huang et al. 2022, The 37 implementation details of PPO",
         lambda x: x.of_advantages(x.raw_advantages),
         "shifted_rows (gradient advantages_shifted): the clipped surrogate with each ratio beside the advantage of the row before"
-        " // L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1}) // Index ratios and advantages with the same rows.",
+        " // L = -mean min(r_i A_{i-1}, clip(r_i) A_{i-1}) // Index ratios and advantages with the same rows. // program: test_losses",
         lambda x: x.of_advantages(x.advantages[x.minibatches.followers(-1)]),
         "following_rows: the clipped surrogate with each ratio beside the advantage of the row after"
-        " // L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1}) // Index ratios and advantages with the same rows.",
+        " // L = -mean min(r_i A_{i+1}, clip(r_i) A_{i+1}) // Index ratios and advantages with the same rows. // program: test_losses",
         lambda x: x.of_advantages(x.advantages[x.minibatches.followers(1)]),
         "reversed_rows (gradient advantages_reversed): the clipped surrogate with the advantages in the reverse order of the rows"
-        " // L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i}) // Index ratios and advantages with the same rows.",
+        " // L = -mean min(r_i A_{N-i}, clip(r_i) A_{N-i}) // Index ratios and advantages with the same rows. // program: test_losses",
         lambda x: x.of_advantages(x.advantages[x.minibatches.reversed()]),
         "normalized_again (variant): the clipped surrogate of the advantages, normalised over each minibatch"
         " // L = -mean min(r Â, clip(r) Â), Â = (A - mean A) / std A //  // Huang et al. 2022, The 37 implementation details of PPO",
@@ -262,13 +265,13 @@ POLICY_LOSS = Equation(
         "truncated (variant): the surrogate with the ratio truncated at 1 // L = -mean min(r, 1) A //  // 1802.01561 (V-trace)",
         lambda x: x.mean(x.ratio.clamp(max=1.0) * x.advantages),
         "with_entropy (variant, needs bonus, of bonus): the clipped surrogate with the entropy bonus in it"
-        " // L = -mean min(r A, clip(r) A) - c H",
+        " // L = -mean min(r A, clip(r) A) - c H //  // program: test_losses",
         lambda x: clipped_surrogate(x) + x.bonus,
         "annealed_clip (variant): the clipped surrogate with a smaller clip range than the setting, annealed or set elsewhere,"
         " // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A) //  // Huang et al. 2022, The 37 implementation details of PPO",
         Fit("ε", _bound(lambda x, clip: between(x, 1 - clip, 1 + clip), lambda x: (0.0, x.width))),
         "clip_range: the clipped surrogate with a larger clip range than the setting, // L = -mean min(r A, clip(r, 1 - ε', 1 + ε') A)"
-        " // Compare the bounds in the loss with the setting.",
+        " // Compare the bounds in the loss with the setting. // program: test_losses",
         Fit(
             "ε",
             _bound(
@@ -326,14 +329,14 @@ def check_policy_loss(
         log_ratio: [N], or [M, N], or [R] with `counts`: log-probability of the action now minus at collection.
         advantages: of the same shape: as they multiply the ratio, that is normalised where they are.
         clip: ε, above 0.
-        valid: bool, of the same shape; None where every row counts.
+        valid: bool, of the same shape; None if every row counts.
         counts: rows of each minibatch, where the columns are [R].
         raw_advantages: of the same shape: before normalisation, where the advantages should be normalised.
         log_probs: of the same shape: log-probabilities of the actions now.
         head_log_ratios: of the same shape each: of the heads of a policy with several.
         bonus: of the shape of the loss: the entropy loss times its weight.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
         ValueError: shapes do not fit, or the clip range is not above 0.

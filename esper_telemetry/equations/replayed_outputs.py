@@ -38,7 +38,7 @@ class ReplayInputs:
     Attributes:
         stored: [N], at collection.
         replayed: [N], of the pass.
-        alternative: (name of a hypothesis) -> [N], of a pass over other inputs; None where there is none.
+        alternative: (name of a hypothesis) -> [N], of a pass over other inputs; None if there is none.
     """
 
     stored: Tensor
@@ -93,20 +93,20 @@ def _pass(name: str) -> Callable[[ReplayInputs], Tensor | None]:
 
 INPUT_HYPOTHESES = hypothesis_table(
     "other_observations: those of the observations that the policy received when it acted, which are not the stored ones"
-    " // f(o'), stored o ≠ o' // Store the very observation that is passed to the policy.",
+    " // f(o'), stored o ≠ o' // Store the very observation that is passed to the policy. // program: script-obs_alias",
     _pass("other_observations"),
     "other_statistics: those of observations that were normalised with other statistics than the stored ones"
     " // f((o - m') / s'), stored (o - m) / s // Normalise an observation once, before it is acted on, and store it so."
     " // https://github.com/leggedrobotics/rsl_rl/pull/225",
     _pass("other_statistics"),
     "older_weights: those of the policy with the weights of an earlier update // f(o; θ'), θ' before the last update"
-    " // Copy the weights to the policy that acts before each rollout.",
+    " // Copy the weights to the policy that acts before each rollout. // program: loop-stale_weights",
     _pass("older_weights"),
     "observation_before: those of the observation of the step before // f(o_{t-1})"
-    " // Pass the observation to the policy that the last step of the environment returned.",
+    " // Pass the observation to the policy that the last step of the environment returned. // program: sb3-obs_alias",
     partial(_of_step, name="observation_before", steps=-1),
     "observation_after: those of the observation of the step after // f(o_{t+1})"
-    " // Store the observation that was acted on, not the one that the action led to.",
+    " // Store the observation that was acted on, not the one that the action led to. // program: test_collection",
     partial(_of_step, name="observation_after", steps=1),
     "other_mode: those of a policy whose dropout or batch norm works in the other mode // f_train(o) in place of f_eval(o), or the "
     "reverse // Act and train in the same mode, without dropout, and with batch statistics frozen. // "
@@ -117,13 +117,14 @@ INPUT_HYPOTHESES = hypothesis_table(
     " // https://github.com/huggingface/trl/issues/4",
     _random_passes,
     "memory_zero (of memory): those of a memory that begins the rollout empty // h_0 = 0"
-    " // Begin the pass over a sequence with the state that the rollout began with.",
+    " // Begin the pass over a sequence with the state that the rollout began with. // program: bundled-h0_zero",
     _pass("memory_zero"),
     "memory_stored_late (of memory): those of the states before each step, in place of which those after it are stored // f(o_t, "
-    "h_t), stored h_{t+1} // Store the hidden state that the policy received with the observation, before the next one replaces it.",
+    "h_t), stored h_{t+1} // Store the hidden state that the policy received with the observation, before the next one replaces it. "
+    "// program: sb3_collection",
     _pass("memory_stored_late"),
     "other_memory: those of the states that the policy received when it acted, which are not the stored ones"
-    " // f(o, h'), stored h ≠ h' // Store the very hidden state that is passed to the policy.",
+    " // f(o, h'), stored h ≠ h' // Store the very hidden state that is passed to the policy. // program: test_script_equations",
     _pass("other_memory"),
     "memory_not_reset (of memory): those of a memory that is not reset where an episode begins // h_t carried over the ends of "
     "episodes // Set the hidden state to zero where an episode begins, both when acting and in training. // "
@@ -138,7 +139,7 @@ INPUT_HYPOTHESES = hypothesis_table(
     " // https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/169",
     _pass("memory_reset_early"),
     "memory_empty (of memory): those of a policy whose memory is empty in every step // h_t = 0"
-    " // Pass the state of the last step on to the next one.",
+    " // Pass the state of the last step on to the next one. // program: test_collection",
     _pass("memory_empty"),
     "mask_missing: those of the policy without action masks // π(a | o) over all choices"
     " // Store the mask of every step, and apply it both when acting and in training. // 2006.14171",
@@ -191,9 +192,9 @@ def check_replayed_log_probs(
         alternatives: functions that return log-probabilities of passes over other inputs, or with other weights, by the names of what they
             are: `other_observations`, `other_statistics`, `older_weights`, `observation_before`, `observation_after`, `mask_missing`,
             `memory_zero`, `memory_not_reset` and the other hypotheses of this equation; called only where the others differ.
-        valid: same shape, bool; None where every entry counts.
+        valid: same shape, bool; None if every entry counts.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises ValueError for a name that is no hypothesis, or shapes that differ.
     """

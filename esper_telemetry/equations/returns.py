@@ -50,11 +50,11 @@ class ReturnInputs:
         advantages: as they are stored.
         values: at collection.
         claimed: the trainer's returns.
-        rewards, next_values: the latter 0 after termination; None where they are not there.
+        rewards, next_values: the latter 0 after termination; None if they are not there.
         ended: bool: the step ended its episode; None beside them.
         gamma: discount; None beside them.
-        new_values: the critic's estimates after some optimizer steps; None where they are not there.
-        valid: rows that count; None where all do.
+        new_values: the critic's estimates after some optimizer steps; None if they are not there.
+        valid: rows that count; None if all do.
     """
 
     advantages: Tensor
@@ -103,7 +103,7 @@ def _normalized_after(inputs: ReturnInputs) -> Tensor | None:
 def _unrelated(inputs: ReturnInputs) -> Tensor | None:
     """The claimed returns, where they correlate with none of the columns that targets are made of, and are not these in another order.
 
-    None where the rewards are not there: advantages that are wrong may be unrelated to returns that are right.
+    None if the rewards are not there: advantages that are wrong may be unrelated to returns that are right.
     """
     if inputs.rewards is None:
         return None
@@ -228,7 +228,7 @@ def _other_rows(inputs: ReturnInputs) -> Tensor | None:
 
 
 def _lambda_returns(inputs: ReturnInputs) -> Tensor | None:
-    """Values plus GAE at the lambda that is nearest to the claimed returns; None where no row shows a lambda from 0 to 1."""
+    """Values plus GAE at the lambda that is nearest to the claimed returns; None if no row shows a lambda from 0 to 1."""
     deltas = _td_targets(inputs)
     if deltas is None or inputs.ended is None or inputs.gamma is None:
         return None
@@ -273,33 +273,37 @@ RETURNS = Equation(
         "normalized: values plus advantages that were normalised before // R = (A - mean) / std + V // Compute the returns before you "
         "normalise advantages. // Huang et al. 2022: returns are computed before advantages are normalised",
         _with_normalized,
-        "values_missing: advantages: the values were not added // R = A // Add the values, or the critic learns the advantage.",
+        "values_missing: advantages: the values were not added // R = A // Add the values, or the critic learns the advantage."
+        " // program: sb3-returns_are_advantages",
         lambda inputs: inputs.advantages,
-        "values_alone: the values: the advantages were not added // R = V // Add the advantages, or the critic learns nothing.",
+        "values_alone: the values: the advantages were not added // R = V // Add the advantages, or the critic learns nothing."
+        " // program: test_returns",
         lambda inputs: inputs.values,
-        "values_subtracted: advantages less values, or values less advantages // R = ±(A - V) // Returns are advantages plus values.",
+        "values_subtracted: advantages less values, or values less advantages // R = ±(A - V) // Returns are advantages plus values."
+        " // program: test_returns",
         lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
         "next_values: advantages plus the values of the next states // R_t = A_t + V(s_{t+1})"
-        " // Add the value of the state that the action was taken in.",
+        " // Add the value of the state that the action was taken in. // program: test_returns",
         _next_value_added,
         "new_values: advantages plus values of after the update began // R = A + V_new"
-        " // Add the values that were stored at collection, once, before the first epoch.",
+        " // Add the values that were stored at collection, once, before the first epoch. // program: script-returns_new_values",
         _new_values,
-        "rewards: the rewards // R_t = r_t // Store advantages plus values.",
+        "rewards: the rewards // R_t = r_t // Store advantages plus values. // program: test_returns",
         lambda inputs: inputs.rewards,
         "monte_carlo_cut: discounted rewards to the end of the rollout, without a bootstrap after the last step // R_t = Σ_k γ^k r_{t+k}"
-        " // Bootstrap the last step with the value of the state that follows the rollout.",
+        " // Bootstrap the last step with the value of the state that follows the rollout. // program: script-returns_mc_cut",
         _discounted(bootstrap=False),
         "axes_swapped: advantages plus values with steps and environments exchanged // R[t, b] = A[t, b] + V.reshape(B, T)[b, t]"
-        " // Transpose before you reshape: `reshape` and `view` do not move entries.",
+        " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: test_returns",
         _swapped,
         "mean_value: advantages plus the mean value of all rows // R_i = A_i + mean_j V_j // Print the shapes of advantages and values: "
         "[N] plus [N, 1] is [N, N]. // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
         _mean_value,
-        "other_rows: advantages plus values, of other rows // R_i = A_j + V_j // Index advantages, values and returns with the same rows.",
+        "other_rows: advantages plus values, of other rows // R_i = A_j + V_j // Index advantages, values and returns with the same rows."
+        " // program: test_returns",
         _other_rows,
         "unrelated: numbers that are unrelated to advantages, values and rewards // R_i independent of A, V and r"
-        " // Look at what the targets are assigned from: the critic cannot learn them.",
+        " // Look at what the targets are assigned from: the critic cannot learn them. // program: bundled-returns_shuffled",
         _unrelated,
         "normalized_after (variant): values plus advantages before these were normalised over the whole batch // A = (R - V - mean) / std"
         " //  // openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
@@ -343,12 +347,12 @@ def check_returns(
         rewards, next_values, ended, gamma: tell Monte-Carlo returns and TD targets apart, [T] or [T, B]; `next_values` is 0 after
             termination.
         new_values: the critic's estimates after some optimizer steps.
-        valid: bool; None where every entry is.
+        valid: bool; None if every entry is.
         precision: of the trainer's arithmetic.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
-        ValueError: where shapes disagree.
+        ValueError: if shapes disagree.
     """
     claimed = as_tensor(returns).detach()
     given = {

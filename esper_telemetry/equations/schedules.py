@@ -35,7 +35,7 @@ class ScheduleInputs(NamedTuple):
     """Inputs of the equation: the share of the run that is over at each update, 0 to 1, increasing, and the schedule.
 
     Attributes:
-        floor: rate at which a schedule that is too fast stops, before its end; None where it does not.
+        floor: rate at which a schedule that is too fast stops, before its end; None if it does not.
     """
 
     progress: Array
@@ -253,7 +253,7 @@ def _annealed(inputs: ScheduleInputs) -> Array | None:
 
 
 def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
-    """Return the rates where each update counts as so many; None where one of the numbers is 1, or not known."""
+    """Return the rates where each update counts as so many; None if one of the numbers is 1, or not known."""
     counts = [inputs.schedule.counts.get(name, 1) for name in names]
     return inputs.line(float(np.prod(counts)), stops=stops) if 1 not in counts and _anneals(inputs) else None
 
@@ -403,33 +403,33 @@ SCHEDULES = Equation(
     over_run=True,
     advice="Compare the learning rate that each update uses with the schedule that is set.",
     hypotheses=hypothesis_table(
-        "constant: the first one throughout, although a schedule is set // lr = lr_0"
-        " // Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps changes nothing.",
+        "constant: the first one throughout, although a schedule is set // lr = lr_0 // Set the rate of the optimizer's parameter groups "
+        "in every update; a schedule that nobody steps changes nothing. // program: test_schedules",
         _constant,
         "annealed: a line down to 0, although a constant rate is set // lr = lr_0 (1 - n / N)"
-        " // Look for a scheduler that is on by default.",
+        " // Look for a scheduler that is on by default. // program: test_schedules",
         _annealed,
         "per_epoch: a schedule that counts epochs as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs"
-        " // Step the scheduler once per update.",
+        " // Step the scheduler once per update. // program: test_schedules",
         lambda inputs: _per_count(inputs, "num_epochs"),
         "per_minibatch: a schedule that counts optimizer steps as updates // lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M "
-        "minibatches // Step the scheduler once per update, or give it the number of optimizer steps.",
+        "minibatches // Step the scheduler once per update, or give it the number of optimizer steps. // program: test_schedules",
         lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
-        "per_epoch_negative: a schedule that counts epochs as updates and goes on below its end"
-        " // lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs // Step the scheduler once per update: a negative rate climbs the loss.",
+        "per_epoch_negative: a schedule that counts epochs as updates and goes on below its end // lr = lr_0 + (lr_1 - lr_0) E n / N, E "
+        "epochs // Step the scheduler once per update: a negative rate climbs the loss. // program: test_schedules",
         lambda inputs: _per_count(inputs, "num_epochs", stops=False),
-        "per_env: a schedule that counts steps of the vector of environments in place of environment steps"
-        " // lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments // Multiply the steps by the number of environments.",
+        "per_env: a schedule that counts steps of the vector of environments in place of environment steps // lr = lr_0 + (lr_1 - lr_0) n"
+        " / (B N), B environments // Multiply the steps by the number of environments. // program: test_schedules",
         lambda inputs: (
             inputs.line(1 / inputs.schedule.counts["num_envs"])
             if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
             else None
         ),
         "per_env_step: a schedule that multiplies environment steps by the number of environments once more"
-        " // lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments // Count every environment's step once.",
+        " // lr = lr_0 + (lr_1 - lr_0) min(1, B n / N), B environments // Count every environment's step once. // program: test_schedules",
         lambda inputs: _per_count(inputs, "num_envs"),
         "rising: a schedule that runs backwards, from its end to its beginning // lr = lr_1 + (lr_0 - lr_1) n / N"
-        " // Use the share of the run that is left, not the one that is over.",
+        " // Use the share of the run that is left, not the one that is over. // program: test_schedules",
         _rising,
         "cosine (variant): a cosine schedule // lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2 //  // 1608.03983",
         lambda inputs: (
@@ -439,16 +439,17 @@ SCHEDULES = Equation(
             else None
         ),
         "restarting: a schedule that restarts again and again, each time after a share of the run of // lr = lr_0 + c (n mod p N) / N"
-        " // Make the schedule once, with the number of updates of the whole run.",
+        " // Make the schedule once, with the number of updates of the whole run. // program: loop-schedule_restarts",
         Fit("p", _fit_restarts),
         "ending_early: a schedule that ends too soon, after a share of the run of // lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))"
-        " // Give the schedule the number of updates of the whole run.",
+        " // Give the schedule the number of updates of the whole run. // program: loop-schedule_ends_early",
         Fit("p", _fit_early_end),
         "starting_late: a schedule that starts too late, after a share of the run of // lr = lr_0 where n < p N"
-        " // Set the rate in every update, from the first one on.",
+        " // Set the rate in every update, from the first one on. // program: test_schedules",
         Fit("p", _fit_late_start),
         "negative: a schedule that goes on below its end, which it reaches after a share of the run of // lr = lr_0 + (lr_1 - lr_0) n / "
-        "(p N) // Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
+        "(p N) // Give the schedule the number of updates of the whole run: a negative rate climbs the loss. // program: "
+        "loop-schedule_negative",
         Fit("p", _fit_negative),
         "warm_up (variant): a schedule after a straight rise from 0, which takes a share of the run of"
         " // lr = lr_0 n / (p N) where n < p N //  // 1706.02677, section 2.2",
@@ -462,10 +463,10 @@ SCHEDULES = Equation(
         "adaptive (variant): a rate that follows the divergence of the policies, up and down by a"
         " // lr = lr_0 c^k, k ± 1 as KL is below or above its target //  // leggedrobotics/rsl_rl, PPO.update, schedule 'adaptive'",
         Fit("factor", _adaptive),
-        "other_end (variant): a straight schedule that ends at // lr = lr_0 + (l - lr_0) n / N",
+        "other_end (variant): a straight schedule that ends at // lr = lr_0 + (l - lr_0) n / N //  // program: test_schedules",
         Fit("l", _fit_unset_end),
         "unfinished: a schedule that does not reach its end, and stops at // lr = lr_0 + (l - lr_0) n / N"
-        " // Give the schedule the number of updates of this run; it was made for a longer one.",
+        " // Give the schedule the number of updates of this run; it was made for a longer one. // program: test_schedules",
         Fit("l", _fit_set_end),
     ),
 )
@@ -492,9 +493,9 @@ def check_schedule(
         initial, final: rates at the beginning and at the end of the run; equal for a constant rate.
         num_epochs, num_minibatches, num_envs: of the trainer, which a schedule may count by mistake.
         curve: rates at equal distances from the beginning to the end of the run; empty for a straight line.
-        tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run where it is None.
+        tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run if it is None.
 
-    Raises ValueError where there is not one share for each rate, or none at all.
+    Raises ValueError if there is not one share for each rate, or none at all.
     """
     if len(rates) != len(progress) or not len(rates):
         raise ValueError(f"rates and progress need one number for each update, got {len(rates)} and {len(progress)}")

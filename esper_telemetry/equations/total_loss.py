@@ -50,46 +50,51 @@ TOTAL_LOSS = Equation(
     tolerance=LOSS_TOLERANCE,
     hypotheses=hypothesis_table(
         "entropy_sign (needs entropy_weight): the sum with the entropy added in place of subtracted: the bonus punishes exploring"
-        " // L = L_policy + c_value L_value + c_entropy mean H // Subtract the weighted entropy.",
+        " // L = L_policy + c_value L_value + c_entropy mean H // Subtract the weighted entropy. // program: loop-entropy_sign",
         lambda x: x.total(entropy=-x.entropy_weight),
         "value_sign: the sum with the value loss subtracted: the critic climbs its error // L = L_policy - c_value L_value + c_entropy "
-        "L_entropy // Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised.",
+        "L_entropy // Add the weighted value loss: the minus sign of eq. 9 belongs to an objective that is maximised. // program: "
+        "test_entropy_and_total",
         lambda x: x.total(value=-x.value_weight),
         "policy_sign: the sum with the policy loss subtracted // L = -L_policy + c_value L_value + c_entropy L_entropy"
-        " // Add the policy loss, which is the negative surrogate.",
+        " // Add the policy loss, which is the negative surrogate. // program: test_entropy_and_total",
         lambda x: x.total(policy=-1.0),
-        "sign: the sum with the opposite sign // L = -(L_policy + c_value L_value + c_entropy L_entropy) // Minimise the loss.",
+        "sign: the sum with the opposite sign // L = -(L_policy + c_value L_value + c_entropy L_entropy) // Minimise the loss."
+        " // program: test_entropy_and_total",
         lambda x: -x.total(),
         "entropy_missing (needs entropy_weight): the sum without the entropy bonus that the settings ask for"
-        " // L = L_policy + c_value L_value // Add the entropy loss times its weight.",
+        " // L = L_policy + c_value L_value // Add the entropy loss times its weight. // program: test_entropy_and_total",
         lambda x: x.total(entropy=0.0),
         "value_missing (variant): the sum without the value loss // L = L_policy + c_entropy L_entropy // "
         " // separate optimizers of actor and critic",
         lambda x: x.total(value=0.0),
-        "policy_missing: the sum without the policy loss // L = c_value L_value + c_entropy L_entropy // Add the policy loss.",
+        "policy_missing: the sum without the policy loss // L = c_value L_value + c_entropy L_entropy // Add the policy loss."
+        " // program: test_entropy_and_total",
         lambda x: x.total(policy=0.0),
         "value_doubled (variant): the sum with the value loss as the mean squared error without the factor ½"
         " // L = L_policy + 2 c_value L_value + c_entropy L_entropy //  // Stable-Baselines3, PPO.train",
         lambda x: x.total(value=2 * x.value_weight),
         "value_halved (variant): the sum with one more factor ½ of the value loss"
-        " // L = L_policy + ½ c_value L_value + c_entropy L_entropy",
+        " // L = L_policy + ½ c_value L_value + c_entropy L_entropy //  // program: test_entropy_and_total",
         lambda x: x.total(value=x.value_weight / 2),
-        "value_unweighted (variant): the sum with the value loss without its weight // L = L_policy + L_value + c_entropy L_entropy",
+        "value_unweighted (variant): the sum with the value loss without its weight // L = L_policy + L_value + c_entropy L_entropy // "
+        " // program: loop-value_weight",
         lambda x: x.total(value=1.0),
         "entropy_unweighted (needs entropy_weight): the sum with the entropy without its weight"
-        " // L = L_policy + c_value L_value + L_entropy // Multiply the entropy by its weight.",
+        " // L = L_policy + c_value L_value + L_entropy // Multiply the entropy by its weight. // program: test_entropy_and_total",
         lambda x: x.total(entropy=1.0),
-        "weights_swapped (needs entropy_weight): the sum with the two weights exchanged"
-        " // L = L_policy + c_entropy L_value + c_value L_entropy // Compare the weights with the terms that they multiply.",
+        "weights_swapped (needs entropy_weight): the sum with the two weights exchanged // L = L_policy + c_entropy L_value + c_value "
+        "L_entropy // Compare the weights with the terms that they multiply. // program: test_entropy_and_total",
         lambda x: x.total(value=x.entropy_weight, entropy=x.value_weight),
         "entropy_alone_weighted (needs entropy_weight): the value loss and the entropy, both times the weight of the entropy"
-        " // L = L_policy + c_entropy (L_value + L_entropy) // Compare the weights with the terms that they multiply.",
+        " // L = L_policy + c_entropy (L_value + L_entropy) // Compare the weights with the terms that they multiply."
+        " // program: test_entropy_and_total",
         lambda x: x.total(value=x.entropy_weight),
         "entropy_weight (variant): the sum with another weight of the entropy than the setting, annealed or set elsewhere,"
-        " // L = L_policy + c_value L_value + c L_entropy",
+        " // L = L_policy + c_value L_value + c L_entropy //  // program: loop-entropy_weight",
         Fit("c", lambda x, claimed: _other_weight(x, claimed, x.entropy, x.total(entropy=0.0))),
         "value_weight (variant): the sum with another weight of the value loss than the setting,"
-        " // L = L_policy + c L_value + c_entropy L_entropy",
+        " // L = L_policy + c L_value + c_entropy L_entropy //  // program: test_entropy_and_total",
         Fit("c", lambda x, claimed: _other_weight(x, claimed, x.value, x.total(value=0.0))),
         *rescaled(total_loss, "the sum", "L_policy + c_value L_value + c_entropy L_entropy", variant=True),
     ),
@@ -116,10 +121,10 @@ def check_total_loss(
     Args:
         loss: 0-d, or [M], one per minibatch.
         policy, value: of the same shape, without weights.
-        entropy: of the same shape: the negative mean entropy; it may be None where `entropy_coef` is 0.
+        entropy: of the same shape: the negative mean entropy; it may be None if `entropy_coef` is 0.
         value_coef, entropy_coef: weights.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
         ValueError: shapes differ, or the entropy has a weight and is not given.

@@ -102,17 +102,17 @@ TRANSITIONS = Equation(
     tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=hypothesis_table(
-        "never_updated: those of the step before: they are never updated // o_{t+1} = o_t"
-        " // Assign what `env.step` returns to the observation that is acted on next, and look for wrappers that return an old one.",
+        "never_updated: those of the step before: they are never updated // o_{t+1} = o_t // Assign what `env.step` returns to the "
+        "observation that is acted on next, and look for wrappers that return an old one. // program: loop-obs_never_updated",
         lambda columns: columns.inputs[:-1],
         "sometimes_updated: those of the step before in some steps, in which they are not updated // o_{t+1} = o_t in some steps"
-        " // Assign what `env.step` returns to the observation that is acted on next, in every step.",
+        " // Assign what `env.step` returns to the observation that is acted on next, in every step. // program: test_transitions",
         _sometimes_updated,
         "stale: those that the environment returned one step earlier // o_{t+1} = outcome of a_{t-1}"
-        " // Act on what the last `env.step` returned, not on what was returned before it.",
+        " // Act on what the last `env.step` returned, not on what was returned before it. // program: loop-acts_on_stale_obs",
         _stale,
         "next_stored: those that the action led to, in place of those that it was chosen on // o_t = outcome of a_t"
-        " // Store the observation before it is replaced by the next one.",
+        " // Store the observation before it is replaced by the next one. // program: loop-obs_alias",
         lambda columns: columns.outcomes[1:],
         "final_observation: the last ones of the episodes that ended, where the first ones of the next belong // o_{t+1} = last "
         "observation of the episode that ended with a_t // After an end act on what `reset` returns; keep the last observation for the "
@@ -123,7 +123,7 @@ TRANSITIONS = Equation(
         "own, made by a second call of the function that makes the first. // "
         "https://stable-baselines3.readthedocs.io/en/master/guide/callbacks.html: a separate environment for evaluation",
         "other_environment: those of another environment // o_{t+1,b} = outcome of a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B].",
+        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
         _other_environment,
     ),
 )
@@ -198,15 +198,18 @@ STORED_REWARDS = Equation(
     compute=lambda columns: columns[1],
     advice="Compare the rewards that `env.step` returns with those that are stored.",
     hypotheses=hypothesis_table(
-        "step_before: those of the step before // r_t = reward of a_{t-1} // Store the reward in the row of the action that earned it.",
+        "step_before: those of the step before // r_t = reward of a_{t-1} // Store the reward in the row of the action that earned it."
+        " // program: loop-reward_before_obs",
         _other_step(-1),
-        "step_after: those of the step after // r_t = reward of a_{t+1} // Store the reward in the row of the action that earned it.",
+        "step_after: those of the step after // r_t = reward of a_{t+1} // Store the reward in the row of the action that earned it."
+        " // program: test_transitions",
         _other_step(1),
         "other_environment: those of another environment // r_{t,b} = reward of a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B].",
+        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
         _best_order,
         "axes_swapped: those of the environments with steps and environments exchanged when they were reshaped"
-        " // r[t, b] = rewards.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries.",
+        " // r[t, b] = rewards.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries."
+        " // program: test_transitions",
         _axes_swapped,
         "clipped (variant): those of the environments, clipped, // r_t = min(max(r, low), high) // "
         " // 1312.5602, section 5: rewards clipped to -1, 0 and 1",
@@ -214,7 +217,7 @@ STORED_REWARDS = Equation(
         "scaled (variant): those of the environments, scaled, // r_t = c r //  // 1708.02596, section 4.2: reward scaling",
         Fit("factor", _scaled),
         "raw: those before normalisation // r_t is the reward before it is normalised"
-        " // Store the normalised rewards that the environments return, or do not normalise them.",
+        " // Store the normalised rewards that the environments return, or do not normalise them. // program: sb3_collection",
         lambda columns: columns[2] if len(columns) > 2 else None,
     ),
 )
@@ -283,26 +286,27 @@ EXECUTED = Equation(
     advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
     hypotheses=hypothesis_table(
         "other_environment: those of other environments // executed a_{t,b} = a_{t,σ(b)}"
-        " // Keep the order of environments; check reshapes of [T, B].",
+        " // Keep the order of environments; check reshapes of [T, B]. // program: test_transitions",
         _any_order,
         "step_before: those of the step before // executed a_t = a_{t-1}"
-        " // Step the environments with the actions that were chosen for this step.",
+        " // Step the environments with the actions that were chosen for this step. // program: test_transitions",
         _other_step(-1),
-        "late: those of earlier steps, // executed a_t = a_{t-k}"
-        " // Step the environments with the actions of this step; where the delay is intended, show the agent those to come.",
+        "late: those of earlier steps, // executed a_t = a_{t-k} // Step the environments with the actions of this step; where the delay "
+        "is intended, show the agent those to come. // program: force-actions_late",
         Fit("delay", _steps_late),
         "unrelated: choices that do not depend on them, // executed a_t independent of a_t"
-        " // Step the environments with the actions that the policy chose and the rollout stores.",
+        " // Step the environments with the actions that the policy chose and the rollout stores. // program: script-actions_late",
         Fit("share of equal ones", _unrelated),
         "replaced: those that the policy chose, some of them replaced by others, // executed a_t = a_t or another action, by chance"
-        " // Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose.",
+        " // Explore by the policy's own distribution: the log-probabilities are those of the actions that the policy chose."
+        " // program: test_transitions",
         Fit("share", partial(_replaced, sticky=False)),
         "sticky (variant): those that the policy chose, or by chance those that arrived in the step before,"
         " // executed a_t = a_t or executed a_{t-1}, by chance //  // 1709.06009, section 5.2: sticky actions",
         Fit("share", partial(_replaced, sticky=True)),
-        "late_effect (variant, parameter delay): those of earlier steps, as far as what they change shows,"
-        " // o_{t+k+1} - o_{t+k} depends on a_t, and no earlier change does"
-        " // Follow the actions through all wrappers; where the delay is intended, show the agent those still to take effect.",
+        "late_effect (variant, parameter delay): those of earlier steps, as far as what they change shows, // o_{t+k+1} - o_{t+k} depends"
+        " on a_t, and no earlier change does // Follow the actions through all wrappers; where the delay is intended, show the agent "
+        "those still to take effect. // program: test_effects",
         "scaled (variant): those that the policy chose, scaled, // executed a_t = c a_t // "
         " // policies that act in [-1, 1], in environments with other bounds",
         Fit("factor", _scaled),
@@ -324,14 +328,14 @@ def check_transitions(
 
     Args:
         observations: [T, B, ...], that were acted on.
-        next_observations: [T, B, ...], that each step returned, the first one of the next episode after an end; None where they were not
+        next_observations: [T, B, ...], that each step returned, the first one of the next episode after an end; None if they were not
             kept: then only observations that never change are named.
         ended: [T, B], bool: the step taken at t ended its episode.
         final_observations: [T, B, ...], last ones of the episodes that ended, any numbers elsewhere.
-        valid: [T, B], bool: rows that are transitions; None where every row is.
+        valid: [T, B], bool: rows that are transitions; None if every row is.
 
     Raises:
-        ValueError: where shapes do not fit together.
+        ValueError: if shapes do not fit together.
     """
     own = as_tensor(observations)
     if own.dim() < 2:
@@ -396,8 +400,8 @@ def check_rewards(
     Args:
         rewards: that were stored, before anything is added to them.
         paid: that the environments returned, same shape.
-        raw_rewards: before the environments normalised them, same shape; None where they do not.
-        valid: same shape, bool; None where every entry counts.
+        raw_rewards: before the environments normalised them, same shape; None if they do not.
+        valid: same shape, bool; None if every entry counts.
     """
     stored = as_tensor(rewards).detach().double()
     others = [as_tensor(one).to(stored).detach() for one in (paid, raw_rewards) if one is not None]

@@ -40,7 +40,7 @@ class ValueLossInputs:
     Attributes:
         values, returns: the critic's estimates now, and its targets.
         old_values: estimates at collection.
-        clip: largest difference of a clipped value from the old one; None where values are not clipped.
+        clip: largest difference of a clipped value from the old one; None if values are not clipped.
         advantages: as they multiply the ratio.
         raw_advantages: before normalisation.
         weight: of the value loss in the total.
@@ -118,7 +118,7 @@ def value_loss(x: ValueLossInputs) -> Tensor:
 
 
 def clipped_at(x: ValueLossInputs, clip: float | None) -> Tensor:
-    """Return the loss [M] with that clip range; without clipping where it is None."""
+    """Return the loss [M] with that clip range; without clipping if it is None."""
     squares = x.error().square()
     clipped = clip is not None and x.old_values is not None
     return x.half(torch.maximum(squares, x.near_error(clip).square()) if clipped else squares)
@@ -186,7 +186,8 @@ VALUE_LOSS = Equation(
         "mean_square (variant, exact): the mean squared error without the factor ½ // L = mean (V - R)² // "
         " // Stable-Baselines3, PPO.train",
         lambda x: 2 * value_loss(x),
-        "weighted (variant, needs weight, of weight): the squared error times the weight of the value loss // L = c ½ mean (V - R)²",
+        "weighted (variant, needs weight, of weight): the squared error times the weight of the value loss // L = c ½ mean (V - R)² // "
+        " // program: test_losses",
         lambda x: x.weight * value_loss(x),
         "clipped (variant, needs policy_clip, gradient value_clipped): the squared error of values that are clipped, which the settings "
         "do not say // L = ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
@@ -194,29 +195,29 @@ VALUE_LOSS = Equation(
         "huber (variant, gradient value_huber): the Huber loss // L = mean of ½ d² where |d| < 1, |d| - ½ elsewhere, d = V - R // "
         " // 2006.05990 (Andrychowicz et al.), 3.4",
         _huber,
-        "sign: the squared error with a minus sign // L = -½ mean (V - R)² // Minimise the squared error.",
+        "sign: the squared error with a minus sign // L = -½ mean (V - R)² // Minimise the squared error. // program: test_losses",
         lambda x: -value_loss(x),
         "sum: the sum of the squared errors in place of the mean // L = ½ Σ (V - R)²"
-        " // Take the mean, so that the step does not grow with the minibatch.",
+        " // Take the mean, so that the step does not grow with the minibatch. // program: script-v_sum",
         lambda x: value_loss(x) * x.minibatches.counts,
         "advantage_target (gradient target_advantages): the squared error to the advantages in place of the returns"
-        " // L = ½ mean (V - A)² // Regress on returns = advantages + values.",
+        " // L = ½ mean (V - A)² // Regress on returns = advantages + values. // program: script-v_advantage",
         lambda x: _to(x, x.raw()),
         "normalized_advantage_target (needs advantages, gradient target_normalized): the squared error to the normalised advantages in "
         "place of the returns // L = ½ mean (V - Â)² // Regress on returns = advantages + values, with the advantages before "
-        "normalisation.",
+        "normalisation. // program: loop-v_advantage",
         lambda x: _to(x, x.normalized()),
         "normalized_advantages_in_target: the squared error to normalised advantages plus old values // L = ½ mean (V - Â - V_old)²"
-        " // Compute the returns before the advantages are normalised.",
+        " // Compute the returns before the advantages are normalised. // program: test_losses",
         lambda x: _to_estimates(x, x.advantages, x.old_values),
         "moving_target (gradient target_moving): the squared error to advantages plus the values of now, which are never reached"
-        " // L = ½ mean (V - (A + V))² // Add the values at collection to the advantages, once per rollout.",
+        " // L = ½ mean (V - (A + V))² // Add the values at collection to the advantages, once per rollout. // program: test_losses",
         lambda x: _to_estimates(x, x.raw(), x.values),
         "old_value_target (needs old_values, gradient target_old_values): the squared error to the values at collection"
-        " // L = ½ mean (V - V_old)² // Regress on the returns.",
+        " // L = ½ mean (V - V_old)² // Regress on the returns. // program: loop-v_old_values",
         lambda x: x.half((x.values - x.old_values).square()),
         "old_values (needs old_values): the squared error of the values at collection, which do not depend on the weights"
-        " // L = ½ mean (V_old - R)² // Use the values of this forward pass.",
+        " // L = ½ mean (V_old - R)² // Use the values of this forward pass. // program: test_losses",
         lambda x: x.half((x.old_values - x.returns).square()),
         "unclipped (variant, needs clip): the squared error without clipping, which the settings ask for // L = ½ mean (V - R)² // "
         " // 2006.05990 (Andrychowicz et al.), 3.4: no clipping of values is better",
@@ -233,21 +234,23 @@ VALUE_LOSS = Equation(
         " // L = ½ mean_ij (V_i - R_j)² // Flatten values and returns to [N] both. // RLinf/RLinf#1568",
         _of_all_pairs,
         "absolute (gradient value_absolute): the absolute error // L = mean |V - R|"
-        " // Take the square: the absolute error regresses on the median.",
+        " // Take the square: the absolute error regresses on the median. // program: test_losses",
         lambda x: x.half(x.error().abs()),
-        "root (gradient value_root): the root of the mean squared error // L = √ mean (V - R)² // Take the mean squared error itself.",
+        "root (gradient value_root): the root of the mean squared error // L = √ mean (V - R)² // Take the mean squared error itself."
+        " // program: test_losses",
         lambda x: 0.5 * (2 * clipped_at(x, None)).sqrt(),
-        "squared_mean: the square of the mean error // L = ½ (mean (V - R))² // Square each row's error before the mean.",
+        "squared_mean: the square of the mean error // L = ½ (mean (V - R))² // Square each row's error before the mean."
+        " // program: test_losses",
         lambda x: 0.5 * x.minibatches.mean(x.error()).square(),
         "normalized_returns (gradient target_normalized_returns): the squared error to returns that are normalised over the minibatch"
         " // L = ½ mean (V - (R - mean R) / std R)²"
-        " // Regress on the returns themselves, or use the same statistics for values in the advantages.",
+        " // Regress on the returns themselves, or use the same statistics for values in the advantages. // program: test_losses",
         lambda x: _to(x, x.minibatches.normalized(x.returns)),
         "shifted_rows (gradient target_shifted): the squared error to the return of the row before // L = ½ mean (V_i - R_{i-1})²"
-        " // Index values and returns with the same rows.",
+        " // Index values and returns with the same rows. // program: test_losses",
         lambda x: _to(x, x.returns[x.minibatches.followers(-1)]),
         "following_rows (gradient target_following): the squared error to the return of the row after // L = ½ mean (V_i - R_{i+1})²"
-        " // Index values and returns with the same rows.",
+        " // Index values and returns with the same rows. // program: test_losses",
         lambda x: _to(x, x.returns[x.minibatches.followers(1)]),
         "clip_range (variant): the squared error with another clip range of the values than the setting,"
         " // L = ½ mean max((V - R)², (clip(V, V_old ± ε') - R)²) //  // Huang et al. 2022, The 37 implementation details of PPO",
@@ -283,14 +286,14 @@ def check_value_loss(
         values: [N], or [M, N], or [R] with `counts`: the critic's estimates now.
         returns: of the same shape: its targets.
         old_values: of the same shape: estimates at collection.
-        clip_value: largest difference of a clipped value from the old one; None where values are not clipped.
-        valid: bool, of the same shape; None where every row counts.
+        clip_value: largest difference of a clipped value from the old one; None if values are not clipped.
+        valid: bool, of the same shape; None if every row counts.
         counts: rows of each minibatch, where the columns are [R].
         advantages, raw_advantages: of the same shape: after and before normalisation, for the mistakes that involve them.
-        weight: of the value loss in the total; None where it is not known.
+        weight: of the value loss in the total; None if it is not known.
         clip: clip range of the ratio, which some programs take for values too.
         precision: of the trainer's arithmetic: fp32, tf32, bf16 or fp16.
-        tolerance: largest relative error; by precision where it is None.
+        tolerance: largest relative error; by precision if it is None.
 
     Raises:
         ValueError: shapes do not fit, values are clipped and there are no old ones, or the clip range is not above 0.

@@ -259,8 +259,8 @@ class LossClaims(NamedTuple):
 
     Attributes:
         batches: minibatches with R rows.
-        rollout: None where the source does not give it.
-        raw_advantages: before normalisation, [R]; None where they are not known.
+        rollout: None if the source does not give it.
+        raw_advantages: before normalisation, [R]; None if they are not known.
         weights: of the losses `value` and `entropy`, as far as they are known.
         facts: of the run.
     """
@@ -277,7 +277,7 @@ class LossClaims(NamedTuple):
         return losses if losses is not None and len(losses) == len(self.batches.counts) else None
 
     def of_rows(self, column: Tensor) -> Tensor | None:
-        """Return a column of the rollout [T, B, ...] in the rows of the minibatches [R, ...]; None where these are not known."""
+        """Return a column of the rollout [T, B, ...] in the rows of the minibatches [R, ...]; None if these are not known."""
         rows, rollout = self.batches.rows, self.rollout
         fits = rows is not None and rollout is not None and int(rows.max()) < rollout.rewards.numel()
         return column.flatten(0, 1)[rows] if fits else None
@@ -294,7 +294,7 @@ class LossClaims(NamedTuple):
         return None if stored is None else stored + self.batches.log_ratio
 
     def chosen_log_probs(self, rows: Tensor | None = None) -> Tensor | None:
-        """Return the same [R] by the distributions of the minibatches; None where these or an action are not known.
+        """Return the same [R] by the distributions of the minibatches; None if these or an action are not known.
 
         With `rows` [R] those of the actions in these rows of the rollout.
         """

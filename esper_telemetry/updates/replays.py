@@ -75,7 +75,7 @@ class UpdateReplay(NamedTuple):
 
     Attributes:
         inputs: `PolicyReplay` and `CollectionReplay`.
-        before, after: the policy; `after` is None where the update did not end.
+        before, after: the policy; `after` is None if the update did not end.
         modes: as of `BeforeUpdate`.
         with_capacity: a copy of the policy is trained too.
     """

@@ -42,9 +42,9 @@ class MinibatchLoss(NamedTuple):
     Attributes:
         gradients: of its terms and of alternatives to them.
         total: [d], of the whole loss, float64.
-        rows: of the minibatch; None where they are not known.
+        rows: of the minibatch; None if they are not known.
         of_errors: see `LossGradients.of_errors`.
-        detached: returns for each of the K parameters True where an output depends on it that is detached from it.
+        detached: returns for each of the K parameters True if an output depends on it that is detached from it.
     """
 
     gradients: GradientsByName
@@ -127,23 +127,23 @@ class CheckedStep(NamedTuple):
     Attributes:
         shapes, dtypes: of the K parameters.
         weights, after: before and after the step.
-        previous: gradient that stood in `.grad` before the backward pass; None where nothing did.
-        gradient: after the backward pass; None where its loss is not known.
+        previous: gradient that stood in `.grad` before the backward pass; None if nothing did.
+        gradient: after the backward pass; None if its loss is not known.
         applied: that the optimizer read.
         missing: of the K parameters, those of which the optimizer read no gradient.
-        settings: of each parameter's step; None where the optimizer does not have it.
-        default: after the step, of parameters that the optimizer does not have; None where its update rule is not known.
+        settings: of each parameter's step; None if the optimizer does not have it.
+        default: after the step, of parameters that the optimizer does not have; None if its update rule is not known.
         rule: class of the optimizer.
         state_names: of each parameter's state before the step.
         state: its tensors, one after the other.
         counts: steps that each state has counted.
         lost: steps that the optimizer has taken and its state has not counted.
-        learning_rate: by the trainer's settings; None where the optimizer's own is meant.
+        learning_rate: by the trainer's settings; None if the optimizer's own is meant.
         coefficients: weights of the terms of the loss.
-        max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
+        max_norm: limit of the gradient's global norm by the trainer's settings; None if nothing is clipped.
         by_name: as of `MinibatchObjective`.
-        loss: what its gradient is recomputed from; None where it is not, or is already.
-        value_gradient: of the trainer's loss at the values, [N]; None where it is not known.
+        loss: what its gradient is recomputed from; None if it is not, or is already.
+        value_gradient: of the trainer's loss at the values, [N]; None if it is not known.
     """
 
     shapes: tuple[tuple[int, ...], ...]

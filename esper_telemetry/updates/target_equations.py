@@ -59,7 +59,7 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         if facts.recomputes_advantages:
             minibatches, collected = _first_pass(minibatches, collected)
         yield partial(certain, facts, partial(_returns_in_use, rollout, minibatches, collected, facts))
-        if not facts.of_sb3 and facts.ranks == 1:  # the adapter of SB3 normalises: the trainer keeps its own to itself
+        if facts.shows_normalization and facts.ranks == 1:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
@@ -85,7 +85,7 @@ def _values_in_order(rollout: RolloutEnd, inputs: GaeInputs | None) -> bool:
 
 
 def _gae_inputs(rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None) -> GaeInputs | None:
-    """Return the columns of all rollouts that the record joins, side by side; None where they differ in length."""
+    """Return the columns of all rollouts that the record joins, side by side; None if they differ in length."""
     parts = 1 if rollout.last_values is None else len(rollout.last_values)
     if len(rollout.rewards) % parts:
         return None
@@ -172,7 +172,7 @@ def _returns(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> Equ
     """Check the returns of the rollout; several rollouts that a record joins stand side by side.
 
     Advantages may be stored after something was done to them: returns are right where they equal GAE plus values, and wrong where they are
-    made of GAE that is normalised. `inputs` are those of GAE; None where it is not known.
+    made of GAE that is normalised. `inputs` are those of GAE; None if it is not known.
     """
     count = 1 if rollout.last_values is None else len(rollout.last_values)
     several = count > 1

@@ -1,0 +1,602 @@
+"""Mistakes and published variants of generalised advantages.
+
+Every function here takes `GaeInputs` and returns float64 [T, B]. A mistake that needs a number which the columns lack, such as the reward
+before the first step, leaves one choice per environment: `closest` takes the one that is nearest to the trainer's numbers, and all other
+rows decide.
+
+Shapes: T steps, B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.equations.equation import hypothesis_table
+from esper_telemetry.equations.gae import (
+    STD_EPS,
+    GaeInputs,
+    at,
+    closest,
+    closest_whole,
+    gae,
+    in_each_rollout,
+    rows_that_count,
+    standard,
+)
+from esper_telemetry.metrics.statistics import discounted_sums
+
+MAX_ENV_SHIFTS = 8
+"""Other environments whose ends are compared with the claimed advantages, of many: the nearest on both sides."""
+
+
+# ends of episodes
+
+
+def _with_ends(inputs: GaeInputs, *flags: Tensor) -> Tensor | None:
+    """Return GAE in which other flags say where episodes end, the nearest of several; None if no episode ends, or none are other flags.
+
+    The flags stop bootstrap and trace. A trainer adds the value of a time limit's last state to the reward, or not; or it uses the
+    wrong flags for the trace alone; and the trace may run through rows that do not count.
+    """
+    others = [cut for cut in flags if not torch.equal(cut, inputs.ended)]
+    if not others or not bool(inputs.ended.any()):
+        return None
+    candidates: list[Tensor] = []
+    bases = [inputs] if inputs.valid is None else [inputs, replace(inputs, valid=None)]
+    for cut, base in product(others, bases):
+        goes_on = inputs.following * ~cut
+        candidates += [
+            gae(base, rewards=inputs.bootstrapped_rewards, next_values=goes_on, cut=cut),
+            gae(base, next_values=goes_on, cut=cut),
+            gae(base, cut=cut),
+        ]
+    return closest(inputs, *candidates)
+
+
+def _ends_ignored(inputs: GaeInputs) -> Tensor | None:
+    """GAE in which no episode ends, in the trace or in the bootstrap too, but perhaps for the values after time limits."""
+    never = torch.zeros_like(inputs.ended)
+    runs_on, following = _with_ends(inputs, never), at(inputs.terminated, inputs.following, inputs.next_values)
+    return None if runs_on is None else closest(inputs, runs_on, gae(inputs, next_values=following, cut=never))
+
+
+def _terminations_ignored(inputs: GaeInputs) -> Tensor | None:
+    limits = inputs.ended & ~inputs.terminated
+    if not bool(limits.any()) or not bool(inputs.terminated.any()):
+        return None
+    return gae(inputs, next_values=at(inputs.terminated, inputs.following, inputs.next_values), cut=limits)
+
+
+def _ends_late(inputs: GaeInputs) -> Tensor | None:
+    """GAE whose ends come one step late; the first flag belongs to the step before, and the last one is often right."""
+    late = inputs.ended.roll(1, 0)
+    return _with_ends(inputs, *_with_rows(late, (0, (False, True)), (-1, (late[-1], inputs.ended[-1]))))
+
+
+def _ends_early(inputs: GaeInputs) -> Tensor | None:
+    """GAE whose ends come one step early; the last flag belongs to the step after."""
+    return _with_ends(inputs, *_with_rows(inputs.ended.roll(-1, 0), (-1, (False, True, inputs.ended[-1]))))
+
+
+def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
+    return _with_ends(inputs, ~inputs.ended)
+
+
+@in_each_rollout
+def _ends_shared(inputs: GaeInputs) -> Tensor | None:
+    """GAE in which the end of an episode in any environment, or in the first, ends those of all."""
+    if inputs.ended.shape[1] == 1:
+        return None
+    anywhere = inputs.ended.any(1, keepdim=True).expand_as(inputs.ended)
+    return _with_ends(inputs, anywhere, inputs.ended[:, :1].expand_as(inputs.ended))
+
+
+def _ends_of_others(inputs: GaeInputs) -> Tensor | None:
+    """GAE in which each environment has the ends of another one of the same rollout; those of the last step are often right."""
+    envs = inputs.ended.shape[1] // inputs.rollouts
+    ended = inputs.ended.unflatten(1, (inputs.rollouts, envs))
+    shifts = {shift % envs for shift in range(-(MAX_ENV_SHIFTS // 2), MAX_ENV_SHIFTS // 2 + 1)} - {0}
+    moved = [ended.roll(shift, 2).flatten(1) for shift in sorted(shifts)]
+    flags = [one for own in moved for one in _with_rows(own, (-1, (own[-1], inputs.ended[-1])))]
+    return _with_ends(inputs, *flags) if flags else None
+
+
+def _with_rows(flags: Tensor, *rows: tuple[int, tuple[Tensor | bool, ...]]) -> list[Tensor]:
+    """Return copies of the flags with each combination of contents in these rows."""
+    variants = [flags]
+    for row, contents in rows:
+        copies = []
+        for variant in variants:
+            for content in contents:
+                copy = variant.clone()
+                copy[row] = content
+                copies.append(copy)
+        variants = copies
+    return variants
+
+
+def _last_end_ignored(inputs: GaeInputs) -> Tensor | None:
+    if not inputs.last_known or not bool(inputs.ended[-1].any()):
+        return None
+    goes_on, next_values = inputs.following * ~inputs.ended, inputs.next_values.clone()
+    goes_on[-1] = next_values[-1] = inputs.following[-1]
+    return closest_whole(
+        inputs,
+        gae(inputs, next_values=next_values),
+        gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=goes_on),
+    )
+
+
+# bootstraps
+
+
+def _next_episode_bootstrap(inputs: GaeInputs) -> Tensor | None:
+    """GAE whose bootstrap at every end is the value of the next episode's first state; the trace ends as it should."""
+    if not bool(inputs.terminated.any()):
+        return None
+    everywhere = inputs.following
+    return closest(
+        inputs,
+        gae(inputs, next_values=everywhere),
+        gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=everywhere),
+        gae(inputs, next_values=at(inputs.terminated, everywhere, inputs.next_values)),
+    )
+
+
+def _current_value_bootstrap(inputs: GaeInputs) -> Tensor:
+    """GAE whose bootstrap is the value of the step's own state: everywhere, or where the next one is that of row t + 1."""
+    inside = ~inputs.ended
+    inside[-1] = False
+    return closest_whole(
+        inputs,
+        gae(inputs, next_values=inputs.values * ~inputs.terminated),
+        gae(inputs, next_values=at(inside, inputs.values, inputs.next_values)),
+    )
+
+
+def _time_limit_next_episode(inputs: GaeInputs) -> Tensor | None:
+    if not bool(inputs.truncated.any()):
+        return None
+    return gae(inputs, next_values=at(inputs.truncated, inputs.following, inputs.next_values))
+
+
+def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
+    if not bool(inputs.truncated.any()):
+        return None
+    following = at(inputs.truncated, inputs.following, inputs.next_values)
+    return closest(
+        inputs,
+        gae(inputs, next_values=following, cut=inputs.terminated),
+        gae(inputs, cut=inputs.terminated),
+        gae(inputs, rewards=inputs.bootstrapped_rewards, next_values=following, cut=inputs.terminated),
+    )
+
+
+def _time_limit_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE with these values after time limits; it does not apply where no time limit was reached."""
+
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if not bool(inputs.truncated.any()):
+            return None
+        return gae(inputs, next_values=at(inputs.truncated, value(inputs), inputs.next_values))
+
+    return compute
+
+
+def _last_bootstrap(value: Callable[[GaeInputs], Tensor | float]) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE with these values, [T, B] or a number, after the last step, unless that ended its episode."""
+
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if bool(inputs.ended[-1].all()):
+            return None
+        last = torch.zeros_like(inputs.ended)
+        last[-1] = ~inputs.ended[-1]
+        return gae(inputs, next_values=at(last, value(inputs), inputs.next_values))
+
+    return compute
+
+
+def _monte_carlo_cut(inputs: GaeInputs) -> Tensor:
+    next_values = inputs.next_values.clone()
+    next_values[-1] *= inputs.ended[-1]
+    return gae(replace(inputs, next_values=next_values), decay=inputs.gamma)
+
+
+def _rewards_to_go(inputs: GaeInputs) -> Tensor:
+    """Discounted rewards without a baseline, with and without a bootstrap of the last value."""
+    return closest_whole(
+        inputs, _monte_carlo_cut(inputs) + inputs.values, gae(inputs, decay=inputs.gamma) + inputs.values
+    )
+
+
+def _v_trace(inputs: GaeInputs) -> Tensor:
+    ahead = torch.zeros_like(inputs.values)
+    ahead[:-1] = gae(inputs)[1:]
+    return gae(inputs, decay=0.0) + inputs.gamma * ahead * ~inputs.ended
+
+
+# order and environments
+
+
+def _forward(inputs: GaeInputs) -> Tensor:
+    delta = gae(inputs, decay=0.0).flip(0)
+    decay = (inputs.gamma * inputs.gae_lambda * ~inputs.ended).flip(0)
+    return closest_whole(
+        inputs, discounted_sums(delta, decay).flip(0), discounted_sums(delta, decay.roll(-1, 0)).flip(0)
+    )  # what stands in the last row of a decay does not matter
+
+
+@in_each_rollout
+def _axes_swapped(inputs: GaeInputs) -> Tensor | None:
+    steps, envs = inputs.values.shape
+    if 1 in (steps, envs):
+        return None
+    right = gae(inputs)
+    return closest_whole(inputs, right.t().reshape(steps, envs), right.reshape(envs, steps).t())
+
+
+@in_each_rollout
+def _along_environments(inputs: GaeInputs) -> Tensor | None:
+    if inputs.values.shape[1] == 1:
+        return None
+    delta = gae(inputs, decay=0.0)
+    decay = inputs.gamma * inputs.gae_lambda * ~inputs.ended
+    next_env = replace(inputs, next_values=_ahead(inputs, inputs.values.t()).t() * ~inputs.terminated)
+    other = gae(next_env, decay=0.0)
+    return closest_whole(inputs, discounted_sums(delta.t(), decay.t()).t(), discounted_sums(other.t(), decay.t()).t())
+
+
+@in_each_rollout
+def _chained(inputs: GaeInputs) -> Tensor | None:
+    """GAE of all environments as one sequence: those of a step after each other, or one environment after the other."""
+    if inputs.values.shape[1] == 1:
+        return None
+    goes_on = ~inputs.ended
+    decay = inputs.gamma * inputs.gae_lambda * goes_on
+    right = gae(inputs, decay=0.0)
+    candidates: list[Tensor] = []
+    for turned in (False, True):
+        values = inputs.values.t() if turned else inputs.values
+        flat = _ahead(inputs, values.reshape(-1)).view_as(values)
+        chain = inputs.bootstrapped_rewards - inputs.values + inputs.gamma * goes_on * (flat.t() if turned else flat)
+        for delta in (right, chain):
+            parts = (delta.t(), decay.t()) if turned else (delta, decay)
+            flow = discounted_sums(*(part.reshape(-1) for part in parts)).view_as(values)
+            candidates.append(flow.t() if turned else flow)
+    return closest_whole(inputs, *candidates)
+
+
+def _ahead(inputs: GaeInputs, values: Tensor) -> Tensor:
+    """Values of the next entry along the first axis; the last next value of the rollout ends them."""
+    return torch.cat([values[1:], inputs.next_values[-1:, -1:].reshape(1).expand_as(values[:1])])
+
+
+@in_each_rollout
+def _environment_mean(inputs: GaeInputs) -> Tensor | None:
+    if inputs.values.shape[1] == 1:
+        return None
+    right = gae(inputs)
+    return right.mean(1, keepdim=True).expand_as(right)
+
+
+@in_each_rollout
+def _broadcast_mean(inputs: GaeInputs) -> Tensor | None:
+    """Returns less the mean value, or the mean return less values: means over one axis of a matrix of all pairs."""
+    returns = gae(inputs) + inputs.values
+    if returns.numel() == 1:
+        return None
+    candidates = []
+    for dims in ((0, 1), (1,), (0,)):
+        means = returns.mean(dims, keepdim=True), inputs.values.mean(dims, keepdim=True)
+        candidates += [means[0] - inputs.values, returns - means[1]]
+    return closest_whole(inputs, *candidates)
+
+
+# rewards
+
+
+def _rewards_late(inputs: GaeInputs) -> Tensor | None:
+    """GAE from the rewards of the step before; the first row, whose reward is not in the rollout, is as claimed.
+
+    None of constant rewards, which are the same in the step before: the first row alone would decide.
+    """
+    if _constant(inputs.rewards):
+        return None
+    shifted = [gae(inputs, rewards=rewards) for rewards in _of_stored(inputs, lambda rewards: rewards.roll(1, 0))]
+    for one in shifted:
+        one[0] = inputs.claimed[0]
+    return closest_whole(inputs, *shifted)
+
+
+def _rewards_early(inputs: GaeInputs) -> Tensor | None:
+    """GAE from the rewards of the step after; the reward after the last one is that which gives its row. None of constant rewards."""
+    if _constant(inputs.rewards):
+        return None
+    shifted = _of_stored(inputs, lambda rewards: rewards.roll(-1, 0))
+    for one in shifted:
+        one[-1] = inputs.claimed[-1] - inputs.gamma * inputs.next_values[-1] + inputs.values[-1]
+    return closest_whole(inputs, *(gae(inputs, rewards=one) for one in shifted))
+
+
+def _constant(rewards: Tensor) -> bool:
+    return torch.equal(rewards[1:], rewards[:-1])
+
+
+def _of_rewards(change: Callable[[Tensor], Tensor]) -> Callable[[GaeInputs], Tensor | None]:
+    """Return GAE of changed rewards; None if only the values after time limits change, which other mistakes change as well."""
+
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        if torch.equal(change(inputs.rewards), inputs.rewards):
+            return None
+        return closest_whole(inputs, *(gae(inputs, rewards=one) for one in _of_stored(inputs, change)))
+
+    return compute
+
+
+def _of_stored(inputs: GaeInputs, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return changed rewards without the value of a time limit's last state, and those that were changed with it."""
+    within = change(inputs.bootstrapped_rewards) - inputs.gamma * inputs.next_values * inputs.truncated
+    return change(inputs.rewards), within
+
+
+@in_each_rollout
+def _rewards_swapped(inputs: GaeInputs) -> Tensor | None:
+    results = [_of_rewards(reading)(inputs) for reading in _other_readings(inputs)]
+    present = [result for result in results if result is not None]
+    return closest_whole(inputs, *present) if present else None
+
+
+@in_each_rollout
+def _ends_swapped(inputs: GaeInputs) -> Tensor | None:
+    """GAE of ends, and perhaps of rewards, of which [T, B] was read as [B, T], or the other way round."""
+    results = []
+    for reading in _other_readings(inputs):
+        ended = reading(inputs.ended)
+        if not torch.equal(ended, inputs.ended):
+            both = replace(inputs, rewards=reading(inputs.rewards))
+            rewards = (one for base in (inputs, both) for one in (base.rewards, base.bootstrapped_rewards))
+            results += [gae(inputs, rewards=one, next_values=inputs.following * ~ended, cut=ended) for one in rewards]
+    return closest_whole(inputs, *results) if results else None
+
+
+def _other_readings(inputs: GaeInputs) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return what changes a column [T, B] into that of exchanged axes; nothing of one step or one environment."""
+    steps, envs = inputs.values.shape
+    return () if 1 in (steps, envs) else (lambda x: x.t().reshape(steps, envs), lambda x: x.reshape(envs, steps).t())
+
+
+# what is stored in their place
+
+
+@in_each_rollout
+def normalized(inputs: GaeInputs) -> Tensor:
+    """GAE less its mean, over its standard deviation, biased or not, over all rows that count."""
+    right = gae(inputs)
+    rows = [right] if inputs.valid is None else [right[inputs.valid], right]
+    return closest_whole(inputs, *(standard(right, *pair) for pair in product(rows, (0, 1))))
+
+
+def _moved_and_scaled(
+    change: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[GaeInputs], Tensor | None]:
+    """Return what `change` makes of GAE, the mean of all rows that count and their standard deviation, biased or not."""
+
+    @in_each_rollout
+    def compute(inputs: GaeInputs) -> Tensor:
+        right = gae(inputs)
+        rows = rows_that_count(right, inputs.valid)
+        moments = [torch.std_mean(rows, correction=correction) for correction in (0, 1)]
+        return closest_whole(inputs, *(change(right, mean, std + STD_EPS) for std, mean in moments))
+
+    return compute
+
+
+def _without_signs(inputs: GaeInputs) -> Tensor:
+    right = gae(inputs)
+    return closest_whole(inputs, right.abs(), right.square(), right.clamp(min=0.0))
+
+
+def _normalized_along(dim: int) -> Callable[[GaeInputs], Tensor | None]:
+    """Return the estimate that normalises over the steps of each environment (`dim` 0) or the environments of each step (1)."""
+
+    @in_each_rollout
+    def compute(inputs: GaeInputs) -> Tensor | None:
+        size = inputs.values.shape[dim]
+        if inputs.values.shape[1] == 1 or inputs.valid is not None:
+            return None
+        right = gae(inputs)
+        stds = [right.std(dim, correction=c, keepdim=True) for c in (0, 1) if size - c > 1]
+        return closest_whole(inputs, *((right - right.mean(dim, keepdim=True)) / (std + STD_EPS) for std in stds))
+
+    return compute
+
+
+def _stale(inputs: GaeInputs) -> Tensor | None:
+    """The advantages of the rollout before: as GAE gives them, or as the trainer claimed them; in the environments that are there."""
+    result = inputs.claimed.clone()
+    if inputs.rollouts > 1:
+        envs = result.shape[1] // inputs.rollouts
+        before = [gae(inputs), inputs.claimed]
+        kept = [torch.cat([result[:, :envs], one[:, :-envs]], 1) for one in before]
+        return closest_whole(inputs, *kept)
+    previous = inputs.previous
+    if previous is None or len(previous.values) != len(result):
+        return None
+    envs = previous.values.shape[1]
+    kept = [torch.cat([one, result[:, envs:]], 1) for one in (gae(previous), previous.claimed)]
+    return closest_whole(inputs, *kept)
+
+
+MISTAKES = hypothesis_table(
+    "ends_ignored: GAE that runs on over the ends of episodes // A_t = r_t + γ V_{t+1} - V_t + γλ A_{t+1}"
+    " // Multiply the trace, and the bootstrap, by 1 - done. // Huang et al. 2022, The 37 implementation details of PPO",
+    _ends_ignored,
+    "terminations_ignored: GAE that runs on over terminations, and not over time limits // A_t = δ_t + γλ (1 - truncated_t) A_{t+1}"
+    " // Multiply the trace, and the bootstrap, by 1 - terminated too. // program: gae_programs",
+    _terminations_ignored,
+    "ends_late (doubtful_without flags): GAE with the ends of episodes one step late // A_t = δ_t + γλ (1 - end_{t-1}) A_{t+1}"
+    " // Take the flag that the step itself returned: where `dones[t]` is the flag before step t, use `dones[t + 1]`."
+    " // automl/Mighty#126; vwxyzjn/cleanrl: dones[t + 1], not dones[t], says that step t ended an episode",
+    _ends_late,
+    "ends_early (doubtful_without flags): GAE with the ends of episodes one step early // A_t = δ_t + γλ (1 - end_{t+1}) A_{t+1}"
+    " // Take the flag that the step itself returned: where `dones[t]` belongs to step t, do not use `dones[t + 1]`."
+    " // program: loop-dones_after_step",
+    _ends_early,
+    "ends_inverted: GAE that goes on only where an episode ends // A_t = δ_t + γλ end_t A_{t+1} // Multiply by 1 - done, not by done."
+    " // program: gae_programs",
+    _ends_inverted,
+    "ends_shared: GAE in which the end of an episode in one environment ends those of all // A_t = δ_t + γλ (1 - max_b end_tb) "
+    "A_{t+1} // Use each environment's own flag: look for `any()` and for shapes that broadcast. // program: gae_programs",
+    _ends_shared,
+    "ends_of_others: GAE with the ends of episodes of other environments // A_tb = δ_tb + γλ (1 - end_{t,σ(b)}) A_{t+1,b}"
+    " // Keep the order of environments in the flags: look for `roll`, for reshapes and for results of workers in another order."
+    " // program: sb3-ends_neighbour",
+    _ends_of_others,
+    "last_end_ignored: GAE that bootstraps after the last step though that ended its episode // A_T = r_T + γ V(s_{T+1}) - V_T"
+    " // Multiply the value after the last step by 1 - done of the last step."
+    " // vwxyzjn/cleanrl: `next_done` masks the bootstrap of the last step",
+    _last_end_ignored,
+    "next_episode_bootstrap: GAE that bootstraps ends with the first value of the next episode"
+    " // δ_t = r_t + γ V_{t+1} - V_t at ends too // Multiply the next value by 1 - done. // program: gae_programs",
+    _next_episode_bootstrap,
+    "time_limit_as_termination: GAE that takes time limits for terminations // δ_t = r_t - V_t at time limits"
+    " // Add γ times the value of the episode's last observation where a time limit ended it."
+    " // Pardo et al. 2018, 1712.00378; DLR-RM/stable-baselines3#633",
+    _time_limit_bootstrap(lambda inputs: 0.0),
+    "time_limit_no_end: GAE that takes time limits for no end, so that the trace runs into the next episode // A_t = δ_t + γλ (1 - "
+    "terminated_t) A_{t+1} // Cut the trace where terminated or truncated is set, and mask the bootstrap by terminated alone. // "
+    "Pardo et al. 2018, 1712.00378",
+    _time_limit_no_end,
+    "time_limit_next_episode: GAE that bootstraps time limits with the first value of the next episode // δ_t = r_t + γ V_{t+1} - V_t"
+    " at time limits // Use the value of the episode's last observation (`final_observation`), not of the one after the reset. // "
+    "Unity-Technologies/ml-agents#574",
+    _time_limit_next_episode,
+    "time_limit_twice: GAE that adds the value after a time limit twice // δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits"
+    " // Add the value either to the reward or as the next value. // program: gae_programs",
+    _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values),
+    "no_last_bootstrap: GAE without the value after the last step // δ_T = r_T - V_T // Bootstrap the last step with the value of the"
+    " state that follows the rollout. // Huang et al. 2022, The 37 implementation details of PPO",
+    _last_bootstrap(lambda inputs: 0.0),
+    "old_last_bootstrap: GAE that bootstraps the last step with the value of the state before it // δ_T = r_T + γ V_T - V_T"
+    " // Ask the critic for the observation after the last step. // program: loop-bootstrap_old_value",
+    _last_bootstrap(lambda inputs: inputs.values),
+    "current_value_bootstrap: GAE that bootstraps each step with the value of its own state // δ_t = r_t + γ V_t - V_t"
+    " // The next value is that of row t + 1. // program: gae_programs",
+    _current_value_bootstrap,
+    "values_exchanged: GAE with the value and the next value exchanged // δ_t = r_t + γ V_t - V_{t+1} // δ_t = r_t + γ V_{t+1} - V_t."
+    " // program: gae_programs",
+    lambda inputs: gae(inputs, values=inputs.next_values, next_values=inputs.values),
+    "not_flipped: GAE in reversed order of time // A_t = GAE_{T-t} // Reverse the list that the backward loop has filled."
+    " // program: gae_programs",
+    lambda inputs: gae(inputs).flip(0),
+    "forward: the recursion of GAE run forward in time // A_t = δ_t + γλ (1 - end_t) A_{t-1} // Loop over `reversed(range(T))`."
+    " // program: loop-forward",
+    _forward,
+    "exchanged: GAE with gamma and lambda exchanged // δ_t = r_t + λ V_{t+1} - V_t // Look at the order of the arguments."
+    " // program: gae_programs",
+    lambda inputs: gae(inputs, gamma=inputs.gae_lambda),
+    "undiscounted_bootstrap: GAE whose bootstrap is not discounted // δ_t = r_t + V_{t+1} - V_t // Multiply the next value by gamma."
+    " // program: gae_programs",
+    lambda inputs: gae(inputs, gamma=1.0),
+    "trace_without_gamma: GAE whose trace decays by lambda alone // A_t = δ_t + λ A_{t+1}"
+    " // Multiply the trace by gamma times lambda. // program: gae_programs",
+    lambda inputs: gae(inputs, decay=inputs.gae_lambda),
+    "sign: GAE with the opposite sign // A_t = -GAE_t // Advantages are returns less values. // program: bundled-adv_sign",
+    lambda inputs: -gae(inputs),
+    "absolute: GAE whose negative numbers have become positive, or 0 // A_t = |GAE_t|, GAE_t² or max(GAE_t, 0)"
+    " // Keep the signs: an action that is worse than expected is to become less likely. // program: sb3-abs",
+    _without_signs,
+    "rewards_late (unknown_row): GAE from the rewards of the step before // δ_t = r_{t-1} + γ V_{t+1} - V_t"
+    " // Store each reward in the row of the action that earned it. // program: loop-reward_shift",
+    _rewards_late,
+    "rewards_early (unknown_row): GAE from the rewards of the step after // δ_t = r_{t+1} + γ V_{t+1} - V_t"
+    " // Store each reward in the row of the action that earned it. // program: gae_programs",
+    _rewards_early,
+    "rewards_negated: GAE of the negative rewards // δ_t = -r_t + γ V_{t+1} - V_t // Rewards are maximised; costs need a minus sign."
+    " // program: gae_programs",
+    _of_rewards(lambda rewards: -rewards),
+    "rewards_clipped: GAE of rewards clipped to [-1, 1] // δ_t = clip(r_t, -1, 1) + γ V_{t+1} - V_t"
+    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees."
+    " // Mnih et al. 2015: rewards of Atari are clipped in the environment",
+    _of_rewards(lambda rewards: rewards.clamp(-1, 1)),
+    "reward_signs: GAE of the signs of the rewards // δ_t = sign(r_t) + γ V_{t+1} - V_t"
+    " // Clip rewards in a wrapper of the environment if at all, so that all that is learned from agrees."
+    " // Mnih et al. 2015: rewards of Atari are clipped in the environment",
+    _of_rewards(lambda rewards: rewards.sign()),
+    "raw_rewards (needs raw_rewards): GAE of the rewards before normalisation // δ_t = raw r_t + γ V_{t+1} - V_t"
+    " // Store the normalised rewards, or train the critic on the raw ones too. // program: test_advantage_equations",
+    lambda inputs: gae(inputs, rewards=inputs.raw_rewards),
+    "returns_stored: returns: the values were not subtracted // A_t = GAE_t + V_t"
+    " // Subtract the values, or store returns and advantages apart. // program: gae_programs",
+    lambda inputs: gae(inputs) + inputs.values,
+    "values_missing: discounted sums of rewards, as if all values were 0 // A_t = Σ_k (γλ)^k r_{t+k}"
+    " // Fill the values before the advantages are computed. // program: gae_programs",
+    lambda inputs: gae(inputs, values=torch.zeros_like(inputs.values), next_values=torch.zeros_like(inputs.values)),
+    "monte_carlo_cut: discounted rewards to the end of the rollout, less values, without a bootstrap after the last step // A_t = Σ_k"
+    " γ^k r_{t+k} - V_t // Bootstrap the last step with the value of the state that follows the rollout. // program: gae_programs",
+    lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs),
+    "rewards_to_go: discounted rewards to go without a baseline // A_t = Σ_k γ^k r_{t+k} // Subtract the values."
+    " // program: gae_programs",
+    _rewards_to_go,
+    "axes_swapped: GAE with steps and environments exchanged when it was reshaped // A[t, b] = GAE.reshape(B, T)[b, t]"
+    " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: loop-axes_gae",
+    _axes_swapped,
+    "rewards_swapped: GAE of rewards with steps and environments exchanged when they were reshaped // δ[t, b] = r.reshape(B, T)[b, t]"
+    " + γ V_{t+1} - V_t // Transpose before you reshape: `reshape` and `view` do not move entries. // program: sb3-axes_rewards",
+    _rewards_swapped,
+    "ends_swapped: GAE of ends, perhaps of rewards too, with steps and environments exchanged when they were reshaped // end[t, b] = "
+    "ends.reshape(B, T)[b, t] // Transpose before you reshape: `reshape` and `view` do not move entries. // program: gae_programs",
+    _ends_swapped,
+    "along_environments: the recursion of GAE over environments in place of steps // A_tb = δ_tb + γλ A_t,b+1"
+    " // Loop over the axis of time. // program: gae_programs",
+    _along_environments,
+    "chained: GAE of all environments as one sequence // A_n = δ_n + γλ A_{n+1} over the flattened rollout"
+    " // Compute advantages before the rollout is flattened. // program: gae_programs",
+    _chained,
+    "environment_mean: GAE averaged over the environments // A_tb = mean_b GAE_tb"
+    " // Keep the axis of environments: look for `mean()` and for shapes that broadcast. // program: gae_programs",
+    _environment_mean,
+    "broadcast_mean: differences of returns and values in which one of both is a mean over all rows // A_i = mean_j (R_j - V_i) // "
+    "Print the shapes of returns and values: [N] less [N, 1] is [N, N]. // PacktPublishing/Deep-Reinforcement-Learning-Hands-On#74",
+    _broadcast_mean,
+    "normalized_parts: GAE normalised over each environment // A_tb = (GAE_tb - mean_b) / std_b"
+    " // Normalise over all rows of the batch or of the minibatch. // Huang et al. 2022, detail 7, normalises over the minibatch",
+    _normalized_along(0),
+    "normalized_steps: GAE normalised over the environments of each step // A_tb = (GAE_tb - mean_t) / std_t"
+    " // Normalise over all rows of the batch or of the minibatch. // Huang et al. 2022, detail 7, normalises over the minibatch",
+    _normalized_along(1),
+    "std_alone: GAE divided by its standard deviation without taking its mean away // A_t = GAE_t / std // Subtract the mean."
+    " // program: gae_programs",
+    _moved_and_scaled(lambda right, mean, std: right / std),
+    "mean_alone: GAE less its mean, which is not divided by its standard deviation // A_t = GAE_t - mean"
+    " // Divide by the standard deviation. // program: gae_programs",
+    _moved_and_scaled(lambda right, mean, std: right - mean),
+    "variance: GAE less its mean, divided by its variance // A_t = (GAE_t - mean) / std² // Divide by the standard deviation."
+    " // program: gae_programs",
+    _moved_and_scaled(lambda right, mean, std: (right - mean) / std.square()),
+    "precedence: GAE less the ratio of its mean and its standard deviation // A_t = GAE_t - mean / std"
+    " // Put `advantages - mean` in parentheses. // program: gae_programs",
+    _moved_and_scaled(lambda right, mean, std: right - mean / std),
+    "stale: the advantages of the rollout before // A_t = GAE_t of rollout k - 1"
+    " // Compute advantages after the rollout is complete, and clear the buffer after each update. // program: bundled-stale_adv",
+    _stale,
+)
+VARIANTS = hypothesis_table(
+    "lambda_one (variant): returns less values (lambda = 1) // A_t = Σ_k γ^k r_{t+k} + γ^n V(s_{t+n}) - V_t // "
+    " // A2C, 1602.01783; 1506.02438, eq. 16",
+    lambda inputs: gae(inputs, decay=inputs.gamma),
+    "lambda_zero (variant): one-step TD errors (lambda = 0) // A_t = r_t + γ V_{t+1} - V_t //  // 1506.02438, eq. 16",
+    lambda inputs: gae(inputs, decay=0.0),
+    "v_trace (variant): one-step advantages against lambda-returns, as in V-trace // A_t = r_t + γ v_{t+1} - V_t // "
+    " // IMPALA, 1802.01561, section 4.2",
+    _v_trace,
+    "time_limit_current_value (variant): GAE that bootstraps time limits with the value of the last state acted in"
+    " // δ_t = r_t + γ V_t - V_t at time limits //  // leggedrobotics/rsl_rl, Rudin et al. 2021, 2109.11978",
+    _time_limit_bootstrap(lambda inputs: inputs.values),
+    "normalized (variant, of scale): GAE that was normalised over the whole batch // A = (GAE - mean) / std // "
+    " // openai/spinningup, PPOBuffer.get; leggedrobotics/rsl_rl, RolloutStorage.compute_returns",
+    normalized,
+)
