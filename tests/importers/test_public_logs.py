@@ -216,7 +216,7 @@ def test_other_files_of_trainers(tmp_path: Path) -> None:
     )
     (tmp_path / "sf_log.txt.gz").write_bytes(gzip.compress(lines.encode()))
 
-    def returns(name: str, tag: str, run: int | None = None) -> list[tuple[float, float]]:
+    def returns(name: str, tag: str, run: int | None = None) -> list[tuple[float, ...]]:
         return [tuple(point) for point in read_source(str(tmp_path / name), run).points[tag]]
 
     assert returns("", "r")[:3] == [(10, 0), (20, 1), (30, 0)]
