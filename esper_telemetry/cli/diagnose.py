@@ -16,12 +16,11 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.run_outcome import BAD, OutcomeKind
 from esper_telemetry.cli.arguments import WrongUse, echo, without_warnings, wrong_use
 from esper_telemetry.core.record import CRITICAL_FROM, WARN_FROM, AlarmLevel, RunStatus
-from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import damage_sentence, holds_run, journal_path
 from esper_telemetry.journal.lines import plain
 from esper_telemetry.journal.read import JournalContents, read_contents, read_run
 from esper_telemetry.views.document import print_document
-from esper_telemetry.views.run_view import open_view
+from esper_telemetry.views.run_view import open_logs
 from esper_telemetry.views.verdict_text import diagnosis_as_dict, verdict_document
 
 if TYPE_CHECKING:
@@ -87,25 +86,38 @@ def _diagnose_journal(options: Diagnose) -> int:
 def _diagnose_logs(options: Diagnose) -> int:
     """Judge the logs of another trainer; the verdict also lists the alarms that the logs cannot answer."""
     with wrong_use():
-        if options.source.partition(":")[0] not in READERS:
-            read_source(options.source)  # raises for a wrong source
-        view = open_view(options.source, thresholds=Thresholds.parse(options.threshold))
-    verdict, steps = view.diagnosis, view.axes.env_step if view.axes else 0
+        if holds_run(Path(options.source)):
+            raise WrongUse(
+                f"{options.source} is a run of this package: esper-telemetry diagnose {shlex.quote(options.source)}"
+            )
+        columns = dict(_column(pair) for pair in options.map)
+        thresholds = Thresholds.parse(options.threshold)
+        view = open_logs(options.source, columns=columns, run=options.run, thresholds=thresholds)
+    verdict, axes = view.diagnosis, view.axes
     if options.json:
         head = {"run": view.name, "updates": verdict.updates, "trainer": view.facts.trainer or "", "x": view.x_label}
-        values = {**diagnosis_as_dict(head, verdict), "read": dict(view.used), "unread": list(view.unused)}
-        print(json.dumps(values, indent=1))
+        read = {"notes": list(view.notes), "read": dict(view.used), "unread": list(view.unused)}
+        print(json.dumps({**diagnosis_as_dict(head, verdict), **read}, indent=1))
     else:
-        head_line = (
-            f"{view.name}: {verdict.updates} updates of {view.facts.trainer or ''}, up to {steps:,} {view.x_label}"
-        )
+        reach = f", up to {axes.env_step:,} {view.x_label}" if axes and view.x_label != "rows" else ""
+        head_line = f"{view.name}: {verdict.updates:,} {view.row_label}{'s'[: verdict.updates != 1]} of {view.facts.trainer or ''}{reach}"
         print_document(verdict_document(head_line, verdict, list_unanswered=options.all))
+        for note in view.notes:
+            echo(note)
         print("\nRead as:")
         for key, tag in view.used.items():
             echo(f"  {key}: {tag}")
         if view.unused:
             echo(f"\nNot read: {', '.join(view.unused)}")
     return _exit_code(verdict, "", options.fail_on)
+
+
+def _column(pair: str) -> tuple[str, str]:
+    """Return key and column of KEY=COLUMN."""
+    key, mark, column = pair.partition("=")
+    if not (key and mark and column):
+        raise WrongUse(f"--map needs KEY=COLUMN, such as episode/return_mean=reward, got {pair!r}")
+    return key, column
 
 
 def _exit_code(verdict: Diagnosis, ending: str, level: str | None) -> int:

@@ -200,11 +200,14 @@ class Diagnose:
     run_dir: tyro.conf.Positional[str] = ""
     """The run directory; or --from."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
-    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID, or
-    log:FILE (JSON lines, trainer_state.json, or what TRL, verl, OpenRLHF and NeMo-RL print).
+    """Logs of another trainer: a file or a folder, or tensorboard:DIR, csv:FILE, log:FILE, wandb:PATH (a folder, or
+    entity/project/run), mlflow:URI?run=ID.
 
-    It reads logs of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games, TorchRL, TRL, verl, OpenRLHF and
-    NeMo-RL."""
+    Those of the trainers in docs/old_logs.md are understood; --map reads any other."""
+    map: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=COLUMN")] = ()
+    """The column of the logs that holds a metric, such as episode/return_mean=reward; env_step is the position (repeatable)."""
+    run: int | None = None
+    """Number of the run if the logs hold several; the newest by default."""
     json: bool = False
     """Print JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
     all: bool = False

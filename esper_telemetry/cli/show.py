@@ -36,21 +36,18 @@ def watch(options: Watch) -> int:
 
 def report(options: Report) -> int:
     """Write runs as one HTML file, or their verdicts as Markdown, and print where it is."""
-    from esper_telemetry.importers.source import READERS, read_source
     from esper_telemetry.sinks.pages import REPORT_NAME
     from esper_telemetry.views.report import report_html, report_markdown
-    from esper_telemetry.views.run_view import open_view
+    from esper_telemetry.views.run_view import open_logs, open_view
 
     if not options.run_dirs and not options.source:
         raise WrongUse("report needs a run directory or --from; see esper-telemetry report --help")
-    sources = [address.partition(":")[2] for address in options.source]
+    sources = [address.partition(":")[2] or address for address in options.source]
     output = output_path(options.output, sources=sources) if options.output else None
     with wrong_use():
-        for address in options.source:
-            if address.partition(":")[0] not in READERS:
-                read_source(address)  # raises for a wrong source
         with without_warnings():
-            views = [open_view(source, judged=True) for source in (*options.run_dirs, *options.source)]
+            views = [open_view(run_dir, judged=True) for run_dir in options.run_dirs]
+            views += [open_logs(address) for address in options.source]
         text = report_markdown(views) if options.format == "markdown" else report_html(views)
         if options.format == "markdown" and output is None:
             echo(text)

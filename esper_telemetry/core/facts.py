@@ -42,6 +42,7 @@ class Facts(Mapping[str, Any]):
     env: str | None = None  # name of the environment
     num_envs: int | None = None  # environments of all ranks
     horizon: int | None = None  # time limit of an episode, in steps
+    step_unit: str | None = None  # of a record's position in logs of other trainers if it is no environment step
     reward_threshold: float | None = None  # return of an episode that solves the task
     heads: Mapping[str, str] | None = None  # kind of distribution by head of the policy: categorical or continuous
     squashed: bool | None = None  # actions are kept within their bounds by a tanh

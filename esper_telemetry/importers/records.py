@@ -2,33 +2,54 @@
 
 Logged points become one row of this package's keys per update; rows become records with the histories that can be derived from them.
 Signs, factors and rollouts that are logged late are corrected here, so that no alarm needs to know other trainers. A value that
-stands in for another one is named; what was not logged stays missing.
+replaces another one is named; what was not logged stays missing.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import pairwise
+from statistics import fmean
 from sys import float_info
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import MAX_COUNT, Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
+from esper_telemetry.importers.log_conditions import Remark, correct, remarks_on, schedule_facts, unused_divergence
 from esper_telemetry.importers.trainers import (
+    ADVANTAGES,
+    COUNT,
     DEAD_GROUPS,
     ENTROPY,
+    EVALUATION,
     FIT,
     KL,
+    LENGTH,
+    LONGEST,
+    LOSS,
+    OFF_POLICY,
+    ON_POLICY,
+    POLICY_LOSS,
+    RATE,
+    RATIO_MAX,
+    RATIO_MIN,
     RETURN,
     RETURN_100,
+    SPEED,
     STD,
     VALUE_LOSS,
     Alias,
     Trainer,
+    likely_columns,
     trainer_of,
 )
 from esper_telemetry.journal.schema import wrong_facts
@@ -38,6 +59,28 @@ RECENT_EPISODES: Final = 100
 
 MAY_BE_UNDEFINED: Final = {"value/explained_variance"}
 """Keys that trainers log as NaN where they are undefined."""
+
+MAX_UPDATES: Final = 600
+"""Rows that are judged; each takes 1.5 ms."""
+SETTLING_SHARE: Final = 0.2
+"""Share of the run within which the first episodes end."""
+MAX_EPISODE_GROUPS: Final = 200
+"""Rows of a log of single episodes."""
+
+LOSSES: Final = (VALUE_LOSS, POLICY_LOSS, LOSS)
+RETURNS: Final = (RETURN, RETURN_100, "reward/mean")
+STEPS: Final = ("environment steps", "collected frames", "steps of all environments together")
+"""Units of positions from which the number of episodes can be estimated."""
+OUTCOME_KEYS: Final = frozenset({*RETURNS, COUNT, LENGTH, EVALUATION, SPEED})
+BREAKING: Final = ("loss/", "grad/", "policy/kl", "policy/ratio/", "lm/kl", "policy/head/")
+"""Beginnings of keys whose values are finite in every update of a run that is not broken."""
+EXTREMES: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
+    RATIO_MIN: min,
+    RATIO_MAX: max,
+    LONGEST: max,
+    COUNT: sum,
+}
+"""Keys of which several values are not merged to their mean."""
 
 MAX_ACTIONS: Final = 64
 """Largest number of actions that is inferred from a policy's first entropy."""
@@ -52,13 +95,14 @@ FACTS: Final = {
     "num_envs": ("num_envs", "n_envs", "num_actors"),
     "num_steps": ("num_steps", "n_steps", "horizon_length", "num_steps_per_env", "rollout"),
     "target_kl": ("target_kl",),
-    "desired_kl": ("desired_kl",),
+    "desired_kl": ("desired_kl", "kl_threshold"),
 }
-"""Settings that detectors read, with the names that trainers have for them; those of `Trainer.settings` come in place of these."""
+"""Settings that detectors read, with the names that trainers have for them; `Trainer.settings` replaces them."""
 
 SUBSTITUTES: Final = {
-    "policy/kl_max": (KL, "the mean in place of the largest"),
+    "policy/kl_max": (KL, "the mean instead of the largest"),
     "value/r2": (FIT, "blind to a constant error"),
+    RETURN_100: (RETURN, "of one update"),
 }
 """Keys that detectors read, with a related key that trainers log and what it misses."""
 
@@ -76,12 +120,20 @@ class LoggedRun(NamedTuple):
     Attributes:
         name: of the run.
         points: by tag, in the order in which they were written; values may be NaN.
-        config: settings, as far as the backend has them.
+        config: settings that the backend has.
+        x: unit of the positions, if the log itself says it.
+        axis: column that holds the positions, if there is one.
+        notes: what was read of several runs and files.
+        address: it was read from.
     """
 
     name: str
     points: Mapping[str, Sequence[LoggedPoint]]
     config: Mapping[str, Any] = {}
+    x: str = ""
+    axis: str = ""
+    notes: tuple[str, ...] = ()
+    address: str = ""
 
 
 class UpdateRow(NamedTuple):
@@ -98,16 +150,18 @@ class UpdateTable(NamedTuple):
     Attributes:
         rows: in order.
         sources: by key, the tag it comes from, with notes.
-        tags: all that were read.
+        unread: tags that were not read, with the reason if they are the trainer's.
+        note: on rows that were merged.
     """
 
     rows: list[UpdateRow]
     sources: dict[str, str]
-    tags: frozenset[str]
+    unread: tuple[str, ...]
+    note: str = ""
 
 
 def parse_number(value: object) -> float | int | None:
-    """Return the value, or its text, as a number; None where it is none, as empty cells and switches are."""
+    """Return the value, or its text, as a number; None for an empty cell or a switch."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int) and abs(value) > float_info.max:
@@ -121,48 +175,113 @@ def parse_number(value: object) -> float | int | None:
 
 
 def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
-    """Return the updates of a run. Values of episodes belong to the next update; values logged late belong to the one before."""
+    """Return the updates of a run: each takes the values up to its position; values that are logged late belong to the previous one.
+
+    Losses give the positions, or returns if nothing else was logged. A long log is merged to `MAX_UPDATES` rows.
+    """
     tags_by_alias: dict[Alias, list[str]] = {}
     for alias in trainer.aliases:
-        pattern = re.compile(alias.tag)
-        tags = sorted(tag for tag in logged.points if pattern.fullmatch(tag))
+        tags = sorted(tag for tag in logged.points if re.fullmatch(alias.tag, tag))
         if alias.zero_if_off and not any(value for tag in tags for _, value in logged.points[tag]):
             tags = []
         if tags:
             tags_by_alias[alias] = tags
-    positions = _positions(logged, tags_by_alias)
-    table: dict[float, dict[str, float]] = {x: {} for x in positions}
-    nonfinite: dict[float, set[str]] = {x: set() for x in positions}
+    series = {
+        alias: [sorted(point for point in logged.points[tag] if abs(point.x) <= MAX_COUNT) for tag in tags]
+        for alias, tags in tags_by_alias.items()
+    }
+    updates = _positions(series)
+    stride = math.ceil(len(updates) / (MAX_EPISODE_GROUPS if all(alias.episodes for alias in series) else MAX_UPDATES))
+    positions = [*updates[stride - 1 :: stride], *(updates[-1:] if len(updates) % max(stride, 1) else [])]
+    table: list[dict[str, float]] = [{} for _ in positions]
+    nonfinite: list[set[str]] = [set() for _ in positions]
+    sources: dict[str, str] = {}
+    unread = dict.fromkeys(logged.points, "")
     for alias, tags in tags_by_alias.items():
-        if alias.episodes:
-            continue
-        for x, value in _values_at([logged.points[tag] for tag in tags], positions, late=alias.late):
-            scaled = value * alias.factor
-            if math.isfinite(scaled):
-                table[x][alias.key] = scaled
-            elif alias.key not in MAY_BE_UNDEFINED:
-                nonfinite[x].add(tags[0])
-    for alias, tags in tags_by_alias.items():
-        if alias.episodes:
-            _add_episodes(table, positions, alias, [point for tag in tags for point in logged.points[tag]])
-    sources = {}
-    for alias, tags in tags_by_alias.items():
-        several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
-        scaling = "" if alias.factor == 1 else f" times {alias.factor:g}"
-        sources[alias.key] = f"{tags[0]}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
-    read = {tag for tags in tags_by_alias.values() for tag in tags}
+        dropped = _read_series(alias, dict(zip(tags, series[alias], strict=True)), updates, positions, table, nonfinite)
+        unread = {tag: reason for tag, reason in unread.items() if tag not in tags} | dropped
+        if len(dropped) < len(tags):
+            several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
+            scaling = "" if alias.factor == 1 else f" times {alias.factor:g}"
+            sources[alias.key] = f"{tags[0]}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
     if trainer.idle and all(tag in logged.points for tag in trainer.idle):
-        read |= set(trainer.idle)
-        sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 where it is 0, else a lower bound)"
-        spread = [[LoggedPoint(x, abs(value)) for x, value in logged.points[tag]] for tag in trainer.idle]
-        for x, value in _values_at(spread, positions, late=False):
-            table[x][DEAD_GROUPS] = 1.0 if value == 0 else table[x].get(DEAD_GROUPS, 0.0)
-    rows = [UpdateRow(x, table[x], len(nonfinite[x])) for x in positions if table[x] or nonfinite[x]]
-    return UpdateTable(rows, sources, frozenset(read))
+        unread = {tag: reason for tag, reason in unread.items() if tag not in trainer.idle}
+        sources[DEAD_GROUPS] = f"{trainer.idle[0]} (1 if it is 0, else a lower bound)"
+        spread = [LoggedPoint(x, abs(value)) for tag in trainer.idle for x, value in logged.points[tag]]
+        for place, values in _grouped(spread, positions).items():
+            table[place][DEAD_GROUPS] = sum(not value for value in values) / len(values) or table[place].get(
+                DEAD_GROUPS, 0.0
+            )
+    rows = [
+        UpdateRow(x, table[place], len(nonfinite[place]))
+        for place, x in enumerate(positions)
+        if table[place] or nonfinite[place]
+    ]
+    note = f"An update is the mean of {stride} of {len(updates):,} logged rows." if stride > 1 else ""
+    return UpdateTable(
+        rows, sources, tuple(tag + (f" ({why})" if why else "") for tag, why in sorted(unread.items())), note
+    )
+
+
+def _read_series(
+    alias: Alias,
+    points_by_tag: Mapping[str, Sequence[LoggedPoint]],
+    updates: Sequence[float],
+    positions: Sequence[float],
+    table: Sequence[dict[str, float]],
+    nonfinite: Sequence[set[str]],
+) -> dict[str, str]:
+    """Put the values of an alias into the rows; return the tags that count in another unit, with this reason.
+
+    A mean of no episodes is NaN, as is what is logged before the first update: `numerics/nonfinite` counts what was finite before, and
+    losses, divergences and gradients that never are.
+    """
+    places: dict[int, list[float]] = {}
+    dropped = {}
+    for tag, points in points_by_tag.items():
+        inside = sum(updates[0] <= x <= updates[-1] for x, _ in points)
+        if 2 * inside < len(points) and len(points) == len(updates):
+            points = [LoggedPoint(x, point.value) for x, point in zip(updates, points, strict=True)]
+        elif 2 * inside < len(points):
+            dropped[tag] = f"on another axis: {points[0].x:,.0f} to {points[-1].x:,.0f}"
+            continue
+        if alias.late:
+            before = [(bisect_left(updates, x) - 1, value) for x, value in dict(points).items()]
+            points = [LoggedPoint(updates[place], value) for place, value in before if place >= 0]
+        for place, values in _grouped(points, positions).items():
+            places.setdefault(place, []).extend(values)
+    was_finite, is_bad = False, alias.key.startswith(BREAKING)
+    last = max((place for place, values in places.items() if any(map(math.isfinite, values))), default=-1)
+    recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+    for place, row in enumerate(table):
+        values = [alias.factor * value for value in places.get(place, ())]
+        finite = [value for value in values if math.isfinite(value)]
+        if len(finite) < len(values) and alias.key not in MAY_BE_UNDEFINED:
+            infinite = any(math.isinf(value) for value in values)
+            stopped = was_finite and place > last and not alias.key.startswith(("episode/", "eval/"))
+            if infinite or stopped or (is_bad and (was_finite or last < 0)):
+                nonfinite[place].add(min(points_by_tag))
+        was_finite |= bool(finite)
+        if finite and math.isfinite(mean := EXTREMES.get(alias.key, fmean)(finite)):
+            row[alias.key] = mean
+        if alias.episodes and alias.key == RETURN:
+            recent.extend(finite)
+            row[COUNT] = float(len(finite))
+            if recent and math.isfinite(mean := fmean(recent)):
+                row[RETURN_100] = mean
+    return dropped
+
+
+def _grouped(points: Iterable[LoggedPoint], positions: Sequence[float]) -> dict[int, list[float]]:
+    """Return the values by the first position that is not before them; later values belong to the last position."""
+    places: dict[int, list[float]] = {}
+    for x, value in points:
+        places.setdefault(min(bisect_left(positions, x), len(positions) - 1), []).append(value)
+    return places
 
 
 def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], batch_tag: str) -> Mapping[str, Sequence[LoggedPoint]]:
-    """Return the points with those of later passes over a batch of completions averaged into that of its first pass."""
+    """Return the points, with one mean for all passes over a batch of completions."""
     starts = sorted({point.x for tag, own in points.items() if re.fullmatch(batch_tag, tag) for point in own})
     if not starts:
         return points
@@ -175,61 +294,19 @@ def _of_batches(points: Mapping[str, Sequence[LoggedPoint]], batch_tag: str) -> 
     return batches
 
 
-def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) -> list[float]:
-    """Return the positions of updates: those at which losses, or other values of whole updates, were logged."""
-    main_tags = {
-        tag for alias, tags in tags_by_alias.items() if alias.key in (VALUE_LOSS, "loss/policy") for tag in tags
-    }
-    per_update = [tag for alias, tags in tags_by_alias.items() if not alias.episodes for tag in tags]
-    if not per_update:
-        return []
-    main = max(per_update, key=lambda tag: (tag in main_tags, len(logged.points[tag])))
-    is_late = any(alias.late for alias in tags_by_alias)
-    tags = per_update if is_late else [main]
-    return sorted({point.x for tag in tags for point in logged.points[tag] if abs(point.x) <= MAX_COUNT})
-
-
-def _values_at(
-    histories: Sequence[Sequence[LoggedPoint]], positions: Sequence[float], *, late: bool
-) -> Iterable[tuple[float, float]]:
-    """Return values at the positions of updates, averaged over several tags; equally many points on another axis are taken in order."""
-    by_position: dict[float, list[float]] = {}
-    updates = set(positions)
-    for points in histories:
-        if {x for x, _ in points} & updates:
-            own = dict(points)
-        elif len(points) == len(positions):
-            own = dict(zip(positions, (point.value for point in points), strict=True))
-        else:
-            own = {}
-        for x, value in own.items():
-            if x in updates:
-                by_position.setdefault(x, []).append(value)
-    if not late:
-        return [(x, sum(values) / len(values)) for x, values in by_position.items()]
-    before = dict(zip(positions[1:], positions, strict=False))
-    return [(before[x], sum(values) / len(values)) for x, values in by_position.items() if x in before]
-
-
-def _add_episodes(
-    table: dict[float, dict[str, float]], positions: Sequence[float], alias: Alias, points: Sequence[LoggedPoint]
-) -> None:
-    """Add, per update, the mean over its episodes; for returns also their number and the mean of the last hundred."""
-    by_position: dict[float, list[float]] = {}
-    for point in sorted(points):
-        place = bisect_left(positions, point.x)
-        if place < len(positions) and math.isfinite(point.value):
-            by_position.setdefault(positions[place], []).append(point.value)
-    recent: deque[float] = deque(maxlen=RECENT_EPISODES)
-    for x in positions:
-        episodes = by_position.get(x, [])
-        recent.extend(episodes)
-        means = {alias.key: episodes, RETURN_100: recent} if alias.key == RETURN else {alias.key: episodes}
-        for key, returns in means.items():
-            if returns and math.isfinite(mean := sum(returns) / len(returns)):
-                table[x][key] = mean
-        if alias.key == RETURN:
-            table[x]["episode/count"] = float(len(episodes))
+def _positions(series: Mapping[Alias, Sequence[Sequence[LoggedPoint]]]) -> list[float]:
+    """Return the positions of updates, by losses, else by other values of training, else by returns."""
+    whole = [alias for alias in series if not alias.episodes and alias.key != EVALUATION] or list(series)
+    main = [alias for alias in whole if alias.key in LOSSES] or [alias for alias in whole if alias.key in ON_POLICY]
+    if any(
+        alias.late for alias in main
+    ):  # values of training are logged with any row that follows, such as one of an evaluation
+        whole = [alias for alias in whole if not alias.late] or whole
+        return sorted({point.x for alias in whole for points in series[alias] for point in points})
+    main = main or [alias for alias in whole if alias.key in RETURNS] or whole
+    return sorted(
+        {point.x for point in max((points for alias in main for points in series[alias]), key=len, default=[])}
+    )
 
 
 class ImportedRun(NamedTuple):
@@ -239,10 +316,16 @@ class ImportedRun(NamedTuple):
         name: of the run.
         trainer: that logged it.
         x: unit of its x-axis; `env_step` of the records counts it.
-        facts: settings that detectors read, as far as they were logged.
+        facts: logged settings that detectors read.
         records: one per update.
         used: the source of each key's values, in words.
-        unused: tags that were not read.
+        unused: tags that were not read, with the reason if the trainer is known to write them.
+        notes: on what was read and what holds for it, a sentence each.
+        unit: what a row of the log is: an update, an episode, or a row if the log does not say.
+        hints: how the trainer logs what is missing, by the beginning of the key.
+        missing: tags of the trainer that this log does not have, by key.
+        off_policy: PPO's checks do not hold for the algorithm.
+        remarks: on what no rule can see in a log.
     """
 
     name: str
@@ -252,26 +335,59 @@ class ImportedRun(NamedTuple):
     records: tuple[Record, ...]
     used: Mapping[str, str]
     unused: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    unit: str = "update"
+    hints: Mapping[str, str] = {}
+    missing: Mapping[str, str] = {}
+    off_policy: bool = False
+    remarks: tuple[Remark, ...] = ()
+
+    def hint(self, key: str) -> str:
+        """Return how the trainer logs a key; empty if it is not known to."""
+        return next((hint for known, hint in self.hints.items() if known and key.startswith(known)), "")
 
 
 Foreign = ImportedRun
 """The name of `ImportedRun` in earlier releases."""
 
 
-def read_foreign(logged: LoggedRun) -> ImportedRun:
+def read_foreign(logged: LoggedRun, columns: Mapping[str, str] | None = None) -> ImportedRun:
     """Return the run as records.
 
-    Raises ValueError where the tags are those of no known trainer, or hold no update.
+    Args:
+        logged: the run.
+        columns: the column that holds the values of a key, instead of what is known of the trainer; `env_step` is the position.
+
+    Raises ValueError for columns of an unknown trainer, with a command that maps them; for a wrong key or column; and without updates.
     """
-    trainer = trainer_of(logged.points)
+    known = trainer_of(logged.points)
+    trainer = known or Trainer("an unknown trainer", (), (), x=logged.x or "steps")
+    if columns:
+        trainer, logged = _mapped(trainer, logged, columns)
+    elif known is None:
+        raise ValueError(_proposal(logged))
+    tag = next((tag for tag in sorted(logged.points) if OFF_POLICY.fullmatch(tag)), "")
+    keys = {alias.key for alias in trainer.aliases if any(re.fullmatch(alias.tag, tag) for tag in logged.points)}
+    off_policy = bool(tag) and not keys & ON_POLICY
+    if off_policy:
+        aliases = tuple(alias for alias in trainer.aliases if alias.key in OUTCOME_KEYS)
+        trainer = replace(trainer, aliases=aliases, facts={}, settings=dict.fromkeys(FACTS, ()))
+    elif not keys:
+        raise ValueError(_proposal(logged))
     logged = logged._replace(points=_of_batches(logged.points, trainer.batch_tag))
     table = read_rows(logged, trainer)
     if not table.rows:
-        raise ValueError(f"{logged.name} holds no update of {trainer.name}")
+        raise ValueError(f"{logged.name} lacks updates of {trainer.name}")
     sources = dict(table.sources)
-    facts = {**trainer.facts, **facts_of(logged.config, trainer.settings)}
+    x = logged.x or trainer.x
+    facts = {**trainer.facts, **facts_of(logged.config, trainer.settings), **({} if x in STEPS else {"step_unit": x})}
     facts = {name: value for name, value in facts.items() if name not in wrong_facts(facts)}
-    rows = _with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources)
+    facts |= schedule_facts([value for _, value in logged.points.get(sources.get(RATE, ""), ())], facts)
+    updates = [(place, row.values) for place, row in enumerate(table.rows, 1)]
+    was_zero = unused_divergence(updates)
+    correct(updates, sources)
+    means = {what: [value for _, value in logged.points.get(tag, ())] for what, tag in ADVANTAGES.items()}
+    rows, early = _settled(_with_normalized_entropy([_with_substitutes(row, sources) for row in table.rows], sources))
     history = RunHistory(facts)
     records = tuple(
         Record(
@@ -281,8 +397,100 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
         )
         for place, row in enumerate(rows, 1)
     )
-    unused = tuple(tag for tag in sorted(logged.points) if tag not in table.tags)
-    return ImportedRun(logged.name, trainer.name, trainer.x, facts, records, sources, unused)
+    about = (
+        f"This is the log of an off-policy algorithm ({tag}): the outcome holds for it, PPO's checks do not."
+        if off_policy
+        else ""
+    )
+    unit = "update" if keys & ON_POLICY or keys.intersection(LOSSES) or table.note else "row"
+    if all(alias.episodes for alias in trainer.aliases if alias.key in sources) and not table.note:
+        unit = "episode"
+    unit = "row" if x == "rows" else unit
+    plain = [
+        alias for alias in trainer.aliases if alias.key not in sources and not re.search(r"[][()|?*+\\]", alias.tag)
+    ]
+    return ImportedRun(
+        logged.name,
+        trainer.name,
+        x,
+        facts,
+        records,
+        sources,
+        table.unread,
+        notes=tuple(filter(None, (*logged.notes, about or trainer.hints.get("", ""), table.note, early))),
+        unit=unit,
+        hints=trainer.hints,
+        missing={alias.key: alias.tag for alias in plain},
+        off_policy=off_policy,
+        remarks=tuple(remarks_on(updates, means, was_zero)),
+    )
+
+
+def _settled(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], str]:
+    """Return the rows without the returns of the first ones if only short episodes had ended there, and a note on them.
+
+    If episodes are cut off at one length, the shorter ones end first. They are too good, or too bad, for a run whose
+    number of environments is not known. Returns that rise with the length are left: there a longer episode is learned.
+    """
+    lengths = [(place, row.values[LENGTH]) for place, row in enumerate(rows) if LENGTH in row.values]
+    longest = max((length for _, length in lengths), default=0.0)
+    full = [place for place, length in lengths if length >= 0.99 * longest]
+    if not full or 2 * len(full) < len(lengths) or not 0 < rows[full[0]].x <= SETTLING_SHARE * rows[-1].x:
+        return list(rows), ""
+    keys = [key for key in RETURNS if key in rows[full[0]].values]
+    early = [row for row in rows[: full[0]] if any(key in row.values for key in keys)]
+    if not any(row.values.get(key, -math.inf) > rows[full[0]].values[key] for row in early[:1] for key in keys):
+        return list(rows), ""
+    kept = [
+        row._replace(values={key: value for key, value in row.values.items() if key not in RETURNS})
+        for row in rows[: full[0]]
+    ]
+    return [
+        *kept,
+        *rows[full[0] :],
+    ], f"Returns of the first {full[0]} rows are left out, in which only short episodes had ended."
+
+
+def _mapped(trainer: Trainer, logged: LoggedRun, columns: Mapping[str, str]) -> tuple[Trainer, LoggedRun]:
+    """Return the trainer with other columns for some keys, and the run on the axis of `env_step`."""
+    keys = {metric.key for metric in catalogue()} | {"env_step"}
+    for key, column in columns.items():
+        for name, names, what in ((key, keys, "metric"), (column, {*logged.points, logged.axis}, "column")):
+            if name not in names:
+                near = ", ".join(get_close_matches(name, names, 4, 0.4)) or ", ".join(sorted(names)[:8])
+                raise ValueError(f"--map {key}={column}: there is no {what} {name}; there are {near}")
+    own = {key: column for key, column in columns.items() if key != "env_step"}
+    kept = [alias for alias in trainer.aliases if alias.key not in own]
+    aliases = (*kept, *(Alias(re.escape(column), key) for key, column in own.items()))
+    axis = columns.get("env_step", logged.axis)
+    if axis != logged.axis:
+        ticks = sorted(logged.points[axis])
+        places = [tick.x for tick in ticks]
+        points = {
+            tag: [LoggedPoint(ticks[max(0, bisect_right(places, x) - 1)].value, value) for x, value in points]
+            for tag, points in logged.points.items()
+            if tag != axis
+        }
+        logged = logged._replace(points=points, x="environment steps", axis=axis)
+    return replace(trainer, aliases=aliases), logged
+
+
+def _proposal(logged: LoggedRun) -> str:
+    """Return the sentence on columns of an unknown trainer, with the command that is likely to read them."""
+    ordered = sorted(logged.points)
+    named = f"{', '.join(ordered[:8])}{f' and {len(ordered) - 8} others' if len(ordered) > 8 else ''}"
+    likely = likely_columns(filter(None, (*ordered, logged.axis)))
+    counted = [point.value for point in logged.points.get(likely.get("env_step", ""), ())]
+    if any(other < one for one, other in pairwise(counted)):  # the steps of one update
+        del likely["env_step"]
+    guess = {key: column for key, column in likely.items() if column != logged.axis or key == "env_step"}
+    mapped = [part for key, column in guess.items() for part in ("--map", f"{key}={column}")]
+    command = shlex.join(["esper-telemetry", "diagnose", "--from", logged.address or "LOGS", *mapped])
+    if RETURN not in guess:
+        return (
+            f"these are the columns of no known trainer: {named}; name what they hold: {command} --map {RETURN}=COLUMN"
+        )
+    return f"these are the columns of no known trainer: {named}; if their names say what they hold: {command}"
 
 
 def facts_of(config: Mapping[str, Any], names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
@@ -295,7 +503,7 @@ def facts_of(config: Mapping[str, Any], names: Mapping[str, Sequence[str]] = Map
     for path, value in _leaves(config):
         name = path[-1]
         settings[".".join(path)] = value
-        if len(path) < depths.get(name, len(path) + 1):  # of settings with one name, that of the outermost group
+        if len(path) < depths.get(name, len(path) + 1):  # the outermost group wins
             settings[name], depths[name] = value, len(path)
     facts = {}
     for fact, candidates in {**FACTS, **names}.items():
@@ -327,7 +535,7 @@ def _with_substitutes(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:
 
 
 def _with_normalized_entropy(rows: Sequence[UpdateRow], sources: dict[str, str]) -> list[UpdateRow]:
-    """Return the rows with entropy over that of a uniform policy, if the first entropy shows the number of actions."""
+    """Return the rows with the entropy as a share of the largest one, if the first entropy shows the number of actions."""
     first = next((row.values[ENTROPY] for row in rows if ENTROPY in row.values), None)
     actions = None if first is None or STD in sources else number_of_actions(first)
     if actions is None:
@@ -344,7 +552,7 @@ def _with_normalized_entropy(rows: Sequence[UpdateRow], sources: dict[str, str])
 
 
 def number_of_actions(entropy: float) -> int | None:
-    """Return the number of actions whose uniform policy has this entropy, in nats; None where that is no whole number."""
+    """Return the number of actions whose uniform policy has this entropy, in nats; None if that is not a whole number."""
     if not 0.5 < entropy < math.log(MAX_ACTIONS):
         return None
     count = round(math.exp(entropy + UNIFORM_NATS / 2))

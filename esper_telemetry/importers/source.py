@@ -1,301 +1,245 @@
-"""Read logs by address: `tensorboard:DIR`, `csv:FILE`, `log:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
+"""Read logs by address: a path, or `tensorboard:DIR`, `csv:FILE`, `log:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
 
 from __future__ import annotations
 
-import ast
-import codecs
-import csv
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, client_error, unreachable, wandb_records
-from esper_telemetry.core.files import MAX_JSON_FILE_BYTES, parse_json, read_file
+from esper_telemetry.core.files import parse_json, read_file
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.terminal import printable, printable_values
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, parse_number
+from esper_telemetry.importers.text_logs import RESTART_SHARE, monitor_run, read_text, runs_of
 
 RUN_MISSING: Final = "RESOURCE_DOES_NOT_EXIST"
 """Code of MLflow's error."""
 
-X_NAMES: Final = (
-    "time/total_timesteps",
-    "num_env_steps_sampled_lifetime",
-    "global_step",
-    "agent_steps",
-    "frame",
-    "env_step",
-    "train/global_step",
-    "training/global_step",
-    "timesteps_total",
-    "training_iteration",
-    "_step",
-    "step",
+KINDS: Final = (
+    ("tensorboard", r".*tfevents.*"),
+    ("wandb", r"run-.*\.wandb"),
+    ("csv", r"progress\.csv(\.gz)?"),
+    ("log", r"result\.json(\.gz)?"),
+    ("csv", r"progress\.txt(\.gz)?"),
+    ("log", r"trainer_state\.json"),
+    ("log", r"sf_log\.txt"),
+    ("csv", r"(.*\.)?monitor\.csv(\.gz)?"),
+    ("log", r"training_status\.json"),
+    ("csv", r".*\.(csv|tsv)(\.gz)?"),
+    ("log", r".*\.(jsonl|log|out|txt)(\.gz)?"),
 )
-"""Columns that hold the position of a row, the best first."""
+"""Readers, and the names of the files that a folder is searched for; the first ones say most."""
+
+MAX_NAMED_RUNS: Final = 5
+LFS_POINTER: Final = b"version https://git-lfs"
 
 
-def read_source(address: str) -> LoggedRun:
+def read_source(address: str, run: int | None = None) -> LoggedRun:
     """Return the run at an address.
 
+    Args:
+        address: a file, a folder that is searched, or a kind and what to read.
+        run: number of the run, from 1, if there are several; the newest by default.
+
     Raises:
-        ValueError: for an unknown kind, an address that holds several runs or none, and a file that is damaged or not a log.
+        ValueError: for an unknown kind, an address without a run of that number, and a file that is damaged or not a log.
         FileNotFoundError: for a missing file.
         ModuleNotFoundError: if the backend's package is missing.
     """
     kind, _, rest = address.partition(":")
-    if kind not in READERS:
-        raise ValueError(f"--from takes {', '.join(f'{name}:...' for name in READERS)}, got {address!r}")
-    if not rest:
+    if os.path.exists(address):  # noqa: PTH110  # pathlib raises for a path that is too long
+        runs = _runs_below(Path(address), KINDS)
+    elif kind not in READERS:
+        raise ValueError(
+            f"--from takes a file, a folder, {', '.join(f'{name}:...' for name in READERS)}, got {address!r}"
+        )
+    elif not rest:
         raise ValueError(f"--from {kind}: needs what to read, such as {EXAMPLES[kind]}")
-    logged = READERS[kind](rest)
+    else:
+        runs = READERS[kind](rest)
+    if run is not None and not 1 <= run <= len(runs):
+        raise ValueError(f"{address} holds {len(runs)} run{'s'[: len(runs) > 1]}, and --run asks for {run}")
+    logged, note = runs[-1 if run is None else run - 1], ""
+    if len(runs) > 1:
+        names = [f"{number}: {each.name}" for number, each in enumerate(runs, 1)]
+        shown = ", ".join(names if len(names) <= MAX_NAMED_RUNS else [*names[:2], "...", *names[-2:]])
+        note = f"{len(runs)} runs are here; this is {'the newest' if run is None else f'number {run}'}. --run N takes another ({shown})."
     points = {printable(tag): points for tag, points in logged.points.items()}
-    return LoggedRun(printable(logged.name), points, printable_values(dict(logged.config)))
+    notes = tuple(printable(text) for text in (*logged.notes, note) if text)
+    config = printable_values(dict(logged.config))
+    return logged._replace(name=printable(logged.name), points=points, config=config, notes=notes, address=address)
 
 
-def read_tensorboard(directory: str) -> LoggedRun:
-    """Return the run in a directory of event files."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
+def _runs_below(path: Path, kinds: Sequence[tuple[str, str]]) -> list[LoggedRun]:
+    """Return the runs of the first kind of which files are here, the oldest first; a run has the files of one folder.
 
+    Raises ValueError if none is found, with the reason.
+    """
+    files = [path] if path.is_file() else sorted((file for file in path.rglob("*") if not file.is_dir()), key=_natural)
+    problems: list[str] = []
+    for kind, pattern in kinds:
+        folders: dict[Path, list[Path]] = {}
+        for file in files:
+            if re.fullmatch(pattern, file.name):
+                folders.setdefault(file.parent, []).append(file)
+        runs: list[LoggedRun] = []
+        for folder, own in sorted(folders.items(), key=lambda item: (max(map(_age, item[1])), _natural(item[0]))):
+            try:
+                runs += _folder_runs(kind, folder, own)
+            except (ValueError, FileNotFoundError) as error:
+                problems.append(str(error))
+        if runs:
+            if path.is_dir() and len(kinds) > 1:
+                left = sorted(
+                    {file.name for file in files for _, other in KINDS[:8] if re.fullmatch(other, file.name)}
+                    - _names(folders)
+                )
+                note = f"Read: {_shown(path, folders, runs)}" + (
+                    f"; also here, and not read: {', '.join(left[:4])}" if left else ""
+                )
+                runs = [run._replace(notes=(*run.notes, note)) for run in runs]
+            return runs
+    if path.is_file() and not problems:
+        return read_text(path)
+    what = "event files of TensorBoard" if len(kinds) == 1 else "logs"
+    raise ValueError(problems[0] if problems else f"{path} holds no {what}")
+
+
+def _names(folders: Mapping[Path, Sequence[Path]]) -> set[str]:
+    return {file.name for files in folders.values() for file in files}
+
+
+def _shown(path: Path, folders: Mapping[Path, Sequence[Path]], runs: Sequence[LoggedRun]) -> str:
+    """Return the file that was read, or how many."""
+    files = [file for own in folders.values() for file in own]
+    return (
+        str(files[0].relative_to(path))
+        if len(files) == 1
+        else f"{len(files)} files such as {files[-1].relative_to(path)}"
+    )
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Key by which run_10 comes after run_9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _age(file: Path) -> float:
+    """Return when a file was begun, or last written to the minute: files that were copied together are of one age."""
+    begun = re.search(r"tfevents\.(\d{9,11})\.", file.name)
+    return float(begun[1]) if begun else file.stat().st_mtime // 60
+
+
+def _folder_runs(kind: str, folder: Path, files: Sequence[Path]) -> list[LoggedRun]:
+    """Return the runs in files of one kind in one folder."""
+    if strange := next((file for file in files if not file.is_file()), None):
+        raise ValueError(f"{strange} is not a regular file")
+    if kind == "tensorboard":
+        return _event_runs(folder, files)
+    if kind == "wandb":
+        return [_local_wandb(file) for file in files]
+    runs = [run for file in files for run in read_text(file)]
+    if len(runs) > 1 and all({"r", "l", "t"} <= run.points.keys() for run in runs):  # one file per environment
+        rows = [
+            {column: points[place].value for column, points in run.points.items()}
+            for run in runs
+            for place in range(len(run.points["r"]))
+        ]
+        return [monitor_run(folder.absolute().name, rows)]
+    return runs
+
+
+def read_tensorboard(directory: str) -> list[LoggedRun]:
+    """Return the runs in a folder of event files, or in one file, the oldest first."""
     path = Path(directory)
     if not path.exists():
         raise FileNotFoundError(f"there is no {directory}")
-    run = one_run(path)
-    accumulator = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
-    try:
-        accumulator.Reload()
-    except Exception as error:  # of protocol buffers, which a damaged event is not
-        raise ValueError(f"{run} holds a damaged file of events: {error}") from None
-    tags = accumulator.Tags()
-    points = {
-        tag: [LoggedPoint(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags["scalars"]
-    }
-    for tag in tags["tensors"]:
-        events = accumulator.Tensors(tag)
-        if any(dim.size != 1 for event in events for dim in event.tensor_proto.tensor_shape.dim):
-            continue  # its shape may ask for any amount of memory
-        try:
-            numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in events]
-        except (ValueError, TypeError):  # a damaged tensor
+    return _event_runs(path.parent, [path]) if path.is_file() else _runs_below(path, KINDS[:1])
+
+
+def _event_runs(folder: Path, files: Sequence[Path]) -> list[LoggedRun]:
+    """Return the runs in the event files of a folder. A file that begins again with tags of the file before is of another run."""
+    runs: list[dict[str, list[LoggedPoint]]] = []
+    for file in sorted(files, key=lambda file: (_age(file), _natural(file))):
+        points = _scalars(file)
+        if not points:
             continue
-        if all(number.size == 1 and number.dtype.kind in "fiu" for _, number in numbers):
-            points[tag] = [LoggedPoint(step, float(number.reshape(()))) for step, number in numbers]
-    return LoggedRun(run.name or str(run.absolute()), points)
-
-
-def one_run(path: Path) -> Path:
-    """Return the directory below `path` that has event files; a file of events is a run itself.
-
-    Raises ValueError for several directories, with their names, for none, and if one of the files is a FIFO or a device.
-    """
-    if path.is_file():
-        return path
-    files = [file for file in path.rglob("*tfevents*") if not file.is_dir()]
-    if strange := next((file for file in files if not file.is_file()), None):
-        raise ValueError(f"{strange} is not a regular file")
-    found = {file.parent for file in files}
-    runs = sorted(run for run in found if found.isdisjoint(run.parents))  # settings stand in a folder below a run
+        shared = points.keys() & runs[-1].keys() if runs else set()
+        before = [point.x for tag in shared for point in runs[-1][tag]]
+        begin = min((points[tag][0].x for tag in shared), default=math.inf)
+        if not runs or (before and begin - min(before) <= RESTART_SHARE * (max(before) - min(before))):
+            runs.append(points)
+            continue
+        for tag, own in points.items():  # a run that was resumed writes some steps again
+            runs[-1][tag] = [point for point in runs[-1].get(tag, []) if point.x < own[0].x] + own
     if not runs:
-        raise ValueError(f"{path} holds no event files of TensorBoard")
-    if len(runs) > 1 and path not in runs:
-        names = ", ".join(str(run) for run in runs[:5])
-        raise ValueError(f"{path} holds {len(runs)} runs: name one of {names}{' and others' if len(runs) > 5 else ''}")
-    return path if path in runs else runs[0]
-
-
-def read_csv(file: str) -> LoggedRun:
-    """Return the run in a table with a row per update, such as SB3's and RLlib's `progress.csv`."""
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    try:
-        with _opened(path, newline="") as text:
-            table = [
-                {name: number for name, cell in row.items() if name and (number := parse_number(cell)) is not None}
-                for row in csv.DictReader(text)
-            ]
-    except csv.Error as error:
-        raise ValueError(f"{file} is not a table: {error}") from None
-    if not table:
-        raise ValueError(f"{file} has no rows")
-    return LoggedRun(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
-
-
-def read_log(file: str) -> LoggedRun:
-    """Return the run in a text: JSON lines, `trainer_state.json` of transformers, or what a trainer printed.
-
-    Of printed lines, those of transformers (`{'loss': 0.1, ...}`), verl (`step:1 - actor/ppo_kl:0.1 - ...`), OpenRLHF
-    (`Global step 1: {'ppo_kl': 0.1, ...}`) and NeMo-RL (`=== Step 1/9 ===`, and below it `• Loss: 0.1`; `step_metrics={...}`) are read,
-    and all others are passed over. The metrics of verl's JSON lines stand under `data`.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    with suppress(ValueError, OSError):  # lines, or a long file
-        whole = parse_json(read_file(path, MAX_JSON_FILE_BYTES).removeprefix(codecs.BOM_UTF8))
-        if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-            return _logged_rows(path, whole["log_history"])
-    with _opened(path) as text:
-        return _logged_rows(path, _printed_rows(_lines(text)))
-
-
-def _opened(path: Path, newline: str | None = None) -> TextIO:
-    """Open a text in UTF-8, or in UTF-16 if it begins with that mark: spreadsheets and PowerShell write marks and UTF-16."""
-    with path.open("rb") as file:
-        is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return path.open(newline=newline, encoding="utf-16" if is_wide else "utf-8-sig", errors="replace")
-
-
-def _lines(text: TextIO) -> Iterator[str]:
-    """Yield the lines; a line that is too long for a row of metrics is empty."""
-    is_whole = True
-    while line := text.readline(MAX_LOG_LINE_CHARACTERS):
-        was_whole, is_whole = is_whole, line.endswith("\n")
-        yield line.rstrip("\n") if was_whole and (is_whole or len(line) < MAX_LOG_LINE_CHARACTERS) else ""
-
-
-def _logged_rows(file: Path, found: Iterable[object]) -> LoggedRun:
-    """Return the run of rows of metrics; raises ValueError without any."""
-    rows = [numbers for row in found if isinstance(row, dict) and (numbers := _flat_numbers(row))]
-    if not rows:
+        pointer = any(file.stat().st_size < 1024 and file.read_bytes().startswith(LFS_POINTER) for file in files)
         raise ValueError(
-            f"{file} has no line with metrics: JSON lines, {{'loss': 0.1, ...}}, step:1 - tag:0.1 and what OpenRLHF and NeMo-RL print "
-            "are read"
+            f"{files[0]} is a pointer of Git LFS: git lfs pull fetches the file"
+            if pointer
+            else f"{folder} lacks numbers in its event files"
         )
-    return LoggedRun(file.stem if file.stem not in UNNAMED_LOGS else file.absolute().parent.name, points_of(rows))
+    name = folder.name or folder.absolute().name
+    return [
+        LoggedRun(name if len(runs) == 1 else f"{name} ({number} of {len(runs)})", points)
+        for number, points in enumerate(runs, 1)
+    ]
 
 
-MAX_LOG_LINE_CHARACTERS: Final = 1 << 20
+def _scalars(file: Path) -> dict[str, list[LoggedPoint]]:
+    """Return the numbers by tag of one event file, which may still grow; none for a file of another kind."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.util.tensor_util import make_ndarray
 
-UNNAMED_LOGS: Final = {"trainer_state", "console", "output", "log", "train"}
-"""Names of files that say nothing of the run: it has the name of their folder."""
-
-NEMO_RL_EPOCH: Final = re.compile(r"={5,} Epoch (\d{1,15})/\d+ ={5,}")
-NEMO_RL_STEP: Final = re.compile(r"={5,} Step (\d{1,15})/\d+ ={5,}")
-NEMO_RL_METRIC: Final = re.compile(r"• ([A-Z][\w ()-]+): (-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))(?![\w.])")
-NEMO_RL_TAGS: Final = {
-    "Avg Total Reward": "reward",
-    "Avg Reward": "reward",
-    "Generation KL Error": "gen_kl_error",
-    "Mean Generation Length": "mean_gen_tokens_per_sample",
-    "Policy Loss": "loss",
-    "Critic Loss": "critic/loss",
-    "Critic Grad Norm": "critic/grad_norm",
-    "Critic LR": "critic/lr",
-    "Critic Clip Frac": "critic/vf_clipfrac",
-    "Avg Trajectory Age (gen-version)": "avg_trajectory_age",
-}
-"""Tags of NeMo-RL's backends by the names that it prints; all others are in lower case with underscores."""
-
-
-@dataclass(slots=True)
-class _StepCounter:
-    """Numbers of NeMo-RL's steps, which begin again with each epoch, and with another job that writes into the same file."""
-
-    before: int = 0
-    last: int = 0
-    epoch: int = 0
-
-    def begin_epoch(self, epoch: int) -> None:
-        if epoch > self.epoch:
-            self.before, self.last = self.before + self.last, 0
-        self.epoch = epoch
-
-    def step(self, number: int) -> int:
-        if number == 1 < self.last:  # another job; one that goes on after a checkpoint has later numbers
-            self.before += self.last
-        self.last = number
-        return self.before + number
-
-
-def _printed_rows(lines: Iterable[str]) -> Iterator[object]:
-    """Yield what a trainer printed of each step, in a row or, as NeMo-RL does, in several."""
-    step: dict[str, object] = {}
-    counter = _StepCounter()
-    for line in lines:
-        if epoch := NEMO_RL_EPOCH.search(line):
-            counter.begin_epoch(int(epoch[1]))
-        elif header := NEMO_RL_STEP.search(line):
-            if len(step) > 1:
-                yield step
-            step = {"step": counter.step(int(header[1]))}
-        elif step and (metric := NEMO_RL_METRIC.search(line)):
-            name = NEMO_RL_TAGS.get(metric[1], metric[1].lower().replace(" ", "_"))
-            step[f"train/{name}"] = metric[2]
-        else:
-            yield _printed_row(line)
-    if len(step) > 1:
-        yield step
-
-
-def _printed_row(line: str) -> object:
-    """Return what a line says of a step; None for a line that is no row of metrics."""
-    line = WRAPPED.sub(r"\1", line)
-    if step := re.search(r"\bstep:(\d+) - (\S.*)", line):
-        cells = (cell.rpartition(":") for cell in step[2].split(" - "))
-        return {"step": step[1]} | {name.strip(): value for name, _, value in cells}
-    braces = re.search(r"\{.*\}", line)
-    if braces is None:
-        return None
-    row = None
-    text = NOT_FINITE.sub(r"'\1'", braces[0])
-    for parse, content in ((parse_json, braces[0]), (ast.literal_eval, text)):
-        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # braces of other programs
-            row = parse(content)
-            break
-    if isinstance(row, dict) and (step := PREFIXED_ROW.search(line[: braces.start()])):
-        return ({"step": step[1]} if step[1] else {}) | {f"train/{name}": value for name, value in row.items()}
-    return row
-
-
-PREFIXED_ROW: Final = re.compile(r"(?:\bGlobal step (\d+): |\bstep_metrics=)$")
-"""What OpenRLHF and NeMo-RL print before metrics whose tags have the prefix `train/` in their backends."""
-
-WRAPPED: Final = re.compile(r"\b(?:np\.\w+|tensor)\(([^(),]*)(?:, [^()]*)?\)")
-"""Numbers as NumPy and torch print them."""
-
-NOT_FINITE: Final = re.compile(r"(?<=[:,\[(] )(-?(?:nan|inf))(?=[,}\])])")
-"""Numbers in a printed dictionary that are no literals of Python."""
-
-
-def _flat_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row. verl puts them under `data`, and writes those that are not finite as null."""
-    data = row.get("data")
-    cells = (
-        {**row, **{name: math.nan if cell is None else cell for name, cell in data.items()}}
-        if isinstance(data, dict)
-        else row
-    )
-    return {str(name): number for name, cell in cells.items() if (number := parse_number(cell)) is not None}
-
-
-def points_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[LoggedPoint]]:
-    """Return the points of each column, at the position that the row holds, else at the row's number.
-
-    Several rows may have one position: W&B has a row per call.
-    """
-    rows = list(rows)
-    axis = next((name for name in X_NAMES if any(name in row for row in rows)), None)
     points: dict[str, list[LoggedPoint]] = {}
-    x = 0.0
-    for place, row in enumerate(rows):
-        x = float(place) if axis is None else row.get(axis, x)
-        for name, value in row.items():
-            if name != axis:
-                points.setdefault(name, []).append(LoggedPoint(x, value))
+    try:
+        for number, data in enumerate(_event_records(file)):
+            event = Event.FromString(data)
+            if number == 0 and not event.file_version:
+                return {}
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    points.setdefault(value.tag, []).append(LoggedPoint(event.step, value.simple_value))
+                elif value.HasField("tensor") and all(
+                    dim.size == 1 for dim in value.tensor.tensor_shape.dim
+                ):  # others may ask for any memory
+                    with suppress(ValueError, TypeError):  # a damaged tensor
+                        array = make_ndarray(value.tensor)
+                        if array.size == 1 and array.dtype.kind in "fiu":
+                            points.setdefault(value.tag, []).append(LoggedPoint(event.step, float(array.reshape(()))))
+    except Exception as error:  # of protocol buffers, which a damaged event is not
+        if not points:
+            return {}
+        raise ValueError(f"{file} is a damaged file of events: {error}") from None
     return points
 
 
-def read_wandb(path: str) -> LoggedRun:
-    """Return a run of W&B: a folder or file of this machine, else entity/project/run on the server."""
+def _event_records(file: Path) -> Iterator[bytes]:
+    """Yield the records of a file: the length in 8 bytes, a checksum in 4, the record, and another checksum."""
+    with file.open("rb") as stream:
+        while len(header := stream.read(12)) == 12:
+            length = int.from_bytes(header[:8], "little")
+            if length > MAX_EVENT_BYTES:
+                return
+            data = stream.read(length + 4)
+            if len(data) < length + 4:  # it is being written
+                return
+            yield data[:length]
+
+
+MAX_EVENT_BYTES: Final = 1 << 28
+
+
+def read_wandb(path: str) -> list[LoggedRun]:
+    """Return the runs of W&B in a folder or file of this machine, else entity/project/run on the server."""
     local = Path(path)
     if local.exists():
-        return _local_wandb(local)
+        return [_local_wandb(local)] if local.is_file() else _runs_below(local, KINDS[1:2])
     if path.count("/") not in (1, 2):
         raise ValueError(f"wandb: needs a folder of a run, or entity/project/run, got {path!r}")
     import wandb
@@ -305,23 +249,20 @@ def read_wandb(path: str) -> LoggedRun:
     try:
         run = wandb.Api(timeout=30).run(path)
         rows = [_numbers_of(row) for row in run.scan_history()]
-    except Exception as error:  # W&B has many, down to those of its HTTP client
+    except Exception as error:  # W&B has many, also from its HTTP client
         if reason := unreachable(error):
             raise ValueError(f"W&B cannot be read: {reason}") from None
         message = str(error).splitlines()[0] if str(error) else repr(error)
         raise ValueError(f"W&B has no run {path} to read: {message}") from None
-    return LoggedRun(run.name, points_of(rows), dict(run.config))
+    return runs_of(run.name, rows, dict(run.config))
 
 
-def _local_wandb(path: Path) -> LoggedRun:
+def _local_wandb(file: Path) -> LoggedRun:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("run-*.wandb") if file.is_file())
-    if len(files) != 1:
-        raise ValueError(f"{path} holds {len(files) or 'no'} runs of W&B{': name one of them' if files else ''}")
-    name, config, rows = files[0].stem, {}, []
+    name, config, rows = file.stem, {}, []
     try:
-        for data in wandb_records(read_file(files[0])):
+        for data in wandb_records(read_file(file)):
             record = Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
@@ -332,8 +273,11 @@ def _local_wandb(path: Path) -> LoggedRun:
             elif kind == "config":
                 config.update(_json_items(record.config.update))
     except Exception as error:  # of protocol buffers, of JSON and of numbers
-        raise ValueError(f"{files[0]} is damaged: {error}") from None
-    return LoggedRun(name, points_of(rows), config)
+        raise ValueError(f"{file} is damaged: {error}") from None
+    runs = runs_of(name, rows, config)
+    if not runs:
+        raise ValueError(f"{file} lacks numbers")
+    return runs[-1]
 
 
 def _json_items(items: Iterable[Any]) -> dict[str, Any]:
@@ -347,7 +291,7 @@ def _json_items(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row; W&B writes those that are not finite as words."""
+    """Return the numbers of a row; W&B writes NaN and infinities as words."""
     words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
     cells = {name: words.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
     return {
@@ -357,7 +301,7 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_mlflow(address: str) -> LoggedRun:
+def read_mlflow(address: str) -> list[LoggedRun]:
     """Return a run of MLflow: `URI?run=ID`, in the default store where the URI is empty."""
     uri, mark, query = address.rpartition("?run=")
     if not mark or not query:
@@ -383,14 +327,14 @@ def read_mlflow(address: str) -> LoggedRun:
         key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
         for key, metrics in history.items()
     }
-    return LoggedRun(run.info.run_name or query, points, dict(run.data.params))
+    return [LoggedRun(run.info.run_name or query, points, dict(run.data.params))]
 
 
-READERS: Mapping[str, Callable[[str], LoggedRun]] = {
+READERS: Mapping[str, Callable[[str], list[LoggedRun]]] = {
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
-    "csv": read_csv,
-    "log": read_log,
+    "csv": read_text,
+    "log": read_text,
     "mlflow": read_mlflow,
 }
 

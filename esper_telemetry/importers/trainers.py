@@ -1,7 +1,7 @@
 """The tags of other trainers, how their values differ from this package's, and what their x-axes count.
 
 The source is each trainer's code. In this package a value loss is half the mean square, an entropy is positive, and a KL divergence is
-Schulman's k3 unless a note says otherwise.
+Schulman's k3 unless a note says otherwise. A trainer is recognised by its tags alone, in any file or backend.
 """
 
 from __future__ import annotations
@@ -9,28 +9,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 KL, KL_K1, CLIPPED = "policy/kl", "policy/kl_k1", "policy/clip_frac"
 ENTROPY, FIT = "policy/entropy", "value/explained_variance"
 POLICY_LOSS, VALUE_LOSS, LOSS = "loss/policy", "loss/value", "loss/total"
 RATE, BEFORE, AFTER = "opt/lr", "grad/global/norm_preclip", "grad/global/norm_postclip"
 RETURN, RETURN_100, LENGTH = "episode/return_mean", "episode/return_mean_100", "episode/length_mean"
+EVALUATION, COUNT = "eval/return_mean", "episode/count"
 STD = "policy/head/action/std/mean"
 RATIO_MIN, RATIO_MAX, SPEED = "policy/ratio/min", "policy/ratio/max", "train/env_steps_per_second"
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tag of a trainer, and the key that it stands for.
+    """A tag of a trainer, and its key in this package.
 
     Attributes:
         tag: regular expression for the whole tag; values of several matching tags at one position are averaged.
         key: of this package.
         factor: by which its values are multiplied.
         episodes: written for every episode, and not for every update.
-        late: written one rollout after the one that it belongs to.
+        late: written one rollout late.
         zero_if_off: 0 in all updates where it is not computed, and left out then.
-        note: how its values differ besides.
+        note: how else its values differ.
     """
 
     tag: str
@@ -48,19 +50,21 @@ class Trainer:
 
     Attributes:
         name: of the trainer.
-        signs: regular expressions for tags that only this trainer writes; one of them suffices.
+        signs: regular expressions for tags that only this trainer writes; one of them is enough, or all of one tuple.
         aliases: of its tags.
         x: unit of its x-axis.
+        hints: how it is made to log what is missing, by the beginning of the key; under an empty key, what holds for all its logs.
         idle: tags that are all exactly 0 in updates in which no completion has an advantage.
         facts: of every run of the trainer.
         batch_tag: tag that is written once per batch of completions, where each pass over the batch writes the others again.
-        settings: names of settings by fact, where those that all trainers share would give another part's.
+        settings: names of settings by fact, if the shared names mean something else.
     """
 
     name: str
-    signs: tuple[str, ...]
+    signs: tuple[str | tuple[str, ...], ...]
     aliases: tuple[Alias, ...]
     x: str = "environment steps"
+    hints: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     batch_tag: str = ""
@@ -72,26 +76,98 @@ LAST = "of the last minibatch alone"
 
 SB3 = Trainer(
     "Stable-Baselines3",
-    (r"train/policy_gradient_loss", r"rollout/ep_rew_mean"),
+    (r"train/policy_gradient_loss", r"rollout/ep_(rew|len)_mean", r"rollout/exploration_rate", r"time/total_timesteps"),
     (
         Alias(r"train/approx_kl", KL, late=True, note="mean over the last epoch"),
         Alias(r"train/clip_fraction", CLIPPED, late=True),
         Alias(r"train/explained_variance", FIT, late=True),
         Alias(r"train/entropy_loss", ENTROPY, -1.0, late=True),
-        Alias(r"train/policy_gradient_loss", POLICY_LOSS, late=True),
+        Alias(r"train/(policy_gradient|policy)_loss", POLICY_LOSS, late=True),
         Alias(r"train/value_loss", VALUE_LOSS, 0.5, late=True),
         Alias(r"train/loss", LOSS, late=True, note=LAST),
         Alias(r"train/learning_rate", RATE, late=True),
         Alias(r"train/std", STD, late=True),
         Alias(r"rollout/ep_rew_mean", RETURN_100),
         Alias(r"rollout/ep_len_mean", LENGTH, note="mean of the last hundred episodes"),
+        Alias(r"eval/mean_reward", EVALUATION),
         Alias(r"time/fps", SPEED, note="since the beginning"),
     ),
+    hints={
+        RETURN: "the Monitor wrapper of the environment, which make_vec_env adds: it logs rollout/ep_rew_mean",
+        BEFORE: "self.logger.record of the norm in a callback",
+    },
+)
+
+MONITOR = Trainer(
+    "Stable-Baselines3's Monitor",
+    (("r", "l", "t"),),
+    (Alias("r", RETURN, episodes=True), Alias("l", LENGTH, episodes=True)),
+    hints={
+        "": "The Monitor wrapper writes episodes alone; losses are in progress.csv or TensorBoard's files if a logger was set."
+    },
+)
+
+BASELINES = Trainer(
+    "Baselines or Stable-Baselines 2",
+    (
+        r"(loss/)?approxkl|loss/approximate_kullback-leibler",
+        r"(misc/)?serial_timesteps",
+        r"eprewmean|EpRewMean|ep_reward_mean|mean 100 episode reward",
+        r"% time spent exploring",
+    ),
+    (
+        Alias(r"(loss/)?approxkl|loss/approximate_kullback-leibler", KL, note="the estimator k2"),
+        Alias(r"meankl|loss_kl", KL, note=ANALYTIC),
+        Alias(r"(loss/)?clipfrac|loss/clip_factor", CLIPPED),
+        Alias(r"(misc/)?explained_variance|ev_tdlam_before", FIT),
+        Alias(r"(loss/)?policy_entropy|loss/entropy_loss|entropy", ENTROPY),
+        Alias(r"(loss/)?policy_(gradient_)?loss|loss_pol_surr", POLICY_LOSS),
+        Alias(r"(loss/)?value_(function_)?loss", VALUE_LOSS),
+        Alias(r"eprewmean|EpRewMean|ep_reward_mean|mean 100 episode reward", RETURN_100),
+        Alias(r"episode_reward", RETURN, episodes=True),
+        Alias(r"EpThisIter", COUNT),
+        Alias(r"eplenmean|EpLenMean|ep_len_mean", LENGTH, note="mean of the last hundred episodes"),
+        Alias(r"fps", SPEED),
+    ),
+    hints={RETURN: "the Monitor wrapper of baselines.bench: it logs eprewmean"},
+)
+
+SPINNING_UP = Trainer(
+    "Spinning Up",
+    (r"AverageEpRet", r"AverageTestEpRet"),
+    (
+        Alias(r"KL", KL_K1),
+        Alias(r"ClipFrac", CLIPPED),
+        Alias(r"Entropy", ENTROPY),
+        Alias(r"LossPi", POLICY_LOSS),
+        Alias(r"LossV", VALUE_LOSS, 0.5),
+        Alias(r"AverageEpRet", RETURN),
+        Alias(r"EpLen", LENGTH),
+        Alias(r"AverageTestEpRet", EVALUATION),
+    ),
+    hints={FIT: "logger.store(ExplainedVariance=...) in the function update"},
+)
+
+ML_AGENTS = Trainer(
+    "ML-Agents",
+    (r"Environment/Cumulative Reward", r"Environment/Group Cumulative Reward", r"Losses/Policy Loss"),
+    (
+        Alias(r"Policy/Entropy", ENTROPY),
+        Alias(r"Losses/Policy Loss", POLICY_LOSS, note="its absolute value"),
+        Alias(r"Losses/Value Loss", VALUE_LOSS, 0.5),
+        Alias(r"Policy/Learning Rate", RATE),
+        Alias(r"Environment/Cumulative Reward", RETURN),
+        Alias(r"Environment/Group Cumulative Reward", RETURN),
+        Alias(r"Environment/Episode Length", LENGTH),
+    ),
+    hints={
+        RETURN: "EndEpisode, which an agent has to call within summary_freq steps: it logs Environment/Cumulative Reward"
+    },
 )
 
 CLEANRL = Trainer(
     "CleanRL or PufferLib",
-    (r"losses/old_approx_kl", r"losses/clipfrac", r"charts/SPS"),
+    (r"losses/old_approx_kl", r"losses/clipfrac", r"charts/SPS", r"charts/episodic_return"),
     (
         Alias(r"losses/approx_kl", KL, note=LAST),
         Alias(r"losses/old_approx_kl", KL_K1, note=LAST),
@@ -107,6 +183,10 @@ CLEANRL = Trainer(
         Alias(r"environment/(score|return|episode_return)", RETURN),
         Alias(r"charts/SPS|SPS", SPEED, note="since the beginning"),
     ),
+    hints={
+        RETURN: "the wrapper RecordEpisodeStatistics, whose episodes the script writes as charts/episodic_return",
+        BEFORE: 'writer.add_scalar("losses/grad_norm", norm, global_step) with the norm that clip_grad_norm_ returns',
+    },
 )
 
 RSL_RL = Trainer(
@@ -123,13 +203,16 @@ RSL_RL = Trainer(
         Alias(r"Perf/total_fps", SPEED),
     ),
     x="iterations",
+    hints={
+        RETURN: "the first episode that ends: it logs Train/mean_reward",
+    },
 )
 
-_LEARNER = r"(?:ray/tune/)?(?:info/)?learners?/(?:default_policy|default_module|[^/]+)/(?:learner_stats/)?"
+_LEARNER = r"(?:ray/tune/)?(?:info/)?learners?/(?:[^/]+/)?(?:learner_stats/)?"
 _RUNNER = r"(?:ray/tune/)?(?:env_runners/|sampler_results/)?"
 RLLIB = Trainer(
     "RLlib",
-    (_LEARNER + r"(vf_loss|mean_kl_loss|vf_explained_var)",),
+    (_LEARNER + r"(mean_kl_loss|kl)",),
     (
         Alias(_LEARNER + r"(mean_kl_loss|kl)", KL, note=ANALYTIC),
         Alias(_LEARNER + r"vf_explained_var", FIT, note=LAST),
@@ -140,9 +223,26 @@ RLLIB = Trainer(
         Alias(_LEARNER + r"gradients_default_optimizer_global_norm", BEFORE, note=LAST),
         Alias(_LEARNER + r"(default_optimizer_learning_rate|cur_lr)", RATE),
         Alias(_RUNNER + r"episode_(return|reward)_mean", RETURN_100),
+        Alias(_RUNNER + r"(episodes_this_iter|num_episodes)", COUNT),
         Alias(_RUNNER + r"episode_len_mean", LENGTH),
     ),
     x="iterations or environment steps",
+    hints={RETURN: "the first episode that ends: it logs episode_return_mean or episode_reward_mean"},
+)
+
+RLLIB_OTHER = Trainer(
+    "RLlib, an algorithm without a KL divergence",
+    (r"(?:ray/tune/)?episode_reward_mean", _RUNNER + r"episode_return_mean", _LEARNER + r"(vf_loss|vf_explained_var)"),
+    (
+        Alias(_LEARNER + r"vf_explained_var", FIT, note=LAST),
+        Alias(_LEARNER + r"grad_gnorm", AFTER, note="it is taken after clipping"),
+        Alias(_LEARNER + r"cur_lr", RATE),
+        Alias(_RUNNER + r"episode_(return|reward)_mean", RETURN_100),
+        Alias(_RUNNER + r"(episodes_this_iter|num_episodes)", COUNT),
+        Alias(_RUNNER + r"episode_len_mean", LENGTH),
+    ),
+    x="iterations or environment steps",
+    hints={"": "The losses and entropies of IMPALA and A2C are sums over batches, and are not read."},
 )
 
 SKRL = Trainer(
@@ -157,11 +257,12 @@ SKRL = Trainer(
         Alias(r"Episode / Total timesteps \(mean\)", LENGTH),
     ),
     x="steps of all environments together",
+    hints={RETURN: "the first episode that ends: it logs Reward / Total reward (mean)"},
 )
 
 SAMPLE_FACTORY = Trainer(
     "Sample Factory",
-    (r"train/kl_divergence", r"train/fraction_clipped"),
+    (r"train/kl_divergence", r"train/fraction_clipped", r"reward/reward"),
     (
         Alias(r"train/kl_divergence", KL, note=ANALYTIC + ", of one minibatch"),
         Alias(r"train/fraction_clipped", CLIPPED, note="of one minibatch"),
@@ -176,6 +277,7 @@ SAMPLE_FACTORY = Trainer(
         Alias(r"reward/reward", RETURN_100),
         Alias(r"len/len", LENGTH),
     ),
+    hints={VALUE_LOSS: "TensorBoard's files below .summary"},
 )
 
 RL_GAMES = Trainer(
@@ -183,38 +285,45 @@ RL_GAMES = Trainer(
     (r"losses/a_loss",),
     (
         Alias(r"info/kl", KL, note="exact for continuous actions, k2 for discrete ones"),
-        Alias(r"diagnostics/clip_frac/\d+", CLIPPED),
+        Alias(r"diagnostics/clip_frac/\d+|info/clip_frac", CLIPPED),
         Alias(r"diagnostics/exp_var", FIT),
         Alias(r"losses/entropy", ENTROPY),
         Alias(r"losses/a_loss", POLICY_LOSS),
         Alias(r"losses/c_loss", VALUE_LOSS, 0.5),
         Alias(r"info/last_lr", RATE),
-        Alias(r"rewards/step", RETURN_100),
-        Alias(r"episode_lengths/step", LENGTH),
-        Alias(r"performance/step_inference_rl_update_fps", SPEED),
+        Alias(r"rewards0?/(step|frame)", RETURN_100),
+        Alias(r"episode_lengths/(step|frame)", LENGTH),
+        Alias(r"performance/(step_inference_rl_update|total)_fps", SPEED),
     ),
-    x="environment steps",
+    hints={
+        RETURN: "the first episode that ends: it logs rewards/step",
+        CLIPPED: "use_diagnostics: True in the configuration: it logs diagnostics/clip_frac and diagnostics/exp_var",
+        FIT: "use_diagnostics: True in the configuration: it logs diagnostics/clip_frac and diagnostics/exp_var",
+    },
 )
 
+_GROUP = r"(?:train/)?(?:[^/]+/)?"
 TORCHRL = Trainer(
     "TorchRL",
-    (r"(?:train/)?kl_approx", r"(?:train/)?loss_objective"),
+    (_GROUP + r"kl_approx", _GROUP + r"loss_objective"),
     (
-        Alias(r"(?:train/)?kl_approx", KL_K1),
-        Alias(r"(?:train/)?clip_fraction", CLIPPED),
-        Alias(r"(?:train/)?explained_variance", FIT),
-        Alias(r"(?:train/)?entropy", ENTROPY),
-        Alias(r"(?:train/)?loss_objective", POLICY_LOSS),
-        Alias(r"(?:train/)?grad_norm(_0)?", BEFORE),
-        Alias(r"(?:train/)?max_ratio", RATIO_MAX),
-        Alias(r"(?:train/)?mean_ratio", "policy/ratio/mean"),
-        Alias(r"(?:train/)?ESS", "policy/ess_frac"),
+        Alias(_GROUP + r"kl_approx", KL_K1),
+        Alias(_GROUP + r"clip_fraction", CLIPPED),
+        Alias(_GROUP + r"explained_variance", FIT),
+        Alias(_GROUP + r"entropy", ENTROPY),
+        Alias(_GROUP + r"loss_objective", POLICY_LOSS),
+        Alias(_GROUP + r"grad_norm(_0)?", BEFORE),
+        Alias(_GROUP + r"max_ratio", RATIO_MAX),
+        Alias(_GROUP + r"mean_ratio", "policy/ratio/mean"),
+        Alias(_GROUP + r"ESS", "policy/ess_frac"),
         Alias(r"train/lr|lr", RATE),
-        Alias(r"train/reward", RETURN),
+        Alias(r"train/reward|collection/reward/episode_reward_mean", RETURN),
+        Alias(r"eval/reward/episode_reward_mean", EVALUATION),
         Alias(r"train/episode_length", LENGTH),
         Alias(r"r_training", "reward/mean", note="of single steps; episodes are not logged"),
     ),
     x="collected frames",
+    hints={RETURN: "the first episode that ends: it logs collection/reward/episode_reward_mean in BenchMARL"},
 )
 
 ACTIVE = "policy/clip_frac_active"
@@ -225,20 +334,28 @@ ENGINE_ERROR, ENGINE_RATIO, ENGINE_KL = "lm/mismatch/mult_error", "lm/mismatch/r
 BATCH = "mean of one batch of completions"
 LANGUAGE = {"model": "language"}
 
+
+def _rewards(tag: str, note: str = "") -> tuple[Alias, ...]:
+    """Aliases of the mean reward of one batch of completions, which is the return of an update."""
+    return Alias(tag, REWARD, note=note), Alias(tag, RETURN, note=", ".join(filter(None, (BATCH, note))))
+
+
 _TRL = r"(?:train/)?"
 TRL = Trainer(
     "TRL",
-    (_TRL + r"frac_reward_zero_std", _TRL + r"completions/clipped_ratio"),
     (
-        Alias(_TRL + r"reward", REWARD),
-        Alias(_TRL + r"reward", RETURN, note=BATCH),
-        Alias(_TRL + r"reward", RETURN_100, note=BATCH),
+        _TRL + r"frac_reward_zero_std",
+        _TRL + r"completions/clipped_ratio",
+        (_TRL + r"loss", _TRL + r"grad_norm", _TRL + r"reward"),
+    ),
+    (
+        *_rewards(_TRL + r"reward"),
         Alias(_TRL + r"reward_std", REWARD_STD),
         Alias(_TRL + r"frac_reward_zero_std", DEAD_GROUPS),
         Alias(_TRL + r"entropy", TOKEN_ENTROPY),
         Alias(_TRL + r"kl", REFERENCE_KL),
-        Alias(_TRL + r"clip_ratio/region_mean", ACTIVE, note="always 0 where num_iterations is 1"),
-        Alias(_TRL + r"completions/mean_length", TOKENS),
+        Alias(_TRL + r"clip_ratio/region_mean", ACTIVE, note="always 0 if num_iterations is 1"),
+        Alias(_TRL + r"completions/mean_length|" + _TRL + r"completion_length", TOKENS),
         Alias(_TRL + r"completions/max_length", LONGEST),
         Alias(_TRL + r"completions/clipped_ratio", TRUNCATED),
         Alias(_TRL + r"sampling/importance_sampling_ratio/mean", ENGINE_RATIO, note="truncated or masked"),
@@ -252,13 +369,14 @@ TRL = Trainer(
     settings={"clip": ("epsilon",), "total_steps": ("max_steps",)},
 )
 
+ADVANTAGES = {"advantages": "critic/advantages/mean", "scores": "critic/score/mean"}
+"""verl's means of advantages and scores over the answers of a step."""
+
 VERL = Trainer(
     "verl",
     (r"actor/ppo_kl", r"actor/pg_clipfrac"),
     (
-        Alias(r"critic/score/mean", REWARD),
-        Alias(r"critic/score/mean", RETURN, note=BATCH),
-        Alias(r"critic/score/mean", RETURN_100, note=BATCH),
+        *_rewards(r"critic/score/mean"),
         Alias(r"actor/entropy|actor/entropy_loss", TOKEN_ENTROPY),
         Alias(r"actor/reward_kl_penalty", REFERENCE_KL, note="by the estimator that kl_penalty names"),
         Alias(r"actor/kl_loss", REFERENCE_KL, note="by the estimator that kl_loss_type names"),
@@ -273,7 +391,7 @@ VERL = Trainer(
         Alias(r"critic/vf_clipfrac", "value/clip_frac"),
         Alias(r"rollout_corr/k3_kl", ENGINE_KL),
         Alias(r"rollout_corr/rollout_is_mean", ENGINE_RATIO, note="cut at rollout_is_threshold"),
-        Alias(r"val-core/.+/mean@\d+", "eval/return_mean", note="the main scores of validation"),
+        Alias(r"val-core/.+/mean@\d+", EVALUATION, note="the main scores of validation"),
         Alias(r"response_length/mean", TOKENS),
         Alias(r"response_length/max", LONGEST),
         Alias(r"response_length/clip_ratio", TRUNCATED),
@@ -286,7 +404,7 @@ VERL = Trainer(
         "total_steps": ("trainer.total_training_steps",),
         "clip": ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio"),
         "max_grad_norm": ("actor_rollout_ref.actor.optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
-        "target_kl": (),  # that of the reward's penalty
+        "target_kl": (),  # it belongs to the penalty of the reward
     },
 )
 
@@ -294,16 +412,12 @@ OPENRLHF = Trainer(
     "OpenRLHF",
     (r"train/ppo_clip_ratio", r"train/vllm_kl"),
     (
-        Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN, note=BATCH),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        *_rewards(r"train/reward"),
         Alias(r"train/entropy_loss", TOKEN_ENTROPY),
-        Alias(r"train/rollout/reward_mean", REWARD, note="before filtering"),
-        Alias(r"train/rollout/reward_mean", RETURN, note=BATCH + ", before filtering"),
-        Alias(r"train/rollout/reward_mean", RETURN_100, note=BATCH + ", before filtering"),
+        *_rewards(r"train/rollout/reward_mean", "before filtering"),
         Alias(r"train/rollout/reward_std", REWARD_STD),
         Alias(r"train/rollout/reward_std", "episode/return_std"),
-        Alias(r"train/rollout/num_samples", "episode/count"),
+        Alias(r"train/rollout/num_samples", COUNT),
         Alias(r"train/rollout/truncated_rate", TRUNCATED),
         Alias(r"train/kl", REFERENCE_KL, zero_if_off=True, note="by the estimator that kl_estimator names"),
         Alias(r"train/ppo_kl", KL_K1),
@@ -330,9 +444,7 @@ NEMO_RL = Trainer(
         r"train/avg_trajectory_age",
     ),
     (
-        Alias(r"train/reward", REWARD),
-        Alias(r"train/reward", RETURN, note=BATCH),
-        Alias(r"train/reward", RETURN_100, note=BATCH),
+        *_rewards(r"train/reward"),
         Alias(r"train/approx_entropy", TOKEN_ENTROPY, note="from the sampled tokens alone"),
         Alias(r"train/kl_penalty", REFERENCE_KL, zero_if_off=True),
         Alias(
@@ -368,15 +480,101 @@ NEMO_RL = Trainer(
     },
 )
 
-TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL, TRL, VERL, OPENRLHF, NEMO_RL)
+TRAINERS = (
+    SB3,
+    SAMPLE_FACTORY,
+    RL_GAMES,
+    RSL_RL,
+    RLLIB,
+    RLLIB_OTHER,
+    SKRL,
+    CLEANRL,
+    TORCHRL,
+    SPINNING_UP,
+    ML_AGENTS,
+    BASELINES,
+    MONITOR,
+    NEMO_RL,
+    OPENRLHF,
+    VERL,
+    TRL,
+)
+
+OFF_POLICY: Final = re.compile(
+    r"(?:.*[/ ])?(?:critic_loss|ent_coef|alpha_loss|exploration_rate|td_(?:error|loss)|mean_td_error|qf?\d?_(?:loss|values?)|mean_q"
+    r"|q-loss|(?:Average)?Q\d?Vals|LossQ\d?|Q\d Loss|% time spent exploring)"
+)
+"""Tags of SAC, DQN, TD3 and others that learn from a replay buffer."""
+ON_POLICY: Final = frozenset({KL, KL_K1, CLIPPED, FIT, ACTIVE})
+"""Keys that they do not have."""
+
+AXES: Final = {
+    "time/total_timesteps": "environment steps",
+    "num_env_steps_sampled_lifetime": "environment steps",
+    "global_step": "",
+    "agent_steps": "",
+    "frame": "",
+    "env_step": "environment steps",
+    "train/global_step": "",
+    "training/global_step": "",
+    "counters/total_frames": "collected frames",
+    "timesteps_total": "environment steps",
+    "misc/total_timesteps": "environment steps",
+    "total_timesteps": "environment steps",
+    "TotalEnvInteracts": "environment steps",
+    "TimestepsSoFar": "environment steps",
+    "steps": "environment steps",
+    "time/episodes": "episodes",
+    "training_iteration": "iterations",
+    "Epoch": "epochs",
+    "_step": "",
+    "Step": "",
+    "step": "",
+    "epoch": "epochs",
+}
+"""Columns that hold the position of a row, the best first, and their units if these are not the trainer's."""
+
+_MEAN, _EPISODE = (
+    r"(?:average|avg|mean|total|cumulative|recent|true|raw|last|100)*",
+    r"(?:rollout|episodes?|episodic|eps?)*",
+)
+LIKELY: Final = {
+    RETURN: rf"{_MEAN}{_EPISODE}{_MEAN}(?:ret|returns?|rew|rewards?|r|score)s?{_MEAN}",
+    "env_step": r"(?:total|env|global|num|agent)*(?:timesteps?|steps?|frames?|interacts|interactions)(?:total|sofar|sampled)?",
+    LENGTH: rf"{_MEAN}{_EPISODE}{_MEAN}(?:len|length)s?{_MEAN}",
+    KL: r"(?:approx|mean|policy|old|estimated)*kl(?:div|divergence|approx|difference|avg|mean)*",
+    CLIPPED: r"(?:policy)?clip(?:ped)?(?:frac|fraction|ratio)(?:avg|mean)?",
+    ENTROPY: r"(?:policy|mean|action|average|avg)*entropy(?:mean|avg)?",
+    FIT: r"(?:vf|value|critic)?(?:explainedvar|explainedvariance|ev)",
+    VALUE_LOSS: r"(?:(?:v|vf|vl|value|valuefunction|valuefn|vfn|critic|baseline)loss|lossv|lossvalue)(?:avg|mean|before)?",
+    POLICY_LOSS: r"(?:(?:p|pi|pg|policy|actor|policygradient|surrogate)loss|losspi|losspolicy|lossactor)(?:avg|mean)?",
+    BEFORE: r"(?:global)?grad(?:ient)?(?:global)?g?norm",
+    RATE: r"(?:cur)?(?:learningrate|lr)",
+}
+"""What columns of unknown trainers are likely to hold, by their last part in lower case, letters and digits alone."""
 
 
-def trainer_of(tags: Iterable[str]) -> Trainer:
-    """Return the trainer that wrote these tags; raises ValueError if none of the known ones did."""
+def trainer_of(tags: Iterable[str]) -> Trainer | None:
+    """Return the trainer that wrote these tags; None if no known one did."""
     ordered = sorted(tags)
+
+    def has(sign: str) -> bool:
+        return any(re.fullmatch(sign, tag) for tag in ordered)
+
     for trainer in TRAINERS:
-        if any(re.fullmatch(sign, tag) for sign in trainer.signs for tag in ordered):
+        if any(has(sign) if isinstance(sign, str) else all(map(has, sign)) for sign in trainer.signs):
             return trainer
-    names = ", ".join(trainer.name for trainer in TRAINERS)
-    examples = ", ".join(ordered[:8]) or "nothing"
-    raise ValueError(f"these are not the tags of {names}: {examples}{' and others' if len(ordered) > 8 else ''}")
+    return None
+
+
+def likely_columns(tags: Iterable[str]) -> dict[str, str]:
+    """Return the column that is likely to hold each key, of the columns of an unknown trainer."""
+    ordered = sorted(tags, key=lambda tag: (not re.search(r"ep|mean|average|total", tag, re.IGNORECASE), len(tag)))
+    leaves = {tag: re.sub(r"[^a-z0-9]", "", re.split(r"[/|]", tag)[-1].lower()) for tag in ordered}
+    found = {}
+    for key, pattern in LIKELY.items():
+        columns = [tag for tag, leaf in leaves.items() if re.fullmatch(pattern, leaf)]
+        columns = [tag for tag in columns if not re.search(r"(^|[/_ ])(eval|test|val)", tag, re.IGNORECASE)] or columns
+        if columns:
+            found[key] = columns[0]
+    return found

@@ -28,7 +28,7 @@ from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.alarms.verdict.bounds import LATEST_RECORDS, critical_values
 from esper_telemetry.alarms.verdict.published_settings import OutsideSetting, outside_settings
 from esper_telemetry.alarms.verdict.remarks import REMARK
-from esper_telemetry.alarms.verdict.run_outcome import OUTCOME, Outcome, OutcomeJudge, OutcomeKind
+from esper_telemetry.alarms.verdict.run_outcome import NOT_REPORTED, OUTCOME, Outcome, OutcomeJudge, OutcomeKind
 from esper_telemetry.core.backends import limit_mlflow_requests
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.messages import capitalized
@@ -42,6 +42,7 @@ from esper_telemetry.core.record import (
     template_of,
 )
 from esper_telemetry.core.redaction import masked
+from esper_telemetry.history.recent_return import UPDATE_RETURN
 from esper_telemetry.importers.records import ImportedRun, read_foreign
 from esper_telemetry.importers.source import READERS, read_source
 from esper_telemetry.journal.file import JournalReader, journal_path
@@ -69,7 +70,6 @@ MAX_EVENTS: Final = 200
 """Latest events that are kept."""
 TELEMETRY_ALARMS: Final = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
 """Alarms that only a run with this package's telemetry can raise."""
-IMPORT_REMEDY: Final = "training again with esper-telemetry run, TelemetryCallback or the functions of docs/own_loop.md"
 
 T = TypeVar("T")
 
@@ -97,19 +97,29 @@ def open_view(
     """
     address = str(source)
     if address.partition(":")[0] in READERS and not Path(address).is_dir():
-        if address.startswith("mlflow:"):
-            limit_mlflow_requests()
-        imported = read_foreign(read_source(address))
-        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
-        facts = {"trainer": imported.trainer, **imported.facts}
-        info = RunInfo(
-            "imported", masked(imported.name), None, 0.0, config=imported.facts, facts=facts, metrics=metrics
-        )
-        view = RunView(info, masked(address), max_points=max_points)
-        view._import(imported, thresholds or Thresholds())
-        return view
+        return open_logs(address, max_points=max_points, thresholds=thresholds)
     view = RunView(run_info(source), address, max_points=max_points, judged=judged)
     view.refresh()
+    return view
+
+
+def open_logs(
+    address: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    run: int | None = None,
+    max_points: int = DEFAULT_POINTS,
+    thresholds: Thresholds | None = None,
+) -> RunView:
+    """Return the view of logs of another trainer, judged; raises as `read_source` and `read_foreign`, which have `run` and `columns`."""
+    if address.startswith("mlflow:"):
+        limit_mlflow_requests()
+    imported = read_foreign(read_source(address, run), columns)
+    metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
+    facts = {"trainer": imported.trainer, **imported.facts}
+    info = RunInfo("imported", masked(imported.name), None, 0.0, config=imported.facts, facts=facts, metrics=metrics)
+    view = RunView(info, masked(address), max_points=max_points)
+    view._import(imported, thresholds or Thresholds())
     return view
 
 
@@ -131,6 +141,8 @@ class RunView:
         interventions: updates after which something was changed on purpose.
         x_label: unit of `Series.env_steps`.
         used, unused: what the logs of another trainer were read as, by key, and tags that were not read.
+        notes: on what was read of them, a sentence each.
+        row_label: what a row of them is.
         damaged: number of lines that could not be understood.
         sampled: True if records of the journal were left out, see `read_sample`.
     """
@@ -156,6 +168,8 @@ class RunView:
         self.x_label = "environment steps"
         self.used: Mapping[str, str] = {}
         self.unused: Sequence[str] = ()
+        self.notes: Sequence[str] = ()
+        self.row_label = "update"
         self.damaged, self.sampled = 0, False
         self._max_points = max_points
         self._buffers: dict[str, SeriesBuffer] = {}
@@ -231,7 +245,8 @@ class RunView:
 
     def _import(self, imported: ImportedRun, thresholds: Thresholds) -> None:
         self._imported, self.x_label = imported, imported.x
-        self.used, self.unused = imported.used, imported.unused
+        self.used, self.unused, self.notes = imported.used, imported.unused, imported.notes
+        self.row_label = imported.unit
         self._judge = RunJudge(imported.facts, thresholds.without(TELEMETRY_ALARMS))
         self._equations = EquationHistory(self.facts)
         for record in imported.records:
@@ -325,14 +340,33 @@ class RunView:
         diagnosis = self._judge.diagnosis(self.status)
         if self._imported is None:
             return diagnosis
+        imported = self._imported
+        unanswered = {} if imported.off_policy else diagnosis.unanswered
         # only the trainer could have logged more, so the reasons say what was not logged
         reasons = {
             kind: reason.replace("no record has ", "not logged: ").replace(
                 "the run does not say its ", "setting not logged: "
             )
-            for kind, reason in diagnosis.unanswered.items()
+            for kind, reason in unanswered.items()
         }
-        return replace(diagnosis, unanswered=reasons, remedies=dict.fromkeys(reasons, IMPORT_REMEDY))
+        for key, tag in imported.missing.items():
+            found = re.compile(rf"\b{re.escape(key)}(?=[,_ ]|$)")
+            reasons = {kind: found.sub(f"{key} ({tag})", reason) for kind, reason in reasons.items()}
+        remedies = {kind: imported.hint(reason.removeprefix("not logged: ")) for kind, reason in reasons.items()}
+        hint = imported.hint(UPDATE_RETURN)
+        returns = "no returns are logged" + (f", which are supplied by {hint}" if hint else "")
+        text = diagnosis.outcome.text.replace(NOT_REPORTED, returns)
+        text = re.sub(r"(in [\d,]+) updates", rf"\1 {imported.unit}s", text)
+        outcome = replace(diagnosis.outcome, text=text)
+        seen = [remark._asdict() for remark in imported.remarks]
+        events = (*((REMARK, remark) for remark in seen), *diagnosis.events)
+        diagnosis = replace(diagnosis, remarks=(*seen, *diagnosis.remarks), events=events)
+        return replace(
+            diagnosis,
+            outcome=outcome,
+            unanswered=reasons,
+            remedies={kind: hint for kind, hint in remedies.items() if hint},
+        )
 
     def _recorded(self) -> Diagnosis:
         """Return the verdict that the journal holds."""

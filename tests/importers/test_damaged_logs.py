@@ -11,7 +11,7 @@ import pytest
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import parse_number
-from esper_telemetry.importers.source import read_csv, read_log
+from esper_telemetry.importers.text_logs import read_text
 
 TABLE = "time/total_timesteps,train/value_loss,rollout/ep_rew_mean\n256,0.5,1\n512,0.25,2\n768,0.125,3\n"
 ROWS = [{"step": step, "train/ppo_clip_ratio": 0.1, "train/reward": step} for step in (1, 2, 3)]
@@ -24,8 +24,8 @@ def test_a_mark_of_the_encoding_costs_no_column(encoding: str, tmp_path: Path) -
     (tmp_path / "a.csv").write_text(TABLE, encoding=encoding)
     (tmp_path / "a.jsonl").write_text(LINES, encoding=encoding)
 
-    assert [point.x for point in read_csv(str(tmp_path / "a.csv")).points["train/value_loss"]] == [256, 512, 768]
-    assert [point.x for point in read_log(str(tmp_path / "a.jsonl")).points["train/reward"]] == [1, 2, 3]
+    assert [point.x for point in read_text(tmp_path / "a.csv")[0].points["train/value_loss"]] == [256, 512, 768]
+    assert [point.x for point in read_text(tmp_path / "a.jsonl")[0].points["train/reward"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_mark_of_the_encoding_costs_no_column(encoding: str, tmp_path: Path) -
 def test_a_line_that_is_no_row_is_passed_over(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(f"{line}\n{LINES}\n{line}\n")
 
-    assert [point.value for point in read_log(str(tmp_path / "a.log")).points["train/reward"]] == [1, 2, 3]
+    assert [point.value for point in read_text(tmp_path / "a.log")[0].points["train/reward"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

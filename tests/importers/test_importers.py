@@ -257,15 +257,21 @@ def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("runs/a", "--from takes tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'"),
+        (
+            "runs/a",
+            "--from takes a file, a folder, tensorboard:..., wandb:..., csv:..., log:..., mlflow:..., got 'runs/a'",
+        ),
         ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
         ("tensorboard:nowhere", "there is no nowhere"),
         ("tensorboard:.", ". holds no event files of TensorBoard"),
         ("csv:nowhere.csv", "there is no file nowhere.csv"),
         ("csv:empty.csv", "empty.csv has no rows"),
         ("log:nowhere.log", "there is no file nowhere.log"),
-        ("log:empty.csv", "empty.csv has no line with metrics"),
-        ("csv:other.csv", "these are not the tags of Stable-Baselines3"),
+        ("log:empty.log", "empty.log has no line with metrics"),
+        (
+            "csv:other.csv",
+            "these are the columns of no known trainer: accuracy; name what they hold: esper-telemetry diagnose",
+        ),
         ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
         ("mlflow:sqlite:///x.db?run=a", "there is no x.db"),
         ("mlflow:?run=a", "there is no "),
@@ -279,7 +285,8 @@ def test_what_cannot_be_read(
 ) -> None:
     """One sentence, exit code 2, nothing created."""
     monkeypatch.chdir(tmp_path)
-    Path("empty.csv").write_text("")
+    Path("empty.csv").touch()
+    Path("empty.log").touch()
     Path("other.csv").write_text("epoch,accuracy\n1,0.5\n")
 
     with pytest.raises(SystemExit) as left:
@@ -289,15 +296,30 @@ def test_what_cannot_be_read(
     error_text = capsys.readouterr().err
     assert error_text.startswith("esper-telemetry: ") and sentence in error_text
     assert error_text.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "other.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "empty.log", "other.csv"]
 
 
-def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
-    for name in ("PPO_1", "PPO_2"):
-        written(tmp_path / name, {"train/approx_kl": [0.0] * UPDATES})
+def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
+    """Runs in folders, and files of one folder that begin again; a file that goes on belongs to the run before."""
+    for place, name in enumerate(("PPO_9", "PPO_10")):
+        folder = written(tmp_path / name, {"train/approx_kl": [float(place)] * UPDATES})
+        (file,) = folder.iterdir()
+        file.rename(folder / "events.out.tfevents.1700000000.host.1.0")
 
-    with pytest.raises(ValueError, match=r"holds 2 runs: name one of .*PPO_1, .*PPO_2"):
-        read_source(f"tensorboard:{tmp_path}")
+    newest, first = read_source(f"tensorboard:{tmp_path}"), read_source(str(tmp_path), 1)
+
+    assert (newest.name, first.name) == ("PPO_10", "PPO_9")
+    assert "2 runs are here; this is the newest. --run N takes another (1: PPO_9, 2: PPO_10)." in newest.notes
+    with pytest.raises(ValueError, match=r"holds 2 runs, and --run asks for 3"):
+        read_source(str(tmp_path), 3)
+
+    (tmp_path / "PPO_10" / "events.out.tfevents.1700000000.host.1.0").rename(
+        tmp_path / "PPO_9" / "events.out.tfevents.1700000001.host.1.0"
+    )
+    assert [read_source(str(tmp_path / "PPO_9"), number).points["train/approx_kl"][0].value for number in (1, 2)] == [
+        0,
+        1,
+    ]
 
 
 def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:

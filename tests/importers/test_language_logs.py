@@ -14,7 +14,7 @@ from trainer_logs import UPDATES, written
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import LoggedPoint, LoggedRun, facts_of
-from esper_telemetry.importers.source import points_of
+from esper_telemetry.importers.text_logs import runs_of
 from esper_telemetry.importers.trainers import NEMO_RL, TRL, VERL
 
 HEALTHY: Mapping[str, float] = {"policy_loss": 0.1, "ppo_kl": 0.001, "ppo_clip_ratio": 0.02, "actor_grad_norm": 0.5}
@@ -249,7 +249,11 @@ def test_rows_of_tables_do_not_count_as_steps() -> None:
         for kind in (0, 1)
     ]
 
-    assert points_of(rows)["train/ppo_kl"] == [LoggedPoint(1.0, 0.1), LoggedPoint(2.0, 0.1), LoggedPoint(3.0, 0.1)]
+    assert runs_of("run", rows)[0].points["train/ppo_kl"] == [
+        LoggedPoint(1.0, 0.1),
+        LoggedPoint(2.0, 0.1),
+        LoggedPoint(3.0, 0.1),
+    ]
 
 
 def test_a_divergence_that_is_not_computed_is_left_out() -> None:

@@ -6,8 +6,8 @@ episodes of an update. Without returns it is the return in evaluation or the mea
 - failed: an exception ended the run, or it ended as failed or was killed; or numbers are not finite in each of its last `FAILED_RECORDS`
   records, and it has not learned;
 - too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` where updates report the spread of their
-  episodes); for a flat curve fewer than `MIN_FLAT_UPDATES` updates or `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and
-  `MIN_ENDED_EPISODES` where the run has finished);
+  episodes), unless a mean over the last hundred episodes drifts (`Drift`); for a flat curve fewer than `MIN_FLAT_UPDATES` updates or
+  `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` where the run has finished);
 - solved: rose, has not declined, and its return has passed the environment's own threshold and has not fallen far below it since;
 - converged: rose, and has kept to its last level for `STABLE_SHARE` of the run and `MIN_STABLE_BLOCKS` blocks;
 - learning: rose above the first rollouts otherwise;
@@ -60,6 +60,9 @@ MIN_EPISODES: Final = 20
 MIN_BLOCKS: Final = 8
 MIN_SPREAD_BLOCKS: Final = 3
 """Blocks from which on the spread of their episodes tells a rise or a fall, where updates report it."""
+MIN_DRIFT: Final = 2.5
+"""Standard errors of the changes of a moving average; a flat curve passes them on one side in 0.6 % of the cases."""
+MIN_DRIFT_UPDATES: Final = 10
 MIN_FLAT_UPDATES: Final = 20
 MIN_FLAT_EPISODES: Final = 40
 MIN_ENDED_UPDATES: Final = 10
@@ -162,6 +165,38 @@ class Outcome:
         return cls(OutcomeKind(data.get("outcome", "")), **values)
 
 
+@dataclass(slots=True)
+class Drift:
+    """Changes of a moving average from update to update, which are independent where the average itself is not.
+
+    Attributes:
+        count, total, squares: of the changes.
+        first, last: values; None before the first.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    first: float | None = None
+    last: float | None = None
+
+    def add(self, value: float) -> None:
+        """Add the average of the next update."""
+        if self.last is None:
+            self.first = value
+        else:
+            change = value - self.last
+            self.count, self.total, self.squares = self.count + 1, self.total + change, self.squares + change**2
+        self.last = value
+
+    @property
+    def direction(self) -> int:
+        """1 for a rise and -1 for a fall by `MIN_DRIFT` standard errors; 0 for neither, and for few updates."""
+        spread = self.squares - self.total**2 / max(self.count, 1)
+        is_clear = self.count >= MIN_DRIFT_UPDATES and self.total**2 >= MIN_DRIFT**2 * max(spread, 0.0)
+        return int(math.copysign(1, self.total)) if is_clear and self.total else 0
+
+
 class OutcomeCandidate(NamedTuple):
     """A kind that is to be confirmed, and the number of updates when it was first found."""
 
@@ -184,6 +219,7 @@ class OutcomeJudge:
         self._facts = Facts.of(facts)
         self._series: dict[str, Blocks] = {}
         self._recent: dict[str, RecentMean] = {}
+        self._drift = Drift()
         self._updates = self._next = 0
         self._env_step = 0
         self._episodes, self._counted, self._all_cut_off = 0.0, False, True
@@ -253,20 +289,25 @@ class OutcomeJudge:
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
         length = values.get(LENGTH, 0.0)
         passed = record.axes.env_step / environments if environments is not None and environments > 0 else math.inf
-        estimate = max(1.0, steps / length) if length > 0 and steps > 0 else float(BLOCK_EPISODES)
+        is_counted = length > 0 and steps > 0 and self._facts.step_unit is None
+        estimate = max(1.0, steps / length) if is_counted else float(BLOCK_EPISODES)
         episodes = values.get(COUNT, estimate if RETURN in values or RECENT_RETURN in values else 0.0)
         self._episodes += episodes
         self._counted |= COUNT in values
         if episodes > 0:
             self._all_cut_off &= values.get(CUT_OFF) == 1
             settling = length if self._all_cut_off else FIRST_LENGTHS * length
+            recent = values.get(RECENT_RETURN)
+            recent = (
+                None if recent == values.get(RETURN) else recent
+            )  # a log of another trainer has the mean of the update alone
             for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
                     std = values.get(STD) if key == RETURN else None
                     std = std if std is None or 0 <= std <= MAX_RETURN else 0.0
-                    recent = values.get(RECENT_RETURN) if key in (RETURN, RECENT_RETURN) else None
                     block = {"std": std, "settling": settling, "steps": passed}
-                    self._put(key, values[key], episodes, update, recent, **block)
+                    own = recent if key in (RETURN, RECENT_RETURN) else None
+                    self._put(key, values[key], episodes, update, own, **block)
 
     def _note_threshold(self, update: int) -> None:
         """Note since when the return has been above the environment's threshold, or not far below it."""
@@ -287,6 +328,8 @@ class OutcomeJudge:
             recent = None
         if math.isfinite(value) and abs(value) <= MAX_RETURN and math.isfinite(episodes) and episodes > 0:
             least = AVERAGED_BLOCK_EPISODES if key == RECENT_RETURN else BLOCK_EPISODES
+            if key == RECENT_RETURN:
+                self._drift.add(value)
             blocks = self._series.setdefault(key, Blocks(least))
             blocks.add(value, episodes, update, **block)
             self._recent.setdefault(key, RecentMean()).add(value, episodes, recent=recent)
@@ -376,6 +419,16 @@ class OutcomeJudge:
         values = sign * blocks.values
         few = len(values) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES
         judged = not few or (blocks.has_spread and len(values) >= MIN_SPREAD_BLOCKS and blocks.episodes >= MIN_EPISODES)
+        if (
+            not judged
+            and key == RECENT_RETURN
+            and blocks.episodes >= MIN_EPISODES
+            and (direction := self._drift.direction)
+        ):
+            kind = OutcomeKind.LEARNING if direction > 0 else OutcomeKind.DECLINING
+            best = recent.highest if not math.isnan(recent.highest) else recent.mean
+            base = replace(base, first=self._drift.first, last=recent.mean, best=best)
+            return self._worded(replace(base, kind=kind))
         if not judged:
             needed = f"{MIN_EPISODES} episodes" if blocks.episodes < MIN_EPISODES else f"{MIN_BLOCKS} blocks"
             counted = f"{base.episodes:,} episodes in {len(values)} blocks of updates; at least {needed} are needed"

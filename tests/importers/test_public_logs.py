@@ -1,0 +1,249 @@
+"""Logs that people have: numbers of public training runs, what is right about each, and columns of unknown trainers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from esper_telemetry.cli.main import main
+from esper_telemetry.importers import read_foreign, read_source
+from esper_telemetry.importers.log_conditions import adaptive_rate
+from esper_telemetry.importers.records import LoggedPoint, LoggedRun
+
+LOGS = Path(__file__).parent / "logs"
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", *arguments, "--json"])
+    assert left.value.code == 0
+    verdict: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "causes", "said"),
+    [
+        ("rsl_rl_adaptive.csv", "flat", [], ""),
+        ("rl_games_amp.csv", "learning", [("policy/kl_spike", 1), ("policy/clip_saturation", 9)], ""),
+        (
+            "rl_games_drop.csv",
+            "learning",
+            [],
+            "the return has fallen from 1206 to 782 since update 85: 37 % of what was learned is lost",
+        ),
+        ("sample_factory.csv", "learning", [], "Returns of the first"),
+        ("sb3_solved_constant.csv", "learning", [], ""),
+        ("sb3_sac_no_timesteps.csv", "learning", [], "an off-policy algorithm (train/critic_loss)"),
+        ("sb3_console.txt", "learning", [("policy/kl_spike", 7)], ""),
+        ("monitor.csv", "flat", [], "The Monitor wrapper writes episodes alone"),
+        ("rllib_first_rows_nan.csv", "learning", [], ""),
+        ("rllib_collapsed.csv", "learning", [], "the policy has done the same everywhere from update 2 to 260"),
+        ("rllib_impala_result.json", "converged", [], "losses and entropies of IMPALA and A2C are sums"),
+        ("trl_early_2025.log", "too short to tell", [], ""),
+        ("verl_group_of_one.log", "flat", [], "there is one answer per prompt and no baseline"),
+        ("verl_group_of_one.log", "flat", [], "measured before the only gradient step"),
+        ("spinning_up_progress.txt", "learning", [], ""),
+    ],
+)
+def test_public_logs(
+    name: str, outcome: str, causes: Sequence[tuple[str, int]], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The KL divergence of `rl_games_amp` is 53.6 in its first update, and its clip fraction 0.31; `sb3_console` has 0.12 and 0.56."""
+    verdict = diagnosed(capsys, "--from", str(LOGS / name))
+
+    assert verdict["outcome"]["outcome"] == outcome
+    assert [(incident["cause"], incident["since"]) for incident in verdict["incidents"]] == causes
+    assert said in json.dumps([verdict["notes"], verdict["events"]])
+    assert "esper_telemetry." not in json.dumps(verdict) and "telemetry.observe" not in json.dumps(verdict)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ((LOGS / "own_columns.csv").read_text(), {"episode/return_mean": 18.8333}),
+        ((LOGS / "own_columns_2.csv").read_text(), {"episode/return_mean": 0.43950554728507996, "policy/kl_k1": 0.0}),
+        ("Output,Average Reward,Total Timesteps\n1,0.03,2048\n2,0.09,4096\n", {"episode/return_mean": 0.03}),
+        (
+            "average-episode-return\tv-loss\ttotal-env-interacts\n-5\t2\t10\n-4\t1\t20\n",
+            {"episode/return_mean": -5.0, "loss/value": 2.0},
+        ),
+        ("1,-12.5\n2,-11\n3,-9\n", {"episode/return_mean": -12.5}),
+        ('{"rewards": [1, 2, 3], "pi_loss": [0.3, 0.2, 0.1]}', {"episode/return_mean": 1.0, "loss/policy": 0.3}),
+    ],
+    ids=["episodes", "a fine-tuning script", "names in words", "hyphens", "no names", "lists"],
+)
+def test_columns_of_an_unknown_trainer(
+    table: str,
+    expected: Mapping[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are refused with a command; what it maps is read. Columns without a name are named by hand."""
+    monkeypatch.chdir(tmp_path)
+    Path("own log.csv" if "," in table or "\t" in table else "own log.json").write_text(table)
+    path = next(iter(tmp_path.iterdir())).name
+
+    with pytest.raises(SystemExit):
+        main(["diagnose", "--from", path])
+    refusal = capsys.readouterr().err
+    command = shlex.split(refusal[refusal.index("esper-telemetry diagnose") :])[2:]
+    if "COLUMN" in refusal:
+        command = ["--from", path, "--map", "episode/return_mean=2", "--map", "env_step=1"]
+    verdict = diagnosed(capsys, *command)
+
+    assert "these are the columns of no known trainer" in refusal
+    columns = dict(word.split("=", 1) for word in command if "=" in word)
+    first = read_foreign(read_source(path), columns).records[0]
+    assert {key: first.values[key] for key in expected} == expected
+    assert set(verdict["read"]) >= set(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--map", "episode/return_mean"], "--map needs KEY=COLUMN, such as episode/return_mean=reward"),
+        (["--map", "episode/return=reward"], "there is no metric episode/return; there are "),
+        (["--map", "episode/return_mean=rewards"], "there is no column rewards; there are reward"),
+        (["--run", "2"], "holds 1 run, and --run asks for 2"),
+    ],
+)
+def test_a_wrong_column_is_a_sentence(words: Sequence[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "--from", str(LOGS / "own_columns.csv"), *words])
+
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_column_in_place_of_the_trainer_s(tmp_path: Path) -> None:
+    """Evaluation counts instead of the returns of training; the other columns are the trainer's."""
+    path = tmp_path / "progress.csv"
+    path.write_text(
+        "Epoch,AverageEpRet,LossV,TotalEnvInteracts,best\n" + "".join(f"{n},1,4,{n * 10},{n}\n" for n in range(1, 9))
+    )
+
+    records = read_foreign(read_source(str(path)), {"episode/return_mean": "best"}).records
+
+    assert [record.values["episode/return_mean"] for record in records] == [float(n) for n in range(1, 9)]
+    assert {record.values["loss/value"] for record in records} == {2.0}
+
+
+def test_each_series_keeps_its_own_positions() -> None:
+    """Returns at other steps than losses belong to the update that follows; what is counted otherwise is named, and not read."""
+    losses = {"train/loss": [LoggedPoint(x, 1.0) for x in (100, 200, 300)]}
+    points = {
+        **losses,
+        "train/kl_divergence": [LoggedPoint(x, x / 1e4) for x in (100, 200, 300)],
+        "reward/reward": [LoggedPoint(x, float(x)) for x in (50, 90, 150, 240, 260, 310)],
+        "len/len": [LoggedPoint(x, 7.0) for x in (1, 2)],
+    }
+
+    imported = read_foreign(LoggedRun("run", points))
+
+    assert [record.values["episode/return_mean_100"] for record in imported.records] == [70.0, 150.0, 270.0]
+    assert imported.unused == ("len/len (on another axis: 1 to 2)",)
+
+
+def test_a_long_log_is_merged() -> None:
+    """1,201 rows: an update is the mean of three, and the last one of what is left."""
+    points = {
+        tag: [LoggedPoint(10.0 * n, float(n)) for n in range(1, 1202)] for tag in ("train/loss", "train/kl_divergence")
+    }
+
+    imported = read_foreign(LoggedRun("run", points))
+
+    assert [record.axes.env_step for record in imported.records[:2]] == [30, 60]
+    assert imported.records[-1].axes.env_step == 12010
+    assert [record.values["loss/total"] for record in imported.records[:2]] == [2.0, 5.0]
+    assert "An update is the mean of 3 of 1,201 logged rows." in imported.notes
+
+
+def test_runs_that_stand_in_one_text(tmp_path: Path) -> None:
+    """Steps that begin again are another run; a step that is counted within each epoch does not begin one."""
+    table = "| time/ | |\n|    total_timesteps | {} |\n| rollout/ | |\n|    ep_rew_mean | {} |\n-------------\n"
+    (tmp_path / "out.txt").write_text("".join(table.format(n % 4 * 100 + 100, n) for n in range(8)))
+    (tmp_path / "epochs.csv").write_text(
+        "epoch,step,loss,reward,grad_norm\n" + "".join(f"{n // 4},{n % 4},1,2,3\n" for n in range(8))
+    )
+
+    first, second = (read_source(str(tmp_path / "out.txt"), number) for number in (1, 2))
+    epochs = read_source(str(tmp_path / "epochs.csv"))
+
+    assert [point.value for point in first.points["rollout/ep_rew_mean"]] == [0, 1, 2, 3]
+    assert [point.value for point in second.points["rollout/ep_rew_mean"]] == [4, 5, 6, 7]
+    assert (epochs.x, len(epochs.points["reward"])) == ("rows", 8)
+
+
+def test_a_folder_is_searched(tmp_path: Path) -> None:
+    """Event files say more than tables; a file that only has their name, or lacks numbers, is passed over."""
+    (tmp_path / "progress.csv").write_bytes((LOGS / "sb3_solved_constant.csv").read_bytes())
+    (tmp_path / "events.out.tfevents.1.host.1.0.meta").write_text("guid: 1")
+    before = read_source(str(tmp_path))
+    with SummaryWriter(str(tmp_path / "PPO_1")) as writer:
+        for step in range(3):
+            writer.add_scalar("rollout/ep_rew_mean", 5.0, step)
+    after = read_source(str(tmp_path))
+
+    assert len(before.points["rollout/ep_rew_mean"]) == 98
+    assert after.points["rollout/ep_rew_mean"] == [(0, 5.0), (1, 5.0), (2, 5.0)]
+    assert "also here, and not read: " in after.notes[0] and "progress.csv" in after.notes[0]
+
+
+def test_other_files_of_trainers(tmp_path: Path) -> None:
+    """Environments of one run; a panel of W&B with a column per run; checkpoints of ML-Agents; a log of Sample Factory; compressed."""
+    for place in range(2):
+        rows = "".join(f"{place},{10},{t}\n" for t in range(place, 20, 2))
+        (tmp_path / f"{place}.monitor.csv").write_text('#{"t_start": 1.0, "env_id": "A-v0"}\nr,l,t\n' + rows)
+    (tmp_path / "wandb_export.csv").write_text(
+        '"Step","a - rollout/ep_rew_mean","a - rollout/ep_rew_mean__MIN","b - rollout/ep_rew_mean"\n1,5,5,\n2,6,6,8\n'
+    )
+    (tmp_path / "training_status.json").write_text(
+        json.dumps(
+            {"Ball": {"checkpoints": [{"steps": n, "reward": n / 10} for n in (10, 20)]}, "metadata": {"x": "1"}}
+        )
+    )
+    lines = "".join(
+        f"Fps is (10 sec: nan). Total num frames: {n}. Lag\n[1] Avg episode reward: [(0, '{n}.5')]\n" for n in (5, 9)
+    )
+    (tmp_path / "sf_log.txt.gz").write_bytes(gzip.compress(lines.encode()))
+
+    def returns(name: str, tag: str, run: int | None = None) -> list[tuple[float, ...]]:
+        return [tuple(point) for point in read_source(str(tmp_path / name), run).points[tag]]
+
+    assert returns("", "r")[:3] == [(10, 0), (20, 1), (30, 0)]
+    assert returns("wandb_export.csv", "rollout/ep_rew_mean") == [(2, 8)]
+    assert returns("wandb_export.csv", "rollout/ep_rew_mean", 1) == [(1, 5), (2, 6)]
+    assert returns("training_status.json", "Environment/Cumulative Reward") == [(10, 1), (20, 2)]
+    assert returns("sf_log.txt.gz", "reward/reward") == [(5, 5.5), (9, 9.5)]
+
+
+def test_numbers_that_are_not_finite_without_a_fault() -> None:
+    """A mean of no episodes is not a fault; a loss that is never finite is one, and so is one that was."""
+    nan = float("nan")
+
+    def counted(loss: Sequence[float], returns: Sequence[float]) -> list[float]:
+        columns = {"train/loss": loss, "train/kl_divergence": [0.1] * len(loss), "reward/reward": returns}
+        points = {
+            tag: [LoggedPoint(float(n), value) for n, value in enumerate(values)] for tag, values in columns.items()
+        }
+        return [record.values["numerics/nonfinite"] for record in read_foreign(LoggedRun("run", points)).records]
+
+    assert counted([nan, 1, 1, 1], [nan, nan, 3, nan]) == [0, 0, 0, 0]
+    assert counted([nan] * 4, [1, 2, 3, 4]) == [1, 1, 1, 1]
+    assert counted([1, 1, nan, 1], [1, 2, 3, float("inf")]) == [0, 0, 1, 1]
+
+
+def test_a_rate_that_follows_the_divergence() -> None:
+    """Steps of 1.5, of which a row may hold several; a decay and a warm-up have others."""
+    assert adaptive_rate([1e-3, 1.5e-3, 1.5e-3, 1e-3, 2.25e-3, 1e-3 / 1.5, 1e-3])
+    assert not adaptive_rate([1e-3 * (1 - n / 10) for n in range(10)])
+    assert not adaptive_rate([1e-3, 2e-3, 1e-3, 2e-3, 1e-3, 2e-3])
