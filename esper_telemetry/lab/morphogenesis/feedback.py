@@ -1,6 +1,6 @@
 """Feedback of an epoch to the controller: its reward, a weighted sum of components, and its observation, a named and versioned row.
 
-The contributions of seeds, which both need, are measured by switching subsets of them off. The event of a step holds the same state.
+Both need the contributions of seeds, which are measured by switching subsets of them off. The event of a step has the same state.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def attribution(slots: Slots, accuracy: Tensor) -> Tensor:
 
 
 def rent(parameters: Tensor) -> Tensor:
-    """Cost per step [N] of the parameters in seeds, relative to those of the host, with decreasing increments."""
+    """Cost per step [N] of the parameters in seeds, relative to the host's parameters, with decreasing increments."""
     return parameters.log1p().clamp(max=MAX_RENT)
 
 
@@ -87,10 +87,10 @@ MAX_SLOTS = 4
 
 
 def contributions(accuracy: Tensor) -> Tensor:
-    """Accuracy lost when one seed alone is off [N, S].
+    """Accuracy lost when only one seed is off [N, S].
 
     Args:
-        accuracy: [N, 2^S]; seed s is off where bit s of the column's number is set.
+        accuracy: [N, 2^S]; seed s is off if bit s of the column's number is set.
     """
     alone = [2**slot for slot in range(accuracy.shape[1].bit_length() - 1)]
     return accuracy[:, :1] - accuracy[:, alone]
