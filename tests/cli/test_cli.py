@@ -81,7 +81,10 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             "close_timeout must be positive and at most 100,000,000 seconds, got 0.0",
         ),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
-        ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, which level off does not create"),
+        (
+            [*CARTPOLE, "--profile", "--level", "off"],
+            "--profile writes into the run directory, which level off does not create",
+        ),
         (
             [*CARTPOLE, "--levle", "debug"],
             "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train",

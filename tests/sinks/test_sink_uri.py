@@ -117,7 +117,10 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
             "mlflow:http://host:99999",
             "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535",
         ),
-        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'"),
+        (
+            "mlflow:sqlite://a.db",
+            "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite://a.db'",
+        ),
         ("mlflow:sqlite:///", "the tracking URI of an SQLite database must be like sqlite:///FILE, got 'sqlite:///'"),
         (
             "mlflow:postgresql:a",
@@ -238,7 +241,9 @@ def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
 def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
-    with pytest.raises(PermanentSinkError, match=r"cannot be written, because run 'cartpole' is without a run directory: give"):
+    with pytest.raises(
+        PermanentSinkError, match=r"cannot be written, because run 'cartpole' is without a run directory: give"
+    ):
         sink.open(run_info(None))
 
 

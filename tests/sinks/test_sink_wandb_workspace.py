@@ -215,9 +215,7 @@ def test_without_a_key_nothing_is_written(run_dir: Path) -> None:
     output = command(run_dir, "--push")
 
     assert output.code == 2
-    assert output.err == (
-        "esper-telemetry: --push needs an API key of W&B: run wandb login, or set WANDB_API_KEY\n"
-    )
+    assert output.err == ("esper-telemetry: --push needs an API key of W&B: run wandb login, or set WANDB_API_KEY\n")
     assert not (run_dir / "wandb_workspace.json").exists()
 
 

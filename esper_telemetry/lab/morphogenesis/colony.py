@@ -140,7 +140,7 @@ class Colony:
             self._snapshot = torch.where(where[:, None, None], self.weights.rows, self._snapshot)
 
     def roll_back(self, where: Tensor, pruned: Tensor) -> None:
-        """Restore the snapshot of the selected environments [N], without `pruned` seeds [N, S]; clear their optimizer state and watchdog."""
+        """Restore the snapshot of the selected environments [N], without `pruned` seeds [N, S]; clear optimizer state and watchdog."""
         self.weights.rows.copy_(torch.where(where[:, None, None], self._snapshot, self.weights.rows))
         self.weights.moments.clear(where.unsqueeze(1).expand(-1, 1 + self._slots))
         self.drop(pruned)

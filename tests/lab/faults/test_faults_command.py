@@ -107,7 +107,10 @@ def test_the_documentation_lists_all_faults() -> None:
             "--from scores kept journals and --keep keeps trained ones: give one of them",
         ),
         (["score", "--doses", "3"], "--doses with values needs --faults, because doses differ between faults"),
-        (["score", "--doses", "--faults", "h0_zero"], "--doses without values supports lr, forget, reward, got h0_zero"),
+        (
+            ["score", "--doses", "--faults", "h0_zero"],
+            "--doses without values supports lr, forget, reward, got h0_zero",
+        ),
         (
             ["demo", "--fault", "h0_zero", "--policy", "mlp", "--no-mask-velocity"],
             "h0_zero does not apply to CartPole-v1",
