@@ -214,7 +214,6 @@ def _faults_with_doses(options: Score) -> list[tuple[str, float]]:
 
 
 def _split_dose(text: str) -> tuple[str, float | None]:
-    """Return the parts of `name` or `name=dose`."""
     name, sign, number = text.partition("=")
     try:
         return name, float(number) if sign else None

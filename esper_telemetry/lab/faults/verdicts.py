@@ -248,9 +248,9 @@ class RunVerdicts:
     """All verdicts on one run.
 
     Attributes:
-        detectors: by the detectors.
-        baselines: by each baseline.
-        scaled: by the detectors with all thresholds multiplied by a factor.
+        detectors: verdict of the detectors.
+        baselines: verdict of each baseline.
+        scaled: verdict of the detectors with all thresholds multiplied by a factor.
     """
 
     detectors: RunVerdict

@@ -211,7 +211,7 @@ def _host(host: HostState, slots: Slots, horizon: int) -> Tensor:
 
 
 def _seeds(host: HostState, slots: Slots, velocity: Tensor, horizon: int) -> Tensor:
-    """[N, S, features of a slot]."""
+    """Return the features of the slots, [N, S, features]."""
     wide = torch.ones_like(slots.alpha)
     accuracy = host.val_accuracy.unsqueeze(1)
     alive = slots.life > 0
@@ -279,9 +279,9 @@ class StepReport(NamedTuple):
         """Return the event of the step.
 
         Args:
-            components: of the reward.
+            components: components of the reward.
             masks: action masks before the step.
-            mode: of the reward.
+            mode: mode of the reward.
             last: [N], bool: episodes that end.
         """
         hosts, seeds = {**_host_columns(self, masks), "ended": last}, _seed_columns(self)

@@ -39,7 +39,7 @@ class EpisodeTotals:
     """Returns and lengths of episodes, counted once per rollout instead of at every step.
 
     Attributes:
-        returns, lengths: of the episodes that finished in the last rollout, in the order in which they finished.
+        returns, lengths: returns and lengths of the episodes that finished in the last rollout, in that order.
         times: the step of the rollout at which each of them finished.
     """
 
