@@ -29,14 +29,14 @@ EQUATIONS_PAGE = Path(__file__).with_name("equations.md")
 COMMANDS_HEAD: Final = """# Command line
 
 The program is `esper-telemetry COMMAND`, or `python -m esper_telemetry COMMAND`. `COMMAND --help` prints what this page lists. The word
-*repeatable* stands in place of a default where an option may be given several times.
+*repeatable* replaces the default of an option that may be given several times.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | the run failed, or the command found what its section names |
+| 1 | the run failed, or the command found the problem that its section names |
 | 2 | wrong use: one sentence on stderr, nothing is created or changed |
-| 3 | the run has what `diagnose --fail-on` names |
+| 3 | the run meets the condition of `diagnose --fail-on` |
 | 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |
 
 `NO_COLOR=1` switches colours off. `diagnose`, `watch`, `report`, `compare` and `doctor` start without torch.
@@ -50,13 +50,13 @@ estimated from the numbers, and printed.
 """
 BARRED_CODE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 EXIT_CODES: Final = {
-    "train": "1: training failed; 130 and 143 after a checkpoint was saved, from which `--resume` goes on.",
-    "run": "those of the script alone.",
+    "train": "1: training failed; 130 and 143 after a checkpoint was saved, from which `--resume` continues.",
+    "run": "the exit code of the script.",
     "check": "0: every equation that was checked matches or is a published variant; 1: one differs, or the script failed; "
     "2: wrong use, or nothing could be checked.",
     "replay": "1: records are missing in the backend.",
     "doctor": "1: a backend lacks records, or the journal is damaged.",
-    "diagnose": "3: what `--fail-on` names has happened.",
+    "diagnose": "3: the run meets the condition of `--fail-on`.",
     "workspace": "1: W&B refused to save it.",
 }
 

@@ -281,8 +281,8 @@ class Telemetry:
     def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
         """Call `callback(alarm)` when an alarm is raised, gets worse or ends; returns a function that removes the callback.
 
-        The callback runs on the training thread, at the end of a rollout or of an update, or in `close`. With a worker this is an update or
-        two after the fault appears. The callback may change the trainer. An exception in it is logged once, and training continues;
+        The callback runs on the training thread, at the end of a rollout or of an update, or in `close`. A worker delays it by an update or
+        two. The callback may change the trainer. An exception in it is logged once, and training continues;
         KeyboardInterrupt and SystemExit are not caught. Its time is not included in telemetry's. Only callbacks on rank 0 are called.
 
         Raises:

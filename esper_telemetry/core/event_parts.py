@@ -135,7 +135,7 @@ class Transitions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutActions:
-    """Actions of a rollout whose targets are not known; the attributes are those of `RolloutEnd`."""
+    """Actions of a rollout whose targets are not known; the attributes are named as in `RolloutEnd`."""
 
     log_probs: Tensor
     actions: Mapping[str, Tensor]

@@ -134,7 +134,7 @@ def _command(pid: int) -> bytes:
 
 
 def _descendants(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield (process, its parent)."""
+    """Yield the ID of each process and of its parent."""
     unvisited, count = [pid], 0
     while unvisited and count < MAX_CHILDREN:
         parent = unvisited.pop()

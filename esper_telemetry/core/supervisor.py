@@ -51,7 +51,7 @@ class ProcessSupervisor:
             replies.
         log: file that its output is appended to.
         arguments: further elements of its `sys.argv`.
-        environment: variables in addition to those of this process.
+        environment: variables that are added to this process's own.
         max_restarts: deaths in a row, without progress in between, after which it is given up.
         max_silent_seconds: time without output after which a helper is killed; None if it need not write.
 

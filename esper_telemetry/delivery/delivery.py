@@ -364,7 +364,6 @@ class Delivery:
             _logger.error(message, self.name, self._calls.last_error, extra=REPORTED)
 
     def _move(self, **changes: Any) -> None:
-        """Change fields of the cursor."""
         self.cursor = replace(self.cursor, **changes)
 
     def _save(self) -> None:

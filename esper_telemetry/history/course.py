@@ -1,7 +1,7 @@
 """Course of a noisy series: blocks of updates, the noise between neighbours, and rises that exceed it.
 
 `rise` says whether a level is above the first one. It uses a Mann-Kendall test whose statistic is corrected for autocorrelation (Hamed and
-Rao 1998), or the height in units of the noise between neighbouring blocks, which also detects steps and rises that are lost again. A
+Rao 1998). It also uses the height in units of the noise between neighbouring blocks, which detects steps and rises that are lost again. A
 fall is a rise of the negated series.
 """
 
@@ -37,7 +37,7 @@ MIN_PROGRESS: Final = 0.05
 MIN_SHRINKAGE: Final = 0.1
 MIN_JITTER_VALUES: Final = 8
 MIN_CLEAR_BLOCKS: Final = 8
-"""Blocks that must all differ from the first level by `SHIFT_STDS` where its side is clear however much they vary among themselves."""
+"""Number of blocks that must all differ from the first level by `SHIFT_STDS` for a clear direction, even if they vary strongly."""
 
 MIN_TREND_SCORE: Final = 3.2
 """Corrected Mann-Kendall score against a straight trend; it is strict, because the residuals contain any curvature."""

@@ -201,7 +201,7 @@ class LevelModel(NamedTuple):
 
     Attributes:
         memory: lag-1 coefficient.
-        median, scale: of the part of a value that the memory does not explain; NaN if that part does not vary.
+        median, scale: statistics of the part of a value that the memory does not explain; NaN if that part does not vary.
     """
 
     memory: Array | float

@@ -163,7 +163,7 @@ class MannKendall(NamedTuple):
 
     Attributes:
         s: rising pairs minus falling pairs.
-        variance: of s without trend, corrected for ties.
+        variance: variance of s without trend, corrected for ties.
         z: s minus its sign, in standard deviations; None if all values are tied.
         tau: s divided by the number of pairs.
     """

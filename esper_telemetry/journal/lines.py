@@ -1,7 +1,7 @@
 """The lines of a journal: values encoded as JSON objects, and decoded.
 
 Secrets are masked when values are encoded, because sinks and views read the journal. Only records, which hold
-numbers, and descriptions of metrics, which are part of the code, need no masking.
+numbers, and descriptions of metrics, which are part of the code, are not masked.
 """
 
 from __future__ import annotations

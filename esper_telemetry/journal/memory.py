@@ -132,6 +132,6 @@ class MemoryReader:
         return ()
 
     def close(self) -> None:
-        """Take no more lines; harmless when repeated."""
+        """Stop accepting lines; harmless when repeated."""
         self.closed = True
         self._waiting.clear()

@@ -2,11 +2,11 @@
 
     python -m esper_telemetry.lab.language_models --seeds 5 --steps 60
 
-prints a table in Markdown: per fault the runs in which an alarm that names it was raised, and in which it was the first cause; for healthy
-runs those with any alarm.
+prints a table in Markdown. For each fault it counts the runs in which an alarm that names it was raised, and in which it was the first
+cause; for healthy training it counts the runs with any alarm.
 
-A random two-layer Llama with a character vocabulary learns to repeat the letter of its prompt: nothing is downloaded, and an optimizer step
-takes some 50 ms on one core. The sampling engine of a healthy run gives the log-probabilities that the trainer has: TRL keeps none where
+A random two-layer Llama with a character vocabulary learns to repeat the letter of its prompt. Nothing is downloaded, and an optimizer step
+takes about 50 ms on one core. The sampling engine of a healthy run returns the trainer's log-probabilities, since TRL does not keep any if
 transformers generates. Each fault is a trainer that makes it, with the alarms that name it.
 """
 
@@ -53,7 +53,7 @@ def tokenizer() -> Any:
 
 
 def save_model(directory: Path, *, seed: int, width: int = 32, layers: int = 2) -> Path:
-    """Write a random model and its tokenizer to a directory, which training reads them from; return it."""
+    """Write a random model and its tokenizer to a directory, from which training reads them; return it."""
     torch.manual_seed(seed)
     characters = tokenizer()
     config = LlamaConfig(
@@ -79,7 +79,7 @@ def prompts() -> Any:
 
 
 def repeats_letter(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the share of each completion's characters that are its prompt's letter; 0 for an empty one."""
+    """Return the share of each completion's characters that equal its prompt's letter; 0 for an empty completion."""
     pairs = zip(prompts, completions, strict=True)
     return [text.count(prompt[0]) / max(1, len(text)) for prompt, text in pairs]
 
@@ -94,7 +94,7 @@ def build_trainer(
     trainer: type = GRPOTrainer,
     **settings: Any,
 ) -> Any:
-    """Return a trainer that begins with the model of `directory`; `settings` change those of the task."""
+    """Return a trainer that begins with the model of `directory`; `settings` override the task's settings."""
     random.seed(seed)
     torch.manual_seed(seed)
     chosen = {
@@ -129,17 +129,17 @@ def build_trainer(
 
 
 STALE_GENERATIONS: Final = 4
-"""Generations by which stale log-probabilities are old."""
+"""Age of stale log-probabilities in generations."""
 
 ENGINE_NOISE: Final = 0.3
-"""Standard deviation, in nats, of what is added to the log-probabilities of the engine."""
+"""Standard deviation, in nats, of the noise that is added to the log-probabilities of the engine."""
 
 HOT: Final = 2.0
-"""Temperature of sampling where the loss assumes 1."""
+"""Temperature of sampling, while the loss assumes 1."""
 
 
 class HealthyTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed where it is not installed
-    """A trainer whose sampling engine gives log-probabilities."""
+    """A trainer whose sampling engine returns log-probabilities."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -160,7 +160,7 @@ class TurnedSign(HealthyTrainer):
     """Advantages of the wrong sign."""
 
     def spoiled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Turn the sign of the advantages."""
+        """Flip the sign of the advantages."""
         return {**batch, "advantages": -batch["advantages"]}
 
 
@@ -188,7 +188,7 @@ class StaleLogProbs(HealthyTrainer):
     """Old log-probabilities of weights that are some generations old."""
 
     def spoiled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Replace the old log-probabilities by those of an older copy of the model."""
+        """Replace the old log-probabilities by an older copy's."""
         self.copies = [*getattr(self, "copies", []), copy.deepcopy(self.model).eval()][-STALE_GENERATIONS:]
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
@@ -242,7 +242,7 @@ class LanguageFault:
         named_by: types of alarms that name it.
         trainer: class of the trainer that makes it.
         reward: reward function of the run.
-        settings: of the trainer, where they differ from those of the task.
+        settings: settings of the trainer that differ from the task's.
     """
 
     name: str
@@ -272,7 +272,7 @@ FAULTS: Final[tuple[LanguageFault, ...]] = (
 
 
 class FirstIncident(NamedTuple):
-    """Outcome of one run: the types of all alarms raised, and the type that the first incident gives as its cause."""
+    """Outcome of one run: the types of all alarms raised, and the cause that the first incident names."""
 
     alarms: tuple[str, ...]
     cause: str
@@ -280,7 +280,7 @@ class FirstIncident(NamedTuple):
 
 
 def run_fault(fault: LanguageFault, *, seed: int, steps: int, directory: Path) -> FirstIncident:
-    """Train with a fault and return what the alarms say."""
+    """Train with a fault and return the alarms."""
     model = save_model(directory / f"{fault.name}-{seed}", seed=seed)
     run_dir = model / "run"
     with Telemetry([], run_dir=run_dir) as telemetry:
@@ -308,12 +308,12 @@ def run_fault(fault: LanguageFault, *, seed: int, steps: int, directory: Path) -
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Score the alarms on the fault bed of language models.
+    """Score the alarms on the faults of language models.
 
     Attributes:
         seeds: runs of each fault, and of healthy training.
         steps: optimizer steps of each run; two make an update.
-        only: names of faults, or `healthy`; all where none is given.
+        only: names of faults, or `healthy`; all by default.
         verbose: print each run's alarms.
     """
 

@@ -122,7 +122,6 @@ def dormant_scores(units: Sample) -> Tensor:
 
 
 def _dead(units: Sample, activation: str) -> Tensor:
-    """Return the dead units, [D] bool."""
     if activation == "relu":
         return (units.values == 0).all(-1)
     _, d = deviations(units)

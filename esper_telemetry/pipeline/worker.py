@@ -2,7 +2,7 @@
 
 A record takes about five hundred small operations, a seventh of a fast CPU trainer's time on its own thread; packing the update takes about
 a millisecond. The price is a second interpreter with torch, about 200 MB. Tensors are in shared memory because the system allocates fresh
-pages for every write to a pipe, half a millisecond per update, and because a pipe takes a megabyte at a time.
+pages for every write to a pipe, half a millisecond per update, and a pipe only takes a megabyte at a time.
 
 A dying process loses nothing in two cases. If the trainer is killed, the worker still finds the finished updates in the pipe, and ends
 the run as killed. If the worker dies or hangs, the training process finds the worker's progress in the journal, and does the rest itself.

@@ -15,7 +15,7 @@ import tyro
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
-)  # read when NumPy is imported: its threads gain nothing on small networks
+)  # read when NumPy is imported: its threads do not help on small networks
 
 from esper_telemetry.cli.arguments import WrongUse, parse_arguments
 
@@ -31,7 +31,7 @@ class List:
     """
 
     json: bool = False
-    """As JSON, one object per fault."""
+    """Print JSON, one object per fault."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ FAULTS: tuple[Fault, ...] = (*OPTIMISATION, *DATA, *BOUNDARY, *NETWORK)
 
 
 def find(name: str, dose: float | None = None) -> Fault:
-    """Return the fault of that name, or the member of a family whose own dose is nearest; raise ValueError for an unknown name."""
+    """Return the fault with that name, or the nearest dose of a family; raise ValueError for an unknown name."""
     named = next((fault for fault in FAULTS if fault.name == name), None)
     family = [fault for fault in FAULTS if fault.family == name]
     if named is not None:
@@ -33,7 +33,7 @@ def find(name: str, dose: float | None = None) -> Fault:
 
 
 def _log_distance(one: float, other: float) -> float:
-    """Distance of two doses in factors of e; infinite where their signs differ."""
+    """Distance of two doses in factors of e; infinite if their signs differ."""
     if one * other <= 0:
         return 0.0 if one == other else math.inf
     return abs(math.log(one / other))
@@ -43,10 +43,10 @@ def _log_distance(one: float, other: float) -> float:
 def inject(trainer: PPO, fault: str | Fault, dose: float | None = None) -> Iterator[Fault]:
     """Break the trainer inside the block, and yield the fault.
 
-        with inject(trainer, "lr_x100"):
-            trainer.learn(total_steps=50_000)
+            with inject(trainer, "lr_x100"):
+                trainer.learn(total_steps=50_000)
 
-    Steps, settings, wrappers and parameters that were replaced are restored; what the broken updates have learned stays.
+        Steps, settings, wrappers and parameters that were replaced are restored; the effects of the broken updates on the weights are kept.
 
     Raises:
         ValueError: an unknown fault, or a dose out of its range.
@@ -63,9 +63,9 @@ def inject(trainer: PPO, fault: str | Fault, dose: float | None = None) -> Itera
 def schedule(
     trainer: PPO, fault: str | Fault, dose: float | None = None, *, at_update: int, until: int | None = None
 ) -> Undo:
-    """Break the trainer from that update on, its rollout included, and restore it before the update `until`.
+    """Break the trainer from that update on, including its rollout, and restore it before the update `until`.
 
-    Returns the function that restores the trainer, whenever it is called.
+    Returns a function that restores the trainer at any time.
 
     Raises:
         ValueError: an unknown fault, a dose out of its range, an update that has passed.
@@ -100,7 +100,7 @@ def schedule(
 
 
 def _applicable_dose(trainer: PPO, fault: Fault, dose: float | None) -> float:
-    """Return the dose; raise where fault, dose and trainer do not fit."""
+    """Return the dose; raise if fault, dose and trainer do not fit."""
     missing = fault.missing(trainer)
     if missing is not None:
         raise NotApplicableError(missing)

@@ -83,7 +83,7 @@ def fault_markdown() -> str:
 
 
 def score_tables(figures: Mapping[str, Any], title: str) -> list[Table]:
-    """Return a score as tables: by fault if there are broken runs, then the detectors beside the baselines."""
+    """Return a score as tables: by fault if there are broken runs, then the detectors and the baselines."""
     return [*([_per_fault_table(figures)] if figures["per_fault"] else []), _detectors_table(figures, title)]
 
 
@@ -107,7 +107,7 @@ def _per_fault_table(figures: Mapping[str, Any]) -> Table:
 
 
 def _detectors_table(figures: Mapping[str, Any], title: str) -> Table:
-    """The caption has the intervals and the types of the false alarms."""
+    """Return the comparison of detectors; the caption has the intervals and the types of the false alarms."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     heads = ("", "runs", "in time", "in 20", "any", "lag", "cause", "false", "healthy updates", "false per 100", "area")
     for name in heads:
@@ -160,7 +160,7 @@ def score(options: Score) -> int:
         run_dirs = None if options.from_ is None else list_runs(Path(options.from_))
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
-    console = make_console(stderr=True)  # the bar draws nothing where this is no terminal
+    console = make_console(stderr=True)  # outside a terminal the bar is not drawn
     progress = Progress(*columns, console=console, disable=not is_live(console))
     with worker_pool(options.workers) as pool, progress as bar:
         if run_dirs is None:
@@ -174,12 +174,12 @@ def score(options: Score) -> int:
 
 
 def _plan(options: Score) -> list[FaultRun]:
-    """Return the runs that the options ask for; raise ValueError for what does not exist or makes no sense."""
+    """Return the runs that the options ask for; raise ValueError for unknown or contradictory options."""
     Level.parse(options.level)
     if options.workers < 1:
         raise ValueError(f"workers must be at least 1, got {options.workers}")
     if options.from_ is not None and options.keep is not None:
-        raise ValueError("--from scores what is kept and --keep keeps what is trained: give one of them")
+        raise ValueError("--from scores kept journals and --keep keeps trained ones: give one of them")
     if not options.seeds or min(options.seeds) < 0:
         raise ValueError(f"seeds must be 0 or more, and at least one, got {options.seeds}")
     if options.trainer == "sb3":
@@ -203,23 +203,22 @@ def _faults_with_doses(options: Score) -> list[tuple[str, float]]:
         names = options.faults or tuple(DOSES)
         wrong = [name for name in names if name not in DOSES]
         if wrong:
-            raise ValueError(f"--doses without values knows {', '.join(DOSES)}, got {wrong[0]}")
+            raise ValueError(f"--doses without values supports {', '.join(DOSES)}, got {wrong[0]}")
         return [_checked(name, dose) for name in names for dose in DOSES[name]]
     named = [_split_dose(text) for text in options.faults] or [(fault.name, None) for fault in FAULTS]
     if options.doses is None:
         return [_checked(name, dose) for name, dose in named]
     if not options.faults:
-        raise ValueError("--doses with values needs --faults: doses of one fault mean nothing to another")
+        raise ValueError("--doses with values needs --faults, because doses differ between faults")
     return [_checked(name, dose) for name, _ in named for dose in options.doses]
 
 
 def _split_dose(text: str) -> tuple[str, float | None]:
-    """Return the parts of `name` or `name=dose`."""
     name, sign, number = text.partition("=")
     try:
         return name, float(number) if sign else None
     except ValueError:
-        raise ValueError(f"a fault is a name or name=dose, got {text!r}") from None
+        raise ValueError(f"a fault must be a name or name=dose, got {text!r}") from None
 
 
 def _checked(name: str, dose: float | None) -> tuple[str, float]:
@@ -275,7 +274,7 @@ def _print_score(options: Score, runs: Sequence[FaultRun], verdicts: Sequence[Ru
 
 
 def demo(options: Demo) -> int:
-    """Train with telemetry; from the middle of the run on training is broken."""
+    """Train with telemetry, and break training from the middle of the run on."""
     name, dose = _split_dose(options.fault)
     with wrong_use():
         fault = find(name, dose)

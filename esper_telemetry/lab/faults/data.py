@@ -60,7 +60,7 @@ def flipped_advantages(trainer: PPO, dose: float) -> Undo:
 
 
 def stale_advantages(trainer: PPO, dose: float) -> Undo:
-    """Use the advantages of the previous rollout, in the first update those of the next environment; returns stay correct."""
+    """Use the advantages of the previous rollout, or in the first update of the next environment; returns stay correct."""
     right = trainer.steps.advantages
     computed: list[Tensor] = []
 
@@ -112,7 +112,7 @@ GAE_IDENTITY, RATIO_INIT = "integrity/gae_identity", "integrity/ratio_init"
 DATA = (
     Fault(
         "reward_1e4",
-        "Rewards that are learned from are 10,000 times as large, behind any normaliser.",
+        "The rewards for learning are 10,000 times as large, after any normaliser.",
         lambda trainer, dose: replace_steps(trainer, rewards=lambda rewards: rewards * dose),
         ("value/scale_shift", "grad/explode"),
         bound=1,
@@ -150,7 +150,7 @@ DATA = (
     ),
     Fault(
         "stale_adv",
-        "Advantages are those of the rollout before.",
+        "Advantages come from the previous rollout.",
         stale_advantages,
         (GAE_IDENTITY,),
         bound=0,
@@ -166,7 +166,7 @@ DATA = (
     ),
     Fault(
         "obs_mismatch",
-        "The update trains on 3 x + 1 of what was acted on.",
+        "The update trains on 3 x + 1 of the observations x used for acting.",
         lambda trainer, dose: replace_steps(trainer, observations=lambda x: dose * x + 1),
         (RATIO_INIT,),
         bound=0,
@@ -210,7 +210,7 @@ StepChange = Callable[[Step, Mapping[str, Array]], Step]
 
 
 class StepFilter:
-    """Environments whose steps are changed on their way to the trainer; other attributes are theirs."""
+    """Environments whose steps are changed on their way to the trainer; other attributes are passed through."""
 
     def __init__(self, change: StepChange, env: Any) -> None:
         self._env, self._change = env, change
@@ -296,7 +296,7 @@ BOUNDARY = (
     ),
     Fault(
         "constant_observations",
-        "One environment gives the same observation for ever.",
+        "One environment returns the same observation forever.",
         constant_observations,
         ("lstm/cell_drift", "obs/constant"),
         bound=20,
@@ -307,7 +307,7 @@ BOUNDARY = (
     ),
     Fault(
         "swapped_ends",
-        "Termination is taken for a time limit, and a time limit for termination.",
+        "Terminations and time limits are swapped.",
         swapped_ends,
         ("value/bias",),
         bound=20,
@@ -316,7 +316,7 @@ BOUNDARY = (
     ),
     Fault(
         "stuck_normalizer",
-        "The normaliser of observations stands still since they had a twentieth of their spread.",
+        "The normaliser of observations is frozen at a twentieth of their spread.",
         stuck_normalizer,
         ("norm/drift",),
         bound=5,

@@ -1,7 +1,7 @@
 """A fault: a way to break training on purpose, as plain data and one function.
 
-The module also holds what faults are made of: changes of a trainer, each made at once and returning the function that undoes it, and
-requirements on a trainer, each returning the sentence that names what is missing, or None. Changes replace attributes of the trainer's
+The module also contains the building blocks of faults. A change of a trainer is made at once and returns the function that undoes it. A
+requirement on a trainer returns the sentence that names what is missing, or None. Changes replace attributes of the trainer's
 objects, never of a class or a module, and undo only themselves, so that several faults may begin and end in any order.
 """
 
@@ -18,8 +18,8 @@ from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
-# Faults replace what a trainer holds (steps, settings, parameters, environments), never what a class or a module defines, and each change
-# takes back itself alone: so several may come and go in any order.
+# Faults replace objects of a trainer (steps, settings, parameters, environments), never attributes of a class or a module. Each change
+# undoes only itself, so several may begin and end in any order.
 Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
 Need: TypeAlias = Callable[[PPO], str | None]
@@ -29,7 +29,7 @@ WINDOW_UPDATES = 20
 
 
 class NotApplicableError(ValueError):
-    """A fault needs what this trainer does not have; the message is one sentence."""
+    """A fault needs something that this trainer lacks; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Fault:
         apply: breaks a trainer by a dose and returns the function that undoes it.
         accepts: alarm types that name it correctly.
         bound: updates after the first broken one by which the first accepted alarm is due; 0 means in that update.
-        family: name shared by the doses of one kind of fault, such as `lr`; empty where there is one dose.
+        family: name shared by the doses of one kind of fault, such as `lr`; empty for a single dose.
         dose: default dose.
-        doses: smallest and largest dose; equal where there is no choice.
+        doses: smallest and largest dose; equal if it is fixed.
         needs: requirements on a trainer.
-        causes: accepted causes of an incident; those of `accepts` where empty.
+        causes: accepted causes of an incident; `accepts` if empty.
         hypotheses: labels of equations and their hypotheses, such as `advantages_sign`, with which `integrity/equation` names it too.
-        noisy: it raises an exception in training.
-        core: one of the faults for which metrics and alarms were designed; the others test what the alarms find beyond them.
+        noisy: whether it raises an exception in training.
+        core: whether metrics and alarms were designed for this fault; the others test what the alarms find beyond.
     """
 
     name: str
@@ -189,7 +189,7 @@ def needs_memory(trainer: PPO) -> str | None:
 
 
 def needs_lstm(trainer: PPO) -> str | None:
-    """An LSTM: a GRU has no forget gate."""
+    """An LSTM, because a GRU lacks a forget gate."""
     kinds = {core.kind for core in trainer.policy.cores().values()}
     return None if "lstm" in kinds else "its policy has no LSTM"
 
@@ -241,8 +241,8 @@ def needs_host_environments(trainer: PPO) -> str | None:
 
 
 def needs_several_environments(trainer: PPO) -> str | None:
-    """More than one environment side by side."""
-    return None if trainer.env.num_envs > 1 else "it has one environment only"
+    """More than one environment."""
+    return None if trainer.env.num_envs > 1 else "it has only one environment"
 
 
 def needs_scheduled_rate(trainer: PPO) -> str | None:
@@ -256,7 +256,7 @@ def needs_several_minibatches(trainer: PPO) -> str | None:
 
 
 def first_layers(trainer: PPO) -> list[MLP]:
-    """Return the hidden layers of every trunk that read the observations; none behind convolutions."""
+    """Return the hidden layers of every trunk that read the observations; none after convolutions."""
     trunks = trainer.policy.named_trunks().values()
     readers = [trunk.encoder if isinstance(trunk, RecurrentTrunk) else trunk for trunk in trunks]
     return [reader for reader in readers if isinstance(reader, MLP) and len(reader.layers)]

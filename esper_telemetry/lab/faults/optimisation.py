@@ -33,7 +33,7 @@ OSCILLATION_UPDATES = 6
 """Period of an oscillating learning rate."""
 
 DEFAULT_ENTROPY_COEF = 0.01
-"""Entropy bonus for faults where the settings have none."""
+"""Entropy bonus for faults if the settings have none."""
 
 
 def scaled_rate(trainer: PPO, dose: float) -> Undo:
@@ -52,7 +52,7 @@ def oscillating_rate(trainer: PPO, dose: float) -> Undo:
 
 
 def leaking_rate(trainer: PPO, dose: float) -> Undo:
-    """Multiply the learning rate by the dose once more in every update."""
+    """Multiply the learning rate by the dose again in every update."""
     count = itertools.count(1)
     return replace_steps(trainer, learning_rate=lambda rate: rate * dose ** next(count))
 
@@ -71,7 +71,7 @@ def flipped_entropy(trainer: PPO, dose: float) -> Undo:
 
 
 def sparse_rewards_short_memory(trainer: PPO, dose: float) -> Undo:
-    """Set Adam's beta2 to 0.9, and pass rewards on in one update of `dose` only."""
+    """Set Adam's beta2 to 0.9, and pass on rewards only in one update of `dose`."""
     count = itertools.count(1)
 
     def rewards(original: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def repeated_minibatches(trainer: PPO, dose: float) -> Undo:
 
 
 def rounded_log_probs(trainer: PPO, dose: float) -> Undo:
-    """Round log-probabilities to bfloat16 in training, and not in acting."""
+    """Round log-probabilities to bfloat16 in training, but not in acting."""
 
     def log_probs(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: part.bfloat16().to(part.dtype) for name, part in parts.items()}
@@ -105,7 +105,7 @@ KL_SPIKE, TOO_LARGE, SATURATED = "policy/kl_spike", "opt/update_too_large", "pol
 RATE = (needs_scheduled_rate,)
 
 OTHER_RATE = ("optimizer_step_learning_rate", "schedules")
-"""Labels that name a learning rate which is not the one that was set."""
+"""Labels that name a learning rate other than the configured one."""
 
 OPTIMISATION = (
     Fault(
@@ -169,10 +169,10 @@ OPTIMISATION = (
     ),
     Fault(
         "epochs_x5",
-        "Five times as many passes are made over every rollout.",
+        "Every rollout gets five times as many passes.",
         lambda trainer, dose: replace_config(trainer, num_epochs=round(trainer.config.num_epochs * dose)),
         (KL_SPIKE, SATURATED),
-        bound=20,  # so many passes do harm only after a while: on CueRecall the KL exceeds 0.1 after 9 to 12 updates
+        bound=20,  # many passes do harm only after a while: on CueRecall the KL exceeds 0.1 after 9 to 12 updates
         family="epochs",
         dose=5,
         doses=(1.5, 50),
@@ -189,7 +189,7 @@ OPTIMISATION = (
     ),
     Fault(
         "loss_sign",
-        "The policy loss uses advantages of the wrong sign; what is logged is right.",
+        "The policy loss uses advantages of the wrong sign; the logged ones are right.",
         flipped_loss,
         ("policy/wrong_direction",),
         bound=1,
@@ -201,14 +201,14 @@ OPTIMISATION = (
         flipped_entropy,
         ("policy/entropy_crash", "policy/entropy_collapse"),
         bound=20,
-        dose=100,  # ten times as much does no harm in 20 updates, on any of the five environments
+        dose=100,  # a factor of ten does no harm in 20 updates, on any of the five environments
         doses=(1, 1000),
         core=False,
         hypotheses=("entropy_loss_sign", "gradient_entropy_sign"),
     ),
     Fault(
         "adam_beta2",
-        "Adam's beta2 is 0.9, and rewards come in one update of eight.",
+        "Adam's beta2 is 0.9, and only one update of eight has rewards.",
         sparse_rewards_short_memory,
         ("opt/rms_spike",),
         bound=20,
@@ -218,10 +218,10 @@ OPTIMISATION = (
     ),
     Fault(
         "repeated_minibatches",
-        "All minibatches of a pass hold the same rows.",
+        "All minibatches of a pass have the same rows.",
         repeated_minibatches,
         ("integrity/rows_repeated", "integrity/adv_norm"),
-        bound=20,  # adv_norm where the trainer does not emit rows: the rows left out change the moments of the advantages
+        bound=20,  # adv_norm if the trainer does not emit rows: the rows left out change the moments of the advantages
         needs=(needs_several_minibatches,),
         core=False,
         hypotheses=("minibatches_same_rows", "minibatches_same_minibatch"),
@@ -274,7 +274,7 @@ def saturated_head(trainer: PPO, dose: float) -> Undo:
 NETWORK = (
     Fault(
         "dead_relu",
-        "The biases of the first layer are -10: no unit of it responds any more.",
+        "The biases of the first layer are -10: none of its units responds any more.",
         dead_units,
         ("repr/dormant", "grad/vanish"),
         bound=0,
@@ -306,7 +306,7 @@ NETWORK = (
     ),
     Fault(
         "frozen_trunk",
-        "The actor's hidden layers are out of training, and said to be in it.",
+        "The actor's hidden layers are excluded from training, but declared as trained.",
         lambda trainer, _: freeze(trainer.policy.actor.parameters()),  # they remain declared as trained
         ("grad/missing_group", "opt/stalled_weights"),
         bound=0,
@@ -322,7 +322,7 @@ NETWORK = (
     ),
     Fault(
         "saturated_head",
-        "One head of several always chooses the same, with probability 1.",
+        "One of several heads always makes the same choice, with probability 1.",
         saturated_head,
         ("policy/entropy_collapse", "policy/dead_head", "grad/vanish"),
         bound=5,

@@ -1,7 +1,7 @@
 """Runs of the fault bench: their environments, the plan of a score, and training each run into a journal.
 
 Runs of the same environment and seed share the updates before the fault: these are trained once, and every fault continues from their
-checkpoint and a copy of their journal. A run directory appears complete or not at all, so an interrupted score can be continued.
+checkpoint and a copy of their journal. A run directory appears atomically, so an interrupted score can be continued.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN_FILE = "course.json"
 CHECKPOINT_FILE = "checkpoint.pt"
 
 FIRST_BROKEN_UPDATE, LAST_UPDATE = 25, 45
-"""The policy is half-trained when it breaks, and an alarm has `WINDOW_UPDATES` updates to come."""
+"""The policy is half-trained when it breaks, and `WINDOW_UPDATES` updates follow in which an alarm counts."""
 
 REWARD_CHANGE_UPDATE = 31
 """First update of the tripled rewards of the healthy kind `rewards_x3`."""
@@ -79,7 +79,7 @@ ENVIRONMENTS: Mapping[str, FaultEnvironment] = {
 
 
 def find_environment(name: str) -> FaultEnvironment:
-    """Return that environment, or the preset of any other task; raise ValueError for one that cannot be made."""
+    """Return that environment, or the preset of any other task; raise ValueError if it cannot be made."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     make_env(name, num_envs=1).close()
@@ -133,7 +133,7 @@ HEALTHY_KINDS: Mapping[str, HealthyKind] = {
         {"anneal_learning_rate": True, "entropy_coef": 0.02, "final_entropy_coef": 0.0},
         anneals=True,
     ),
-    "plateau": HealthyKind("a solved task is trained on", 250, ("cue-recall", "cartpole")),
+    "plateau": HealthyKind("training continues on a solved task", 250, ("cue-recall", "cartpole")),
     "slow": HealthyKind(
         "the learning rate is a tenth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-4}
     ),
@@ -196,12 +196,12 @@ class FaultRun:
 
 
 def read_fault_run(run_dir: Path) -> FaultRun:
-    """Return the run of a directory; raise ValueError where there is none."""
+    """Return the run of a directory; raise ValueError if it has none."""
     try:
         fields = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
         return FaultRun(**{**fields, "interventions": tuple(fields["interventions"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{run_dir} holds no run of the fault bench: {error}") from error
+        raise ValueError(f"{run_dir} is not a run of the fault bench: {error}") from error
 
 
 def train_prefix(run: FaultRun, run_dir: Path, level: str = "normal") -> None:
@@ -215,7 +215,7 @@ def train_prefix(run: FaultRun, run_dir: Path, level: str = "normal") -> None:
 
 
 def train_fault(run: FaultRun, prefix: Path, run_dir: Path, level: str = "normal") -> FaultRun:
-    """Continue from the prefix, break the trainer, and return the run with its status; write nothing where the fault does not apply."""
+    """Continue from the prefix, break the trainer, and return the run with its status; do not write if the fault does not apply."""
     assert run.fault is not None
     environment = find_environment(run.env)
     trainer = environment.trainer(run.seed)
@@ -250,7 +250,7 @@ def train_healthy(run: FaultRun, run_dir: Path, level: str = "normal") -> FaultR
 
 
 def journal_telemetry(run_dir: Path, level: str, *, resume: bool = False) -> Telemetry:
-    """Return telemetry that writes a journal in this process and has no sinks."""
+    """Return telemetry that writes a journal in this process, without sinks."""
     return Telemetry([], run_dir=run_dir, level=level, offload=False, resume=resume)
 
 
@@ -277,7 +277,7 @@ def training_status(training: Callable[[], None], telemetry: Telemetry) -> str:
 def plan_runs(
     faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True
 ) -> list[FaultRun]:
-    """Return the runs of every fault and dose on every environment with every seed, after the healthy ones, the longest first."""
+    """Return the runs of every fault and dose on every environment with every seed, after the healthy ones, longest first."""
     broken = [FaultRun(env, seed, name, dose) for seed in seeds for env in envs for name, dose in faults]
     sound = [
         FaultRun(env, seed, healthy=name, last=kind.updates)
@@ -291,7 +291,7 @@ def plan_runs(
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[Executor]:
-    """Yield a pool of processes of one thread each; jobs that have not begun are cancelled when the block raises."""
+    """Yield a pool of processes with one thread each; jobs that have not begun are cancelled if the block raises."""
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_use_one_thread)
     try:
         yield pool

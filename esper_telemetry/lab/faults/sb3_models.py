@@ -1,4 +1,4 @@
-"""Models of Stable-Baselines3 for the fault bench, and the two ways to change one: attributes of objects, and the steps of environments."""
+"""Models of Stable-Baselines3 for the fault bench, and two ways to change one: attributes of objects, and the steps of environments."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def cartpole_lstm(seed: int) -> Any:
 
 
 def masked_arms(seed: int) -> Any:
-    """MaskablePPO where one of four arms is forbidden."""
+    """MaskablePPO with one of four arms forbidden."""
     from sb3_contrib import MaskablePPO
 
     return MaskablePPO("MlpPolicy", _envs(MaskedArms, seed), seed=seed, **SETTINGS)
@@ -161,7 +161,7 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
 
 
 class ModelNotApplicableError(ValueError):
-    """A fault needs what this model does not have; the message names it."""
+    """A fault needs something that this model lacks; the message names it."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -171,7 +171,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def replace_attributes(owner: Any, **values: Any) -> Undo:
-    """Replace attributes of one object, not those of its class."""
+    """Replace attributes of one object, but not of its class."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
 

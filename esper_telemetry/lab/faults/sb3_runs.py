@@ -1,7 +1,7 @@
 """Faults of models of Stable-Baselines3, through their settings, optimizer, policy, buffer and environments, and the runs of a score.
 
-Each function breaks a model by a dose and returns the function that undoes it. Names, accepted alarms and bounds are those of the faults of
-the bundled trainer.
+Each function breaks a model by a dose and returns the function that undoes it. Names, accepted alarms and bounds are the same as for the
+bundled trainer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def flipped_loss(model: Any, dose: float) -> Undo:
 
 
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
-    """Set Adam's beta2 to 0.9, and pass rewards on in one update of `dose` only."""
+    """Set Adam's beta2 to 0.9, and pass on rewards only in one update of `dose`."""
     group, steps = model.policy.optimizer.param_groups[0], itertools.count()
     betas = group["betas"]
     group["betas"] = (betas[0], 0.9)
@@ -113,7 +113,7 @@ def one_nan(model: Any, dose: float) -> Undo:
 
 def favoured_action(model: Any, dose: float) -> Undo:
     """Reward only action 1, without an entropy bonus."""
-    require(isinstance(model.action_space, spaces.Discrete), "its actions are no choices")
+    require(isinstance(model.action_space, spaces.Discrete), "its actions are not choices")
 
     def change(step: VecEnvStep, actions: Any) -> VecEnvStep:
         return step._replace(rewards=(dose * (np.asarray(actions) == 1)).astype(np.float32))
@@ -201,7 +201,7 @@ def scaled_advantages(model: Any, dose: float) -> Undo:
 
 
 def stale_advantages(model: Any, dose: float) -> Undo:
-    """Use the advantages of the previous rollout, in the first update those of the next environment; returns stay correct."""
+    """Use the advantages of the previous rollout, or in the first update of the next environment; returns stay correct."""
     previous: list[Any] = []
 
     def change(buffer: Any) -> None:
@@ -237,7 +237,7 @@ def dead_units(model: Any, dose: float) -> Undo:
     """Set the biases of the first layers."""
     extractor = model.policy.mlp_extractor
     layers = [net[0] for net in (extractor.policy_net, extractor.value_net)]
-    require(isinstance(extractor.policy_net[1], nn.ReLU), "its hidden layers have no ReLU")
+    require(isinstance(extractor.policy_net[1], nn.ReLU), "its hidden layers do not use ReLU")
     return undo_all(*(fill_parameter(layer.bias, dose) for layer in layers))
 
 
@@ -334,14 +334,14 @@ def plan_sb3_runs(
     healthy: bool = True,
     explicit: bool = True,
 ) -> list[FaultRun]:
-    """Return the healthy runs, and those of every fault on every model with every seed.
+    """Return the healthy runs, and the runs of every fault on every model with every seed.
 
     Args:
         faults: names and doses.
-        envs: names of models, with or without `sb3-` before them; all models where empty.
+        envs: names of models, with or without the prefix `sb3-`; all models if empty.
         seeds: seeds of the models.
         healthy: plan healthy runs too.
-        explicit: the user named the faults; one that cannot be injected raises ValueError instead of being left out.
+        explicit: whether the user named the faults; a fault that cannot be injected then raises ValueError instead of being left out.
 
     Raises:
         ValueError: an unknown model.
@@ -370,7 +370,7 @@ def train_all_sb3(
 
 
 def train_run(run: FaultRun, directory: Path, level: str) -> FaultRun:
-    """Train one run from its first update to its last; write nothing where the fault does not apply."""
+    """Train one run from its first update to its last; do not write if the fault does not apply."""
     model = MODELS[run.env](run.seed)
     fault_callback = FaultCallback(run)
     missing = fault_callback.missing(model)
@@ -397,7 +397,7 @@ class FaultCallback(BaseCallback):
         self._run, self._rollouts = run, 0
 
     def missing(self, model: Any) -> str:
-        """Return why the fault does not apply to a model; empty where it does."""
+        """Return why the fault does not apply to a model; empty if it applies."""
         try:
             self._break(model)()
         except ModelNotApplicableError as lacks:

@@ -1,9 +1,9 @@
 """The score of a detector over many runs: recall, lag, false alarms and causes, with intervals, as plain data.
 
-An alarm of an accepted type in [u0, u0 + 20], where u0 is the first broken update, is a *hit*, and so is `integrity/equation` with a
-hypothesis that names the fault; *strict* recall counts hits within the
-bound of the fault, *lenient* recall any alarm in the window. Alarms before u0 and in healthy runs are *false*, whatever their level. The
-updates that several runs share before they break count once.
+An alarm of an accepted type in [u0, u0 + 20], with u0 the first broken update, is a *hit*. So is `integrity/equation` with a
+hypothesis that names the fault. *Strict* recall counts hits within the bound of the fault, *lenient* recall any alarm in the window.
+Alarms before u0 and in healthy runs are *false*, regardless of their level. Updates that several runs share before they break count
+once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class BrokenRun:
         fault: fault of the run.
         verdict: alarms of the run.
         hit: first alarm of an accepted type in the window, or None.
-        strict: the hit came within the fault's bound.
-        lenient: there was any alarm in the window.
-        correct_cause: the cause of the hit's incident is accepted; None without a hit.
+        strict: whether the hit came within the fault's bound.
+        lenient: whether there was any alarm in the window.
+        correct_cause: whether the cause of the hit's incident is accepted; None without a hit.
         others: types of the other alarms in the window.
     """
 
@@ -85,13 +85,13 @@ class BrokenRun:
 
     @property
     def lead(self) -> int | None:
-        """Updates from the hit to the visible drop of the return; None where one of them is missing."""
+        """Updates from the hit to the visible drop of the return; None if one of them is missing."""
         symptom = self.verdict.symptom
         return None if self.hit is None or symptom is None else symptom - self.hit.update
 
     @property
     def label(self) -> str:
-        """Name of the fault, with the dose where that is not the default."""
+        """Name of the fault, with the dose if it is not the default."""
         dose = self.verdict.run.dose
         return self.fault.name if dose == self.fault.dose else f"{self.fault.family or self.fault.name}={dose:g}"
 
@@ -124,7 +124,7 @@ class HealthyUpdates:
 
 
 def independent_runs(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
-    """Return the runs with healthy updates of their own: healthy ones, and one broken run per environment and seed."""
+    """Return the runs with distinct healthy updates: healthy runs, and one broken run per environment and seed."""
     first: dict[tuple[str, int], RunVerdict] = {}
     for verdict in verdicts:
         if verdict.run.fault is not None:
@@ -133,7 +133,7 @@ def independent_runs(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
 
 
 def healthy_updates(verdicts: Sequence[RunVerdict]) -> HealthyUpdates:
-    """Return the healthy updates: those of healthy runs, and, once per environment and seed, those before a fault."""
+    """Return the healthy updates: of healthy runs, and, once per environment and seed, before a fault."""
     updates, false_alarms = 0, list[RaisedAlarm]()
     for verdict in independent_runs(verdicts):
         last = verdict.updates if verdict.run.fault is None else min(verdict.updates, verdict.run.at_update - 1)
@@ -146,7 +146,7 @@ def healthy_updates(verdicts: Sequence[RunVerdict]) -> HealthyUpdates:
 
 @dataclass(frozen=True, slots=True)
 class DetectionScore:
-    """Figures of one detector; None where there was nothing to count.
+    """Figures of one detector; None without data.
 
     Attributes:
         runs: broken runs.
@@ -159,7 +159,7 @@ class DetectionScore:
         healthy_runs_alarmed: fraction of the healthy runs with an alarm.
         median_lag, p90_lag: updates from the first broken one to the accepted alarm.
         root_cause_accuracy: fraction of the hits whose incident has an accepted cause.
-        median_lead: updates from the accepted alarm to the visible drop of the return, where there was one.
+        median_lead: updates from the accepted alarm to the visible drop of the return, if any.
         ahead: fraction of the hits with a drop that came at least an update before it.
         never_symptomatic: fraction of the broken runs whose return never dropped.
         false_by_type: false alarms by type.
@@ -223,7 +223,7 @@ def fraction(flags: Iterable[bool]) -> float | None:
 
 
 def quantile(values: Sequence[float], level: float) -> float | None:
-    """Smallest value that at least that fraction of the values does not exceed; None without values."""
+    """Return the smallest value that at least that fraction of the values does not exceed; None without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(level * len(ordered)) - 1)] if ordered else None
 
@@ -233,7 +233,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _count(kinds: Iterable[str]) -> dict[str, int]:
-    """Number of each, the most frequent first."""
+    """Return the number of each, most frequent first."""
     return dict(Counter(kinds).most_common())
 
 
@@ -270,7 +270,7 @@ class CurvePoint(NamedTuple):
 
 
 def threshold_curve(verdicts: Sequence[RunVerdicts]) -> list[CurvePoint]:
-    """Return scores by factor, without those that lack broken runs or healthy updates; empty where a run lacks a factor."""
+    """Return scores by factor, except factors without broken runs or healthy updates; empty if a run lacks a factor."""
     if not verdicts or not all(set(one.scaled) >= set(THRESHOLD_FACTORS) for one in verdicts):
         return []
     scores = {factor: score([one.scaled[factor] for one in verdicts]) for factor in THRESHOLD_FACTORS}
@@ -282,7 +282,7 @@ def threshold_curve(verdicts: Sequence[RunVerdicts]) -> list[CurvePoint]:
 
 
 def partial_area(points: Sequence[CurvePoint]) -> float | None:
-    """Mean over 0 to 1 false alarms per 100 updates of the best recall at that cost or less; None without points."""
+    """Return the mean, over 0 to 1 false alarms per 100 updates, of the best recall within that cost; None without points."""
     if not points:
         return None
     area, reached, best = 0.0, 0.0, 0.0
@@ -296,7 +296,7 @@ def partial_area(points: Sequence[CurvePoint]) -> float | None:
 
 
 def score_figures(verdicts: Sequence[RunVerdicts]) -> dict[str, Any]:
-    """Return all figures of the detectors, by fault and environment, and those of the baselines, as plain data for JSON."""
+    """Return all figures of the detectors, by fault and environment, and of the baselines, as plain data for JSON."""
     of_detectors = [one.detectors for one in verdicts]
     broken = broken_runs(of_detectors)
     points = threshold_curve(verdicts)

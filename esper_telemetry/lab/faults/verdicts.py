@@ -1,6 +1,6 @@
 """Alarms raised in the journal of a run: by the detectors, with several thresholds if asked, and by four baselines.
 
-The baselines are what people use instead of detectors: NaN checks, fixed thresholds, a falling return, a drifting gradient norm.
+The baselines are common alternatives to detectors: NaN checks, fixed thresholds, a falling return, a drifting gradient norm.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EQUATION_ALARM = "integrity/equation"
 RETURN = "episode/return_mean"
 
 MIN_RETURN_DROP, SYMPTOM_UPDATES = 0.2, 3
-"""A return is broken where it is below the mean before the fault by this fraction, for so many updates with episodes."""
+"""A return is broken if it is below the mean before the fault by this fraction, for this many updates with episodes."""
 
 
 class RaisedAlarm(NamedTuple):
-    """An alarm that was raised in an update, as part of an incident; `hypotheses` are those that explain its equation, by their labels."""
+    """An alarm raised in an update, as part of an incident; `hypotheses` are the labels of hypotheses that explain its equation."""
 
     update: int
     type: str
@@ -72,7 +72,7 @@ class RecordDetector(Protocol):
 
 
 DetectorFactory = Callable[[Mapping[str, Any]], RecordDetector]
-"""From the facts of a run to a detector."""
+"""Makes a detector from the facts of a run."""
 
 
 class RuleDetector:
@@ -97,7 +97,7 @@ class JournaledRun:
 
 
 def read_journaled_run(run_dir: Path) -> JournaledRun:
-    """Return the run in a directory; raise ValueError where there is none of the fault bench."""
+    """Return the run in a directory; raise ValueError if it is not a run of the fault bench."""
     run, journal = read_fault_run(run_dir), read_run(run_dir)
     return JournaledRun(run, journal.info.facts, journal.records)
 
@@ -118,7 +118,7 @@ def detect(journaled: JournaledRun, factory: DetectorFactory) -> RunVerdict:
 
 
 def equation_hypotheses(alarm: Alarm, record: Record) -> frozenset[str]:
-    """Return the labels of the hypotheses that explain the equation of an alarm; of learning rates the name of the equation."""
+    """Return the labels of the hypotheses that explain the equation of an alarm; for learning rates the name of the equation."""
     if alarm.type != EQUATION_ALARM:
         return frozenset()
     equation = equations().get(alarm.key.removeprefix(EQUATION_KEY))
@@ -128,7 +128,7 @@ def equation_hypotheses(alarm: Alarm, record: Record) -> frozenset[str]:
 
 
 def symptom_update(journaled: JournaledRun) -> int | None:
-    """Return the first update of the first streak of broken returns, or the one in which an exception ended training."""
+    """Return the first update of the first streak of broken returns, or the update in which an exception ended training."""
     run, records = journaled.run, journaled.records
     if run.fault is None:
         return None
@@ -159,14 +159,14 @@ class BaselineDetector:
         self._counts: dict[str, int] = {}
 
     def step(self, record: Record) -> Iterable[Alarm]:
-        """Return the alarms raised by this record; each is its own incident's cause."""
+        """Return the alarms raised by this record; each is the cause of its own incident."""
         self._counts = {kind: self._counts.get(kind, 0) + 1 for kind in set(self._check(record))}
         raised = sorted(kind for kind, count in self._counts.items() if count == self._streak)
         blank = Alarm(record.seq, record.axes, "", AlarmEvent.RAISE, 1.0, AlarmLevel.CRITICAL, "")
         return [replace(blank, type=kind, incident=record.axes.update, cause=kind) for kind in raised]
 
     def intervention(self) -> None:
-        """Do nothing: baselines have no baselines of their own to reset."""
+        """Do nothing, because baselines do not keep a history."""
 
 
 def nonfinite_check(record: Record) -> Iterable[str]:
@@ -209,7 +209,7 @@ class ReturnDropCheck:
         self._best = -math.inf
 
     def __call__(self, record: Record) -> Iterable[str]:
-        """Return `task/return_drop` where it holds."""
+        """Return `task/return_drop` if it holds."""
         value = record.values.get(RETURN)
         if value is None:
             return []
@@ -225,7 +225,7 @@ class RelativeDriftCheck:
         self._average: float | None = None
 
     def __call__(self, record: Record) -> Iterable[str]:
-        """Return `grad/explode` or `grad/vanish` where it holds."""
+        """Return `grad/explode` or `grad/vanish` if it holds."""
         value = record.values.get("grad/global/norm_preclip")
         if value is None:
             return []
@@ -248,9 +248,9 @@ class RunVerdicts:
     """All verdicts on one run.
 
     Attributes:
-        detectors: by the detectors.
-        baselines: by each baseline.
-        scaled: by the detectors with all thresholds multiplied by a factor.
+        detectors: verdict of the detectors.
+        baselines: verdict of each baseline.
+        scaled: verdict of the detectors with all thresholds multiplied by a factor.
     """
 
     detectors: RunVerdict
@@ -259,7 +259,7 @@ class RunVerdicts:
 
 
 def run_verdicts(run_dir: Path, factors: Sequence[float] = ()) -> RunVerdicts:
-    """Return all verdicts on the run in a directory; raise ValueError where there is none of the fault bench."""
+    """Return all verdicts on the run in a directory; raise ValueError if it is not a run of the fault bench."""
     journaled, usual = read_journaled_run(run_dir), Thresholds()
     return RunVerdicts(
         detect(journaled, partial(RuleDetector, thresholds=usual)),
@@ -274,8 +274,8 @@ def all_run_verdicts(run_dirs: Sequence[Path], pool: Executor, factors: Sequence
 
 
 def list_runs(directory: Path) -> list[Path]:
-    """Return the run directories in a directory, by name; raise ValueError where there is none."""
+    """Return the run directories in a directory, by name; raise ValueError without any."""
     runs = sorted(path.parent for path in directory.glob(f"*/{RUN_FILE}") if not path.parent.name.endswith(".part"))
     if not runs:
-        raise ValueError(f"{directory} holds no runs of the fault bench")
+        raise ValueError(f"{directory} does not contain runs of the fault bench")
     return runs

@@ -52,7 +52,7 @@ def specs(slots: int) -> dict[str, ActionSpec]:
 
 
 def slot_masks(slots: Slots) -> Tensor:
-    """Return the slots on which each operation is possible [N, operations, S], bool; all for WAIT, which needs none."""
+    """Return the slots for which each operation is possible [N, operations, S], bool; all for WAIT, which does not use one."""
     still = ~slots.moving & ~slots.leaving
     free = ~among(slots.stage, BLOCKING).any(1, keepdim=True)
     extra = {
@@ -77,7 +77,7 @@ class ActionOutcome(NamedTuple):
     """The results of an action.
 
     Attributes:
-        op: [N], the operation; WAIT where it was impossible.
+        op: [N], the operation; WAIT if it was impossible.
         born, pruned, fossilized: [N, S], bool: slots that changed at once.
         gates: [N, gates], `NOT_ASKED`, `REFUSED` or `PASSED`.
     """
@@ -90,7 +90,7 @@ class ActionOutcome(NamedTuple):
 
 
 def act(slots: Slots, actions: Mapping[str, Tensor], gates: TransitionGates, accuracy: Tensor) -> ActionOutcome:
-    """Apply the choices, [N] per head, where they are possible; `accuracy` [N] is that of the previous epoch."""
+    """Apply the choices, [N] per head, in environments in which they are possible; `accuracy` [N] is the previous epoch's."""
     rows = torch.arange(len(accuracy), device=accuracy.device)
     possible = slot_masks(slots)[rows, actions["op"], actions["slot"]]
     op = torch.where(possible, actions["op"], int(Op.WAIT))
@@ -145,7 +145,7 @@ def _candidates(to: Stage, slots: Slots, on: Mapping[Op, Tensor]) -> Tensor:
 
 
 def _fade(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:
-    """Fade seeds out; return those that are pruned at once, because their weight or the time is zero."""
+    """Fade seeds out; return the seeds that are pruned at once, because their weight or the time is zero."""
     speed = look_up(SPEED_EPOCHS, chosen["alpha_speed"])
     at_once = where & ((slots.alpha == 0) | (speed == 0))
     fading = where & ~at_once

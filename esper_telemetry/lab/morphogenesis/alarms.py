@@ -111,7 +111,7 @@ def explode(view: View) -> Iterator[Finding]:
 
 
 def place(view: View) -> str:
-    """Where the seed with the largest gradient is: `, in environment 3, slot 1, stage blending, blueprint mlp`; else empty."""
+    """Return the place of the seed with the largest gradient: `, in environment 3, slot 1, stage blending, blueprint mlp`; else empty."""
     names = {"stage": [stage.name.lower() for stage in Stage], "blueprint": [kind.name for kind in BLUEPRINTS]}
     places = {part: view.get(f"seed/largest/{part}") for part in ("environment", "slot", "stage", "blueprint")}
     named = {part: int(index) for part, index in places.items() if index is not None and index >= 0}

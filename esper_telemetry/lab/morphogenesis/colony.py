@@ -40,7 +40,7 @@ class ColonyResult(NamedTuple):
 
     Attributes:
         epoch: results of training.
-        loss, accuracy: [N, 2^S], in validation, with every subset of the seeds off; in the first column all are on.
+        loss, accuracy: [N, 2^S], in validation, with every subset of the seeds off; the first column has all seeds on.
         verdict: verdict of the watchdog.
     """
 
@@ -77,7 +77,7 @@ class Colony:
         self.reset(torch.ones(envs, dtype=torch.bool, device=device))
 
     def reset(self, where: Tensor) -> None:
-        """Replace the networks by new hosts without seeds where [N] is set."""
+        """Replace the networks of the environments selected by `where` [N] with new hosts without seeds."""
         new = torch.zeros_like(self._snapshot)
         new[:, 0, : self.network.host.size] = self.network.hosts(self._envs, self._generator)
         self._snapshot = torch.where(where[:, None, None], new, self._snapshot)
@@ -90,7 +90,7 @@ class Colony:
 
     @property
     def seeds(self) -> Tensor:
-        """Parameters of the seeds [N, S, size of a seed], a writable view; zero where a blueprint has none."""
+        """Parameters of the seeds [N, S, size of a seed], a writable view; zero for parameters that a blueprint lacks."""
         return self.weights.rows[:, 1:, : self.network.seed.size]
 
     def tensors(self, slots: Slots) -> Tensor:
@@ -131,16 +131,16 @@ class Colony:
         return ColonyResult(epoch, loss, accuracy, verdict)
 
     def validate(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Return loss and accuracy [N, 2^S] with every subset of the seeds switched off; in the first column all are on."""
+        """Return loss and accuracy [N, 2^S] with every subset of the seeds switched off; the first column has all seeds on."""
         return validate(self.network, self.weights.rows, self.task.validation, self._mixing(slots, training=False))
 
     def snapshot(self, where: Tensor) -> None:
-        """Copy the weights of the environments where [N] is set, for `roll_back`."""
+        """Copy the weights of the environments selected by `where` [N], for `roll_back`."""
         if where.any():
             self._snapshot = torch.where(where[:, None, None], self.weights.rows, self._snapshot)
 
     def roll_back(self, where: Tensor, pruned: Tensor) -> None:
-        """Restore the snapshot where [N] is set, without the `pruned` seeds [N, S]; clear optimizer state and watchdog there."""
+        """Restore the snapshot of the selected environments [N], without `pruned` seeds [N, S]; clear optimizer state and watchdog."""
         self.weights.rows.copy_(torch.where(where[:, None, None], self._snapshot, self.weights.rows))
         self.weights.moments.clear(where.unsqueeze(1).expand(-1, 1 + self._slots))
         self.drop(pruned)
@@ -163,7 +163,7 @@ class Colony:
         self.weights.moments.clear(torch.cat([torch.zeros_like(seeds[:, :1]), seeds], 1))
 
     def _mixing(self, slots: Slots, *, training: bool) -> Mixing:
-        """Return the seeds' part in a pass; one that has no weight and does not learn is left out."""
+        """Return the seeds' part in a pass; a seed without weight that does not learn is left out."""
         isolated = slots.stage == Stage.TRAINING
         counts = (slots.alpha > 0) | isolated if training else slots.alpha > 0
         has = self._anatomy[slots.style, slots.blueprint] & counts.unsqueeze(-1)
@@ -173,7 +173,7 @@ class Colony:
 
 
 def _owners(has: Tensor, amounts: list[int]) -> Owners:
-    """Return the networks with each part, from [N, `ANATOMY`] and the number of each; None, all, where including zeros is less work."""
+    """Return the networks with each part, from [N, `ANATOMY`] and their counts; None for all, if including zeros is less work."""
     owners = dict[str, Tensor | None]()
     for place, (name, amount) in enumerate(zip(ANATOMY, amounts, strict=True)):
         least = len(has) / 2 if name in INERT else len(has)

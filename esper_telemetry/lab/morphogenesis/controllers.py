@@ -65,7 +65,7 @@ class RandomController:
 
 
 class OracleController:
-    """Germinates the largest suitable seed in every slot as early as possible, and prunes what does harm."""
+    """Germinates the largest suitable seed in every slot as early as possible, and prunes harmful seeds."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
         """Return an operation that prunes a harmful seed, or advances one towards fossilisation."""
@@ -89,7 +89,7 @@ class OracleController:
 
 
 class HeuristicController:
-    """Germinates when the host has stabilised and stops improving, prunes seeds that do harm, and fossilises those that help.
+    """Germinates when the host has stabilised and stops improving, prunes harmful seeds, and fossilises helpful ones.
 
     Blueprints rotate; a blueprint whose seed was pruned is avoided for some epochs.
     """
@@ -98,9 +98,9 @@ class HeuristicController:
     PLATEAU_EPOCHS = 3
     """Epochs without a better accuracy."""
     STABLE_LOSS_GAIN, STABLE_EPOCHS = (-0.05, 0.03), 3
-    """Relative improvements of the loss that count as stable, and the epochs in a row that this takes."""
+    """Range of relative loss improvements that is considered stable, and the number of such epochs in a row."""
     MIN_FAILING_AGE, MAX_LOST_ACCURACY = 5, 0.02
-    """Epochs in a stage from which on a loss of accuracy counts, and the loss for which a seed is pruned."""
+    """Epochs in a stage after which a loss of accuracy counts, and the loss at which a seed is pruned."""
     MIN_CONTRIBUTION = 0.005
     """Accuracy that a seed must add to be fossilised."""
     PRUNE_PENALTY, PENALTY_DECAY, MAX_PENALTY = 2.0, 0.5, 3.0
@@ -223,7 +223,7 @@ class ScriptedRun:
         env.reset(seed)
 
     def learn(self, total_steps: int) -> None:
-        """Act until that many environment steps are done; raise ValueError where they are done already."""
+        """Act until that many environment steps are done; raise ValueError if they are done already."""
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already taken, got {total_steps}")
         if self.hooks.wants(RunStart):
@@ -250,7 +250,7 @@ class ScriptedRun:
         return checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint, bit-identically; raise ValueError with the difference where it does not fit."""
+        """Continue from a checkpoint, bit-identically; raise ValueError with the difference if it does not fit."""
         state = checkpoint.own_state(self.ranks, self._made_of(), path)
         self.env_steps, self.updates = state["counts"]["env_steps"], state["counts"]["updates"]
         self.env.load_state_dict(state["collector"]["environment"])

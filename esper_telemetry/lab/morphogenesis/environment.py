@@ -39,13 +39,13 @@ class Morphogenesis:
     Args:
         num_envs: B.
         task: `synthetic`, `digits` or `text`.
-        slots: places for seeds, S, one behind each hidden layer; four at most.
+        slots: places for seeds, S, one after each hidden layer; at most four.
         horizon: epochs of an episode.
-        patience: the episode of a host ends early if the watchdog finds it broken, or if it has not improved for this many epochs and no
-            seed is between germination and fossilisation. None: every episode has `horizon` epochs.
+        patience: the episode of a host ends early if the watchdog finds it broken. It also ends early if the host has not improved for this
+            many epochs and no seed is between germination and fossilisation. None: every episode has `horizon` epochs.
         reward: `shaped`, `basic` or `sparse`.
-        strict: gates require more.
-        optimizer: of hosts and seeds, `adam` or `sgd`.
+        strict: let gates require more.
+        optimizer: optimizer of hosts and seeds, `adam` or `sgd`.
         gamma: discount factor of the shaping, equal to the controller's.
         seed: seed of the hosts, the seeds and the minibatches.
         device: device of the tensors.
@@ -133,7 +133,7 @@ class Morphogenesis:
 
     @torch.no_grad()
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
-        """Take one action per head, [B] each; an impossible one is WAIT."""
+        """Take one action per head, [B] each; an impossible one becomes WAIT."""
         slots, before = self._slots, feedback.potentials(self._slots)
         masks = self.action_masks() if self.hooks.wants(GrowthStep) else {}
         weights = slots.alpha
@@ -169,7 +169,7 @@ class Morphogenesis:
         return TensorStep(self._observe(velocity * ~last.unsqueeze(1)), reward, last, torch.zeros_like(last))
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return networks, optimizers, slots, histories and the state of the random generator."""
@@ -186,7 +186,7 @@ class Morphogenesis:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; raise ValueError where its observations have another layout."""
+        """Continue from a saved state; raise ValueError if its observations have another layout."""
         if state["layout"] != VERSION:
             raise ValueError(
                 f"observations are laid out by version {VERSION}, got a state of version {state['layout']}"
@@ -204,7 +204,7 @@ class Morphogenesis:
 
     @torch.no_grad()
     def _begin(self, where: Tensor) -> None:
-        """Begin episodes with new hosts and dormant slots where [B] is set."""
+        """Begin episodes with new hosts and dormant slots in the selected environments [B]."""
         self._epoch = self._epoch.masked_fill(where, 0)
         self._growth = self._growth.next_episode(where)
         self._slots.restart(where)
@@ -251,7 +251,7 @@ class Morphogenesis:
         return {**health._asdict(), "sustained": sustained, "cause": cause}
 
     def _roll_back(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
-        """Snapshot the stable hosts and restore the broken ones; return the seeds [B, S] that are pruned by it."""
+        """Snapshot the stable hosts and restore the broken ones; return the seeds [B, S] that this prunes."""
         slots, panic = self._slots, result.verdict.panic
         # A host whose loss rises keeps older weights. A seed that has just fossilised must be in them: a roll-back does not prune it.
         self.colony.snapshot(result.verdict.stable | (~panic & outcome.fossilized.any(1)))

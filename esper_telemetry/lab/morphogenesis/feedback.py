@@ -1,6 +1,6 @@
 """Feedback of an epoch to the controller: its reward, a weighted sum of components, and its observation, a named and versioned row.
 
-The contributions of seeds, which both need, are measured by switching subsets of them off. The event of a step holds the same state.
+Both need the contributions of seeds, which are measured by switching subsets of them off. The event of a step has the same state.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def attribution(slots: Slots, accuracy: Tensor) -> Tensor:
 
 
 def rent(parameters: Tensor) -> Tensor:
-    """Cost per step [N] of the parameters in seeds, relative to those of the host, with decreasing increments."""
+    """Cost per step [N] of the parameters in seeds, relative to the host's parameters, with decreasing increments."""
     return parameters.log1p().clamp(max=MAX_RENT)
 
 
@@ -87,10 +87,10 @@ MAX_SLOTS = 4
 
 
 def contributions(accuracy: Tensor) -> Tensor:
-    """Accuracy lost when one seed alone is off [N, S].
+    """Accuracy lost when only one seed is off [N, S].
 
     Args:
-        accuracy: [N, 2^S]; seed s is off where bit s of the column's number is set.
+        accuracy: [N, 2^S]; seed s is off if bit s of the column's number is set.
     """
     alone = [2**slot for slot in range(accuracy.shape[1].bit_length() - 1)]
     return accuracy[:, :1] - accuracy[:, alone]
@@ -211,7 +211,7 @@ def _host(host: HostState, slots: Slots, horizon: int) -> Tensor:
 
 
 def _seeds(host: HostState, slots: Slots, velocity: Tensor, horizon: int) -> Tensor:
-    """[N, S, features of a slot]."""
+    """Return the features of the slots, [N, S, features]."""
     wide = torch.ones_like(slots.alpha)
     accuracy = host.val_accuracy.unsqueeze(1)
     alive = slots.life > 0
@@ -279,9 +279,9 @@ class StepReport(NamedTuple):
         """Return the event of the step.
 
         Args:
-            components: of the reward.
+            components: components of the reward.
             masks: action masks before the step.
-            mode: of the reward.
+            mode: mode of the reward.
             last: [N], bool: episodes that end.
         """
         hosts, seeds = {**_host_columns(self, masks), "ended": last}, _seed_columns(self)

@@ -1,7 +1,7 @@
 """Health of the gradients of seeds: severities from 0 to 1, and the cause of a gradient that is weak relative to the host's.
 
 Severities are continuous, so that the controller observes a trend before a limit is reached; 0.5 is the limit of a flag. The controller
-observes the gradient of the whole seed; telemetry measures each parameter, so that layers that diverge show both signs at once. Causes
+observes the gradient of the whole seed. Telemetry measures each parameter, so that diverging layers show both signs at once. Causes
 compare each seed's last epoch with its own history.
 """
 
@@ -16,7 +16,7 @@ from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
 EXPLODING_DECADES = (0.0, 2.0)
 VANISHING_DECADES = (-3.0, -7.0)
-"""Decades of the norm over the clip limit between which the severity rises: half at ten times the limit, and at a 100,000th of it."""
+"""Decades of the norm, relative to the clip limit, between which the severity rises: half at ten times and at a 100,000th of the limit."""
 
 SUSTAINED_EPOCHS = 3
 """Epochs in a row that a gradient must exceed its limit. The gradient of a healthy seed exceeds ten clip limits in one or two."""
@@ -31,21 +31,21 @@ def _ramp(norm: Tensor, ends: tuple[float, float]) -> Tensor:
 
 
 def exploding(peak: Tensor) -> Tensor:
-    """Severity of the largest norm before clipping; 1 where it is not finite."""
+    """Severity of the largest norm before clipping; 1 if it is not finite."""
     return torch.where(peak.isfinite(), _ramp(peak, EXPLODING_DECADES), 1.0)
 
 
 def vanishing(norm: Tensor) -> Tensor:
-    """Severity of the mean norm; 0 where it is not finite."""
+    """Severity of the mean norm; 0 if it is not finite."""
     return torch.where(norm.isfinite(), _ramp(norm, VANISHING_DECADES), 0.0)
 
 
 class TensorHealth(NamedTuple):
-    """Health of single parameters of the seeds, [N, S] each; severities are NaN for a seed that does not learn, indices are -1.
+    """Health of single parameters of the seeds, [N, S] each; for a seed that does not learn, severities are NaN and indices -1.
 
     Attributes:
         exploding, strongest: largest severity, and the index of its parameter.
-        vanishing, weakest: the same of the parameter with the smallest gradient.
+        vanishing, weakest: the same for the parameter with the smallest gradient.
     """
 
     exploding: Tensor
@@ -69,7 +69,7 @@ def tensor_health(norm: Tensor, peak: Tensor, present: Tensor) -> TensorHealth:
 
 
 def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entries: int) -> Tensor:
-    """Gradient per root of the parameter count of each seed [N, S] over that of its host [N]; -1 where either has none."""
+    """Ratio of the gradient per root of the parameter count of each seed [N, S] to its host's [N]; -1 if either lacks a gradient."""
     of_seed = seed / seed_entries.clamp(min=1).sqrt()
     of_host = (host / host_entries**0.5).unsqueeze(1)
     return torch.where((seed_entries > 0) & (of_host > 0), of_seed / of_host.clamp(min=1e-30), -1.0)
@@ -110,10 +110,10 @@ def diagnose(
     counted: Tensor,
     alpha: Tensor,
 ) -> tuple[CauseHistory, Tensor]:
-    """Return the history with this epoch, and each seed's cause [N, S], an index into `CAUSES`; -1 where it is not counted.
+    """Return the history with this epoch, and each seed's cause [N, S], an index into `CAUSES`; -1 if it is not counted.
 
     Args:
-        history: of the epochs before.
+        history: history of earlier epochs.
         ratio: [N, S], intensity ratio.
         seed, host, upstream: [N, S], gradient per root of the parameter count of seed and host, and the norm at the seed's effect.
         counted: [N, S], bool: seeds that train; the history of others, and of seeds without finite gradients, restarts.

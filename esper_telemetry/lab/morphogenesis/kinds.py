@@ -1,4 +1,4 @@
-"""Stages of seeds, operations on them, and their blueprints: names and numbers that alarms and views need, without torch."""
+"""Stages of seeds, operations on them, and their blueprints: names and numbers for alarms and views, without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Op(IntEnum):
 
 
 SEVERE = 0.5
-"""Severity from which on a gradient is exploding or vanishing."""
+"""Minimum severity of an exploding or vanishing gradient."""
 
 ROLLBACK_ALARM = "env/rollback"
 """Type of the alarm about roll-backs, whose evidence names the hosts."""

@@ -2,7 +2,7 @@
 
 There is one row per network, so that norms, optimizer steps and snapshots are single operations; every layer is a batched product.
 Gradients are hand-written: for networks this small, autograd's graph would cost as much as the arithmetic. A blueprint selects which of
-a slot's parameters a seed has; the others are and stay zero.
+a slot's parameters a seed has; the others remain zero.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from esper_telemetry.lab.morphogenesis.kinds import BLUEPRINTS, MAX_HIDDEN_UNITS
 
 Parameters = Mapping[str, Tensor]
 Pull = Callable[[Tensor], tuple[Tensor, Parameters]]
-"""Backward function: from the gradient at the value to those at the features and the parameters."""
+"""Backward function: from the gradient at the value to the gradients at the features and the parameters."""
 
 PullJoin = Callable[[Tensor], tuple[Tensor, Tensor, Parameters]]
-"""Backward function of a join: from the gradient at the value to those at the features, at the parts' value, and at the parameters."""
+"""Backward function of a join: from the gradient at the value to the gradients at the features, the parts' value, and the parameters."""
 
 NORM_EPS = 1e-5
 """Added to the variance of normalised features."""
@@ -99,7 +99,7 @@ def multiplied(x: Tensor, value: Tensor, _: Parameters) -> tuple[Tensor, PullJoi
 
 
 def rectified_(d: Tensor, after: Tensor) -> Tensor:
-    """Turn the gradient after a ReLU with the values `after` into that before it, in place; ten times as fast as a mask."""
+    """Turn the gradient after a ReLU with the values `after` into the gradient before it, in place; ten times as fast as a mask."""
     gradient: Tensor = torch.ops.aten.threshold_backward.grad_input(d, after, 0, grad_input=d)
     return gradient
 
@@ -134,21 +134,22 @@ PARTS = {
 """Parts of seeds and their parameters; the value is the sum of the parts."""
 
 INERT = ("units",)
-"""Parts whose value and gradients are zero where their parameters are zero."""
+"""Parts whose value and gradients are zero if their parameters are zero."""
 
 JOINS = {"gated": (gated, ("gate", "gate_bias")), "multiplied": (multiplied, ())}
 """Ways to join the parts' value with the features, and their parameters; other styles add the value unchanged."""
 
 Owners = Mapping[str, Tensor | None]
-"""Indices of the networks whose seeds have a part or a join; None for all; without those that no seed has."""
+"""Indices of the networks whose seeds have a part or a join; None for all; unused parts are left out."""
 
 
 def effect(
     x: Tensor, seed: Parameters, who: Owners, tokens: int
 ) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
-    """Return the effect of a slot's seeds on features x [N, width, M], zero where a network has none, and its backward function.
+    """Return the effect of a slot's seeds on features x [N, width, M], zero for networks without a seed, and its backward function.
 
-    The backward function takes the gradient at the effect, writes those of the parameters into tensors by name, and returns that at x.
+    The backward function takes the gradient at the effect, writes the gradients of the parameters into tensors by name, and returns the
+    gradient at x.
     """
     total, pulls, pulls_join = None, list[tuple[Tensor | None, Pull]](), list[tuple[Tensor | None, PullJoin]]()
     for name, (part, needs) in PARTS.items():
@@ -309,7 +310,7 @@ class Mixing(NamedTuple):
     Attributes:
         alpha: [N, S], weight of each seed's effect.
         isolated: [N, S], bool: the seed learns as if it had full weight, and host and seed do not affect each other.
-        who: by slot, the networks with each part; seeds that have no weight and are not isolated may be left out.
+        who: by slot, the networks with each part; seeds without weight that are not isolated may be left out.
     """
 
     alpha: Tensor
@@ -318,7 +319,7 @@ class Mixing(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Parameters by name, in the rows of all networks: those of the hosts [N, ...], and of each slot's seeds."""
+    """Parameters by name, in the rows of all networks: of the hosts [N, ...], and of each slot's seeds."""
 
     host: Mapping[str, Tensor]
     seeds: Sequence[Mapping[str, Tensor]]
@@ -336,16 +337,16 @@ class Pass(NamedTuple):
 class Network:
     """The architecture of hosts and seeds, without parameters.
 
-    A host is a sequence of dense layers with a slot behind each but the last. Inputs with tokens are rows of one-hot vectors, window by
-    window: the host sees each token alone, and only seeds with attention see those before it.
+    A host is a sequence of dense layers with a slot after each except the last. Inputs with tokens are rows of one-hot vectors, window by
+    window. The host sees each token alone, and only seeds with attention see earlier tokens.
 
     Args:
         inputs: entries of an input row.
         width: units of the hidden layers.
         classes: number of classes.
         slots: hidden layers, S, each followed by a slot.
-        tokens: rows of a window; 1 where rows are independent.
-        linear: hosts have no activations; only seeds are nonlinear.
+        tokens: rows of a window; 1 if rows are independent.
+        linear: let hosts do without activations, so that only seeds are nonlinear.
 
     Attributes:
         host, seed: layouts of their rows.
@@ -381,11 +382,11 @@ class Network:
         """Return the forward pass of rows [M, inputs], the same for all N networks.
 
         Args:
-            weights: parameters of hosts and seeds; zero where a blueprint has none.
+            weights: parameters of hosts and seeds; zero for parameters that a blueprint lacks.
             inputs: [M, inputs]; M is a multiple of `tokens`.
             mixing: part of the seeds.
-            subsets: switch every subset of the seeds off in turn. A slot with seeds doubles the blocks of M output columns; in the second
-                half it is off. What blocks share is computed once.
+            subsets: switch every subset of the seeds off in turn. A slot with seeds doubles the blocks of M output columns, and is off in
+                the second half. Shared parts of the blocks are computed once.
         """
         passed = Pass(inputs, [inputs], [], [])
         for slot, who in enumerate(mixing.who):

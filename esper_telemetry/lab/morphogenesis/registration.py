@@ -33,7 +33,7 @@ LSTM_PRESET: Final[PresetSettings] = (
 
 
 def make(num_envs: int = NUM_ENVS, **arguments: Any) -> Morphogenesis:
-    """Return `num_envs` environments; the arguments are those of `Morphogenesis`."""
+    """Return `num_envs` environments; takes the arguments of `Morphogenesis`."""
     from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 
     return Morphogenesis(num_envs, **arguments)

@@ -75,7 +75,7 @@ POTENTIALS: Mapping[Stage, float] = {
 
 
 def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
-    """Return True where a stage is one of these."""
+    """Return a mask of the stages that are one of these."""
     return look_up(tuple(one in stages for one in Stage), stage)
 
 
@@ -125,15 +125,15 @@ class Slots:
     Attributes:
         stage, age: the `Stage`, and epochs in it.
         life: epochs since germination.
-        blueprint, style, tempo, goal: chosen at germination: two indices, epochs of blending, and its final weight.
+        blueprint, style, tempo, goal: chosen at germination: two indices, epochs of blending, and the final weight.
         alpha, start, target: weight of the seed, and the ends of its current change.
-        done, total, curve: epochs of that change done and in total, and its curve.
+        done, total, curve: finished and total epochs of that change, and its curve.
         leaving: the seed is being faded out to be pruned; its parameters are not trained.
         anchor: validation accuracy when the stage began.
-        norm: mean norm of the last epoch's gradients; -1 where not measured.
+        norm: mean norm of the last epoch's gradients; -1 if not measured.
         exploding, vanishing: severities of these gradients, see `gradient_health`.
-        ratio: running mean of the intensity ratio to the host; -1 where not measured.
-        contribution: accuracy lost when the seed alone is switched off; -1 where it has no effect.
+        ratio: running mean of the intensity ratio to the host; -1 if not measured.
+        contribution: accuracy lost when only this seed is switched off; -1 without an effect.
     """
 
     stage: Tensor
@@ -174,7 +174,7 @@ class Slots:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def set(self, where: Tensor, **values: Tensor | float) -> None:
-        """Set facts of the slots where [N, S] is set."""
+        """Set facts of the selected slots [N, S]."""
         if not where.any():
             return
         for name, value in values.items():
@@ -191,7 +191,7 @@ class Slots:
         self.set(where, stage=stage, age=0, anchor=accuracy.unsqueeze(1))
 
     def restart(self, where: Tensor) -> None:
-        """Make the slots of the environments where [N] is set dormant."""
+        """Make the slots of the selected environments [N] dormant."""
         envs, slots = self.stage.shape
         for name, value in Slots.empty(envs, slots, self.stage.device).tensors().items():
             setattr(self, name, torch.where(where.unsqueeze(1), value, getattr(self, name)))
@@ -209,7 +209,7 @@ class Slots:
 
     @property
     def moving(self) -> Tensor:
-        """True where the weight is changing, [N, S]."""
+        """True while the weight is changing, [N, S]."""
         return self.done < self.total
 
     def empty_out(self, where: Tensor) -> None:
@@ -225,7 +225,7 @@ class Slots:
         self.set(running, alpha=self.start + (self.target - self.start) * way)
 
     def tick(self, accuracy: Tensor) -> Tensor:
-        """Make the automatic transitions at the end of an epoch; return where [N, S] a seed has faded out and is pruned."""
+        """Make the automatic transitions at the end of an epoch; return a mask [N, S] of seeds that have faded out and are pruned."""
         before, age = self.stage, self.age
         faded = self.leaving & ~self.moving & (before != Stage.PRUNED)
         self.enter(faded, Stage.PRUNED, accuracy)

@@ -1,6 +1,7 @@
 """The event of a step of morphogenesis, its metrics, and the event `growth` of the journal: an entry point of `esper_telemetry.updates`.
 
-The environment emits the event on its own hooks, which its trainer adopts: `attach` remains one call, and the trainer needs no code for it.
+The environment emits the event on its own hooks, which its trainer adopts, so `attach` remains one call, and the trainer needs no code for
+it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from esper_telemetry.updates.extensions import Capture
 
 MAX_ENVIRONMENTS: Final = 64
 TREND_EPOCHS, SHORT_TREND_EPOCHS, MAX_LONG_TRENDS = 40, 8, 16
-"""Epochs of a trend in the event; the short one holds for more than `MAX_LONG_TRENDS` environments, and within an update."""
+"""Epochs of a trend in the event; the short trend is used for more than `MAX_LONG_TRENDS` environments, and within an update."""
 RECENT_OPS: Final = 5
 MAX_NAMED_SEEDS: Final = 5
 """Seeds that the evidence of an alarm names."""
 
 STATUSES = ("init", "ok", "stalled", "degraded", "excellent")
 STALLED_EPOCHS, DEGRADED_ACCURACY, DEGRADED_EPOCHS, TOP_SHARE, HYSTERESIS_EPOCHS = 10, 0.01, 3, 0.2, 3
-"""A status lasts until another one has been due for `HYSTERESIS_EPOCHS`: no improvement for more than `STALLED_EPOCHS`; accuracy more than
-`DEGRADED_ACCURACY` below that of `DEGRADED_EPOCHS` ago; better than ever and among the best fifth of the environments."""
+"""A status lasts until another one has been due for `HYSTERESIS_EPOCHS`. Stalled: no improvement for more than `STALLED_EPOCHS`. Degraded:
+accuracy more than `DEGRADED_ACCURACY` below the value `DEGRADED_EPOCHS` ago. Excellent: a new best among the best fifth of the
+environments."""
 
 HOST_COLUMNS: Final = {
     "accuracy": "val_accuracy",
@@ -68,7 +70,8 @@ class GrowthHistory(NamedTuple):
         ops: [B, RECENT_OPS], the last operations.
         op_counts: [B, operations], since the run began.
         fates: [B, blueprints, 3]: seeds germinated, fossilised and pruned since the run began.
-        status, due, streak: [B], indices into `STATUSES`: as it is, as the last epoch suggests, and epochs in a row that did.
+        status, due, streak: [B]: indices into `STATUSES` of the status and of the last epoch's suggestion, and how many epochs in a row
+            suggested it.
     """
 
     epochs: Tensor
@@ -92,14 +95,14 @@ class GrowthHistory(NamedTuple):
         return cls(none.long(), trend, trend, none, ops, counts, fates, none.long(), none.long(), none.long())
 
     def next_episode(self, where: Tensor) -> GrowthHistory:
-        """Return the history with new episodes where [B] is set: operations and counts continue."""
+        """Return the history with new episodes in the selected environments [B]; operations and counts continue."""
         fresh = self.fresh(len(self.paid), self.paid.device)
         fresh = fresh._replace(ops=self.ops, op_counts=self.op_counts, fates=self.fates)
         pairs = zip(fresh, self, strict=True)
         return GrowthHistory(*(torch.where(where.view(-1, *[1] * (new.dim() - 1)), new, old) for new, old in pairs))
 
     def after(self, hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], reward: Tensor) -> GrowthHistory:
-        """Return the history with one step, whose columns are those of `telemetry.GrowthStep`."""
+        """Return the history with another step, with columns as in `telemetry.GrowthStep`."""
         accuracy = torch.cat([self.accuracy[:, 1:], hosts["val_accuracy"].unsqueeze(1)], 1)
         before = accuracy[:, -1 - DEGRADED_EPOCHS]
         top = max(1, int(TOP_SHARE * len(reward)))
@@ -135,12 +138,12 @@ def growth_event(
 ) -> dict[str, Any]:
     """Return the data of the event `growth`: the first `MAX_ENVIRONMENTS` environments, see docs/morphogenesis.md.
 
-    Columns are lists with a leading environment axis; None where a number is not known. There is one copy from a device.
+    Columns are lists with a leading environment axis; None for unknown numbers. There is one copy from a device.
 
     Args:
         step, history: the last step, and the course of the environments.
         seeds, hosts: [T, B, S] and [T, B] each, the columns of the update, for its worst gradients and its roll-backs.
-        is_brief: trends are short, which halves the size.
+        is_brief: shorten the trends, which halves the size.
     """
     total = len(history.paid)
     count = min(MAX_ENVIRONMENTS, total)
@@ -175,9 +178,9 @@ def growth_event(
 
 
 def worst_epoch(seeds: Mapping[str, Tensor], epochs: Tensor) -> dict[str, Tensor]:
-    """Return both severities [B, S] of each slot's seed, or of the seed that was removed last, in its worst epoch of this update.
+    """Return both severities [B, S] of each slot's seed, or of the last removed seed, in its worst epoch of this update.
 
-    Both come from the same epoch: the first choice is one in which both are flags, the second one in which the gradient explodes.
+    Both come from the same epoch: preferably one in which both are flags, else one in which the gradient explodes.
     """
     steps = len(seeds["life"])
     ago = torch.arange(steps - 1, -1, -1, device=seeds["life"].device).view(-1, 1, 1)
@@ -190,7 +193,7 @@ def worst_epoch(seeds: Mapping[str, Tensor], epochs: Tensor) -> dict[str, Tensor
 
 
 def _rounded(value: Any, *, whole: bool, digits: int = 4) -> Any:
-    """Return nested lists with so many significant digits, or as integers; None where a number is not finite."""
+    """Return nested lists with this many significant digits, or as integers; None for numbers that are not finite."""
     if isinstance(value, list):
         return [_rounded(item, whole=whole, digits=digits) for item in value]
     if value - value != 0:
@@ -199,7 +202,7 @@ def _rounded(value: Any, *, whole: bool, digits: int = 4) -> Any:
 
 
 def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], alarm: str) -> list[dict[str, Any]]:
-    """Return the seeds that an alarm of that type is about, the worst first: environment, slot, stage, blueprint, gradient and parameters.
+    """Return the seeds that an alarm of that type is about, worst first: environment, slot, stage, blueprint, gradient and parameters.
 
     Args:
         seeds: [T, B, S] each, the columns of an update.
@@ -233,7 +236,7 @@ def named_seeds(seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]]
 
 
 def named_hosts(hosts: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the hosts that were given older weights, the most frequent first: environment, and times by reason.
+    """Return the hosts that were rolled back to older weights, most frequent first: environment, and counts by reason.
 
     Args:
         hosts: [T, B] each, the columns of an update.
@@ -249,24 +252,24 @@ class GrowthStep:
     """One step of B environments: an epoch of training of every host, with S slots for seeds in each.
 
     Attributes:
-        last: the episodes of all environments end with this step.
-        horizon: steps of an episode, at most.
+        last: whether the episodes of all environments end with this step.
+        horizon: maximum number of steps of an episode.
         hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since the
-            best), `norm` (gradient before clipping), `growth` (ratio of all parameters to the host's), `score` (accuracy less the price of
+            best), `norm` (gradient before clipping), `growth` (ratio of all parameters to the host's), `score` (accuracy minus the price of
             the parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (`seeds_gain` minus the sum of the contributions), `op`
             (an index), `decides` (there was a choice), `host_parameters` (a number), `ended` (the episode), and the watchdog's
             `nonfinite`, `lobotomy` and `divergence`.
         seeds: [B, S] each: `stage` (an index), `age` and `life` (epochs in the stage and of the seed), `alpha`, `tempo` (epochs of
             blending), `curve` and `blueprint` (indices), `parameters` (a number), `progress` (accuracy since the stage began), `born`,
-            `pruned`, `fossilized` (bool, in this step); NaN where it was not measured: gradient `norm`, `ratio` (gradient intensity over
-            the host's), `contribution`, `shapley`, severities `exploding` and `vanishing` (of the parameters with the largest and the
-            smallest gradient) and `sustained` (of the whole gradient, exceeded in three epochs in a row); indices, -1 for a seed that
+            `pruned`, `fossilized` (bool, in this step). NaN if it was not measured: gradient `norm`, `ratio` (gradient intensity relative
+            to the host's), `contribution`, `shapley`, severities `exploding` and `vanishing` (of the parameters with the largest and the
+            smallest gradient) and `sustained` (of the whole gradient, exceeded in three epochs in a row). Indices, -1 for a seed that
             does not learn: `cause`, `strongest` and `weakest` (parameters).
         rewards: [B] per component, weighted; their sum is the reward.
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
         labels: names of the values of `stage`, `op`, `cause`, `curve` and of indices of parameters (`parameter`).
-        mode: of the reward.
-        history: course of the environments, this step included; None where it is not followed.
+        mode: mode of the reward.
+        history: course of the environments, including this step; None if it is not followed.
     """
 
     last: bool
@@ -286,7 +289,7 @@ class GrowthUpdate:
 
     Attributes:
         steps: columns as in `GrowthStep`, with T as their first dimension.
-        final: the last step alone.
+        final: the last step.
     """
 
     event_type: ClassVar[type] = GrowthStep
@@ -314,7 +317,7 @@ class GrowthUpdate:
 
     @property
     def on_device(self) -> bool:
-        """True where the hosts are not trained on the CPU."""
+        """True if the hosts are not trained on the CPU."""
         return not self.steps.hosts["score"].is_cpu
 
     def measure(self, _: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
@@ -345,7 +348,7 @@ class GrowthUpdate:
             )
 
     def alarm_evidence(self, alarm: Alarm) -> dict[str, Any]:
-        """Return the seeds that an alarm about seeds means, by environment and slot, and the hosts that an alarm about roll-backs means."""
+        """Return the seeds that an alarm is about, by environment and slot, or the hosts that a roll-back alarm is about."""
         if alarm.type == ROLLBACK_ALARM:
             return {"hosts": named_hosts(self.steps.hosts)}
         if not alarm.type.startswith("seed/"):

@@ -1,7 +1,7 @@
 """Training of hosts and seeds: their tasks, the optimizers, one epoch with its validation, and the watchdog.
 
-Optimizers work on rows of parameters, in place: each row has its own clipping, moments and step count. The data are made once and shared by
-all environments. The watchdog finds hosts whose validation loss has broken, which then get older weights back.
+Optimizers work on rows of parameters, in place: each row has its own clipping, moments and step count. All environments share data that
+are made once. The watchdog finds hosts whose validation loss has broken, which then get older weights back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AdamMoments(NamedTuple):
         return AdamMoments(torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows[..., 0]))
 
     def clear(self, where: Tensor) -> None:
-        """Zero the rows where [R] is set."""
+        """Zero the selected rows [R]."""
         for part in self:
             part.masked_fill_(where.view(*where.shape, *[1] * (part.dim() - where.dim())), 0.0)
 
@@ -48,7 +48,7 @@ def clip(gradients: Tensor, limit: float) -> Tensor:
 
 
 def adam(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, where: Tensor) -> None:
-    """Take one step (Kingma & Ba 2015) in the rows where [R] is set; the others and their moments stay unchanged."""
+    """Take one step (Kingma & Ba 2015) in the selected rows [R]; the others and their moments are not changed."""
     on = where.to(rows.dtype).unsqueeze(-1)
     steps = moments.steps.add_(where).clamp(min=1).unsqueeze(-1)
     moments.first.lerp_(gradients, on * (1 - ADAM_BETAS[0]))
@@ -59,7 +59,7 @@ def adam(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, whe
 
 
 def sgd(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, where: Tensor) -> None:
-    """Take one step with momentum in the rows where [R] is set."""
+    """Take one step with momentum in the selected rows [R]."""
     on = where.to(rows.dtype).unsqueeze(-1)
     moments.steps.add_(where)
     moments.first.lerp_(moments.first * SGD_MOMENTUM + gradients, on)
@@ -74,14 +74,14 @@ WATCHDOG_WINDOW_EPOCHS, WATCHDOG_MIN_EPOCHS = 20, 10
 """Losses in the watchdog's history, and the number it needs."""
 
 DIVERGENCE_SIGMAS, DIVERGENCE_FACTOR, MIN_DIVERGENT_LOSS, DIVERGENCE_EPOCHS = 6.0, 3.0, 12.0, 3
-"""A loss diverges beyond so many standard deviations and multiples of the mean, and this value, for so many epochs in a row."""
+"""A loss diverges beyond this many standard deviations, multiples of the mean, and this value, for this many epochs in a row."""
 
 MAX_LEARNED_LOSS_FRAC, CHANCE_LOSS_TOLERANCE = 0.6, 0.065
-"""A lobotomy: a host whose loss was below this fraction of the loss of guessing is back within this fraction of it."""
+"""In a lobotomy, a host whose loss was below this fraction of the loss of guessing returns to within this fraction of it."""
 
 
 class TrainingWatchdog(NamedTuple):
-    """History of the losses [N, WATCHDOG_WINDOW_EPOCHS], NaN where there is none yet, and divergences in a row [N]."""
+    """History of the losses [N, WATCHDOG_WINDOW_EPOCHS], NaN for missing ones, and consecutive divergences [N]."""
 
     losses: Tensor
     strikes: Tensor
@@ -94,7 +94,7 @@ class TrainingWatchdog(NamedTuple):
         )
 
     def cleared(self, where: Tensor) -> TrainingWatchdog:
-        """Return a history that is empty where [N] is set."""
+        """Return a history that is empty for the selected environments [N]."""
         return TrainingWatchdog(
             self.losses.masked_fill(where.unsqueeze(1), torch.nan), self.strikes.masked_fill(where, 0.0)
         )
@@ -153,14 +153,14 @@ class LearningTask:
     """A data set, and the host that learns it.
 
     Attributes:
-        train, validation: examples; no row is in both.
+        train, validation: examples, without common rows.
         classes: number of classes of the rows.
         width: units of the host's hidden layers.
-        tokens: rows of a window; 1 where rows are independent.
-        linear: the host has no activations.
+        tokens: rows of a window; 1 if rows are independent.
+        linear: whether the host lacks activations.
         batch: windows per minibatch.
         train_batches: minibatches per epoch.
-        validation_windows: largest number of windows for validation.
+        validation_windows: maximum number of windows for validation.
         learning_rate: learning rate of hosts and seeds.
         price: accuracy charged for as many parameters in seeds as the host has.
     """
@@ -262,7 +262,7 @@ TASKS: Mapping[str, Callable[[], LearningTask]] = {"synthetic": synthetic, "digi
 
 
 def make_task(name: str) -> LearningTask:
-    """Return the task of that name; raise ValueError for an unknown one, ImportError where its data are not installed."""
+    """Return the task with that name; raise ValueError for an unknown one, ImportError if its data are not installed."""
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]()
@@ -285,13 +285,13 @@ class Weights(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """Results of an epoch, over all its minibatches; norms are those before clipping.
+    """Results of an epoch, over all its minibatches; norms are taken before clipping.
 
     Attributes:
         loss, accuracy: [N], on the training data, before each step.
         host_norm: [N], mean.
         seed_norm, seed_peak: [N, S], mean and largest.
-        tensor_norm, tensor_peak: [N, S, parameters], the same of each parameter of a seed.
+        tensor_norm, tensor_peak: [N, S, parameters], the same for each parameter of a seed.
         upstream: [N, S], mean norm of the loss's gradient with respect to a seed's effect.
     """
 
@@ -306,7 +306,7 @@ class Epoch(NamedTuple):
 
 
 def gradients(network: Network, weights: Views, data: Data, mixing: Mixing, into: Views) -> tuple[Tensor, Tensor]:
-    """Write every network's gradients of its own mean cross-entropy over M rows of data.
+    """Write the gradients of every network's mean cross-entropy over M rows of data.
 
     Returns the log-probabilities [N, classes, M], and the gradient norms at the seeds' effects [N, S].
     """
@@ -344,7 +344,7 @@ def train_epoch(
     optimizer: Optimizer,
     rate: float,
 ) -> Epoch:
-    """Train the hosts, and the seeds where `learning` [N, S] is set, for one epoch."""
+    """Train the hosts, and the seeds selected by `learning` [N, S], for one epoch."""
     slopes = torch.zeros_like(weights.rows)
     views, into = network.views(weights.rows), network.views(slopes)
     where = torch.cat([torch.ones_like(learning[:, :1]), learning], 1)

@@ -26,7 +26,7 @@ Outcome = TypeVar("Outcome")
 
 CPU_SAMPLE_STRIDE: Final = 16
 FIRST_CPU_SAMPLE: Final = 5
-"""Step of the first sample of the environments' processor time. It is sampled because reading the clock takes about as long as a step."""
+"""Steps between samples of the environments' processor time, and the first one; reading that clock takes about as long as a step."""
 MAX_SEED: Final = 2**31
 
 
@@ -39,7 +39,7 @@ class EpisodeTotals:
     """Returns and lengths of episodes, counted once per rollout instead of at every step.
 
     Attributes:
-        returns, lengths: of the episodes that finished in the last rollout, in the order in which they finished.
+        returns, lengths: returns and lengths of the episodes that finished in the last rollout, in that order.
         times: the step of the rollout at which each of them finished.
     """
 

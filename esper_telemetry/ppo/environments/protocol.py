@@ -2,8 +2,8 @@
 
 A rollout keeps every observation as one array, so that only the encoder and the normaliser need to know its parts. A vector or a single
 image is its own array. If there are several parts with an image among them, they are packed into a row: first the numbers (vectors, then
-one-hot choices), then float images, then uint8 images. With a uint8 image the row consists of bytes, and its front is read as floats
-without a copy, so that an image takes a quarter of the space that it would take as floats.
+one-hot choices), then float images, then uint8 images. With a uint8 image the row consists of bytes, so that the image takes a quarter
+of the space of floats. The front of the row is read as floats without a copy.
 
 Masks and relevance that depend on an earlier choice are declared (`ActionSpec.given`, `relevant_for`) instead of queried step by
 step: masks for all choices stay on the device, and training sees them resolved, one row per transition.

@@ -97,17 +97,20 @@ def test_the_documentation_lists_all_faults() -> None:
     ("arguments", "sentence"),
     [
         (["score", "--faults", "lr_x1000"], "there is no fault 'lr_x1000'; did you mean lr_x100, lr_x10"),
-        (["score", "--faults", "lr=x"], "a fault is a name or name=dose, got 'lr=x'"),
+        (["score", "--faults", "lr=x"], "a fault must be a name or name=dose, got 'lr=x'"),
         (["score", "--faults", "lr=1"], "the dose of lr_x10 must be from 2 to 10000, got 1"),
         (["score", "--workers", "0"], "workers must be at least 1, got 0"),
         (["score", "--seeds", "-1"], "seeds must be 0 or more, and at least one, got (-1,)"),
-        (["score", "--from", "nowhere"], "nowhere holds no runs of the fault bench"),
+        (["score", "--from", "nowhere"], "nowhere does not contain runs of the fault bench"),
         (
             ["score", "--from", "a", "--keep", "b"],
-            "--from scores what is kept and --keep keeps what is trained: give one of them",
+            "--from scores kept journals and --keep keeps trained ones: give one of them",
         ),
-        (["score", "--doses", "3"], "--doses with values needs --faults: doses of one fault mean nothing to another"),
-        (["score", "--doses", "--faults", "h0_zero"], "--doses without values knows lr, forget, reward, got h0_zero"),
+        (["score", "--doses", "3"], "--doses with values needs --faults, because doses differ between faults"),
+        (
+            ["score", "--doses", "--faults", "h0_zero"],
+            "--doses without values supports lr, forget, reward, got h0_zero",
+        ),
         (
             ["demo", "--fault", "h0_zero", "--policy", "mlp", "--no-mask-velocity"],
             "h0_zero does not apply to CartPole-v1",

@@ -35,7 +35,7 @@ class EpisodeScores(MetricGroup):
 
     score: Moments = reports(
         Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL)
-        .asks("What are hosts worth in the end: accuracy less the price of the parameters in their seeds?")
+        .asks("What are hosts worth in the end: accuracy minus the price of the parameters in their seeds?")
         .absent("no episode ended"),
         Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std")
         .asks("How much do episodes differ in what their hosts are worth?")
@@ -58,7 +58,7 @@ class EpisodeScores(MetricGroup):
     )
     growth: Mean = reports(
         Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0)
-        .asks("How many times as large as alone are hosts with their seeds when episodes end?")
+        .asks("How many times larger are hosts with their seeds than alone when episodes end?")
         .absent("no episode ended")
     )
     fossilized: Mean = reports(
@@ -98,7 +98,7 @@ class Decisions(MetricGroup):
 
     density: Mean = reports(
         Metric.fraction("env/decision_density", 1693, "share of steps with a choice").asks(
-            "In what share of the steps may the controller do anything but wait?"
+            "In what share of the steps can the controller do anything but wait?"
         )
     )
     rollbacks: Sum = reports(

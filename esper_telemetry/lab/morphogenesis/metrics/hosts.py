@@ -1,4 +1,4 @@
-"""Metrics of hosts (accuracy, loss, size) over T steps of B environments; at DEBUG also those of single hosts and seeds."""
+"""Metrics of hosts (accuracy, loss, size) over T steps of B environments; at DEBUG also of single hosts and seeds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostStats(MetricGroup):
     )
     train_accuracy: Mean = reports(
         Metric.accuracy("host/train_accuracy", 1689, "training accuracy of hosts").asks(
-            "How well do hosts do on training data? Far above `host/accuracy`: they learn by heart."
+            "How well do hosts do on training data? Far above `host/accuracy`: they memorise."
         )
     )
     norm: Mean = reports(
@@ -67,7 +67,7 @@ class HostStats(MetricGroup):
     )
     growth: Mean = reports(
         Metric.ratio("host/growth_ratio", 1644, "growth of hosts", low=1.0).asks(
-            "How many parameters do hosts have with their seeds, over those without?"
+            "How many times more parameters do hosts have with their seeds than without?"
         )
     )
     gain: Mean = reports(
@@ -77,7 +77,7 @@ class HostStats(MetricGroup):
     )
     synergy: Mean = reports(
         Metric.accuracy("host/synergy", 1523, "synergy of seeds", low=None, high=None).asks(
-            "How much more do seeds add together than each by itself? Below 0 they do the same work twice."
+            "How much more do seeds add together than separately? Below 0 they do the same work twice."
         )
     )
 
@@ -106,7 +106,7 @@ def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
 
 
 MAX_SHOWN_ENVIRONMENTS = 64
-"""Number of environments with metrics of their own; with more curves the views of backends are unusable."""
+"""Maximum number of environments with separate metrics; with more curves the views of backends are unusable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class SingleHosts(MetricGroup):
     )
     rewards: Sum = reports(
         Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward", level=Level.DEBUG)
-        .asks("What was paid for it during the update?")
+        .asks("What reward did it bring during the update?")
         .absent("it is not known")
     )
 
@@ -146,12 +146,12 @@ class SingleSeeds(MetricGroup):
     stage: Last = reports(
         Metric.quantity(
             "seed/each/{place}/stage", 1500, "stage of a slot", unit="index", low=0.0, high=9.0, level=Level.DEBUG
-        ).asks("Where does this slot stand, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?")
+        ).asks("Which stage is this slot in, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?")
     )
     alpha: Last = reports(
         Metric.quantity(
             "seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight", low=0.0, high=1.0, level=Level.DEBUG
-        ).asks("With what weight does its seed count?")
+        ).asks("What weight does its seed have?")
     )
     norm: Last = reports(
         Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed", level=Level.DEBUG)
@@ -161,7 +161,7 @@ class SingleSeeds(MetricGroup):
     contribution: Last = reports(
         Metric.accuracy("seed/each/{place}/contribution", 1525, "contribution of one seed", low=-1.0, level=Level.DEBUG)
         .asks("What accuracy would be lost without it?")
-        .absent("the host does not feel it")
+        .absent("the host is not affected by it")
     )
 
 

@@ -19,8 +19,8 @@ from esper_telemetry.metrics.statistics import sample, spread, where_any
 SEEDS_FAMILY = MetricFamily(
     "seed",
     "Seeds",
-    "Modules that a controller grows into networks while these are trained (`docs/morphogenesis.md`): the stages of "
-    "their lives, the pull of the loss at them, the decisions of gates, and the accuracy they are worth, measured by "
+    "Modules that a controller grows into networks while these are trained (`docs/morphogenesis.md`): their stages, "
+    "the gradients that reach them, the decisions of gates, and their contribution to the accuracy, measured by "
     "switching them off.",
     place=180,
     question="Do seeds take root?",
@@ -42,7 +42,7 @@ class SeedCounts(MetricGroup):
     )
     fossilized: Sum = reports(
         Metric.count("seed/fossilized", 1503, "seeds fossilised").asks(
-            "How many seeds became part of their host for good?"
+            "How many seeds became a permanent part of their host?"
         )
     )
     pruned: Sum = reports(Metric.count("seed/pruned", 1504, "seeds pruned").asks("How many seeds were given up?"))
@@ -54,7 +54,7 @@ class SeedCounts(MetricGroup):
     fossilize_rate: Mean = reports(
         Metric.quantity(
             "seed/fossilize_rate", 1506, "seeds fossilised per episode", unit="seeds per episode", low=0.0
-        ).asks("How many of an episode's seeds does it keep for good?")
+        ).asks("How many of an episode's seeds does it keep permanently?")
     )
     prune_rate: Mean = reports(
         Metric.quantity("seed/prune_rate", 1507, "seeds pruned per episode", unit="seeds per episode", low=0.0).asks(
@@ -69,7 +69,7 @@ class SeedCounts(MetricGroup):
     )
     alpha: Mean = reports(
         Metric.quantity("seed/alpha", 1551, "weight of seeds", unit="weight", low=0.0, high=1.0)
-        .asks("With what weight do the seeds count that have an effect?")
+        .asks("What is the mean weight of the seeds with an effect?")
         .absent("no seed has an effect")
     )
     life: Mean = reports(
@@ -141,7 +141,7 @@ class SeedGradients(MetricGroup):
     )
     ratio: Mean = reports(
         Metric.ratio("seed/intensity_ratio", 1557, "gradient intensity of seeds over hosts")
-        .asks("How strong is a seed's gradient per parameter beside its host's?")
+        .asks("How strong is a seed's gradient per parameter, relative to its host's?")
         .absent("no seed learns")
     )
 
@@ -153,7 +153,7 @@ class SeedCauses(MetricGroup):
     cause: tuple[str, ...] = label()
     share: Mean = reports(
         Metric.fraction("seed/cause/{cause}", 1583, "share of seeds by cause")
-        .asks("For what share of the seeds that learn is this why their gradient is as it is beside the host's?")
+        .asks("For what share of the seeds that learn does this explain their gradient relative to the host's?")
         .absent("no seed learns")
     )
 
@@ -174,7 +174,9 @@ class SeedWorth(MetricGroup):
     )
     shapley: Moments = reports(
         Metric.accuracy("seed/shapley/mean", 1533, "Shapley value of a seed", low=-1.0)
-        .asks("What share of what all seeds add is a seed's own, averaged over the orders in which they might come?")
+        .asks(
+            "What share of the seeds' joint contribution belongs to one seed, averaged over the orders of adding them?"
+        )
         .bounds(source="Shapley 1953, exact over all subsets")
         .absent("no seed has an effect"),
         Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std")
@@ -195,7 +197,7 @@ class SeedGateStats(MetricGroup):
     )
     passed: Mean = reports(
         Metric.fraction("seed/gate/{gate}/pass_frac", 1586, "share that a gate of growth lets pass")
-        .asks("How often did this gate open for those that asked?")
+        .asks("How often did this gate open when it was asked?")
         .absent("it was not requested")
     )
 
@@ -250,7 +252,7 @@ def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCoun
 
 @dataclass(frozen=True, slots=True)
 class LargestSeed(MetricGroup):
-    """Place of the seed whose gradient is largest beside its clip limit."""
+    """Place of the seed whose gradient is largest relative to its clip limit."""
 
     environment: OfLargest = reports(
         Metric.quantity("seed/largest/environment", 1587, "environment of the largest gradient", unit="index", low=0.0)
@@ -269,7 +271,7 @@ class LargestSeed(MetricGroup):
     )
     blueprint: OfLargest = reports(
         Metric.quantity("seed/largest/blueprint", 1590, "blueprint of the largest gradient", unit="index", low=0.0)
-        .asks("Of which blueprint is it?")
+        .asks("Which blueprint does it have?")
         .absent("no seed learns")
     )
 
