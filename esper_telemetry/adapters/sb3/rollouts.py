@@ -207,7 +207,7 @@ class RolloutRecorder:
             paid = raw.astype(stored.dtype)  # the buffer has the rewards from before the environments normalised them
         stores_paid = np.array_equal(paid[~ended], stored[~ended], equal_nan=True)
         heads = self._head_columns(stored.shape, can_be_partial=stores_paid and ends_known)
-        last = self._asked_last_values(last_values).detach()
+        last = self._asked_last_values(last_values.detach().cpu().flatten())  # the buffer has just waited for them
         rewards = np.where(ended, paid, stored) if stores_paid else None
         rewards, bootstraps, are_known = self._learned_rewards(rewards, paid, time_limits, last)
         values, at_ends, seen = torch.from_numpy(buffer.values), torch.from_numpy(ended), buffer.observations
@@ -221,7 +221,7 @@ class RolloutRecorder:
             log_probs=torch.from_numpy(buffer.log_probs),
             ended=at_ends,
             terminated=torch.from_numpy(ended & ~time_limits),
-            next_values=next_values(values, last.cpu(), at_ends, torch.from_numpy(bootstraps)),
+            next_values=next_values(values, last, at_ends, torch.from_numpy(bootstraps)),
             actions=self._action_heads.actions(torch.from_numpy(buffer.actions)),
             gamma=self._model.gamma,
             raw_rewards=None if raw is None else torch.from_numpy(raw.astype(np.float32)),
@@ -289,7 +289,7 @@ class RolloutRecorder:
         bootstraps = added / gamma if gamma else np.zeros_like(added)
         if not (is_changed or self._recurrent):
             # nothing is added, or the value of another state
-            following = np.concatenate([buffer.values[1:], last.cpu().numpy().reshape(1, -1)])
+            following = np.concatenate([buffer.values[1:], last.numpy()[None]])
             others = (0.0, buffer.gamma * following, buffer.gamma * buffer.values)
             wrong = np.logical_or.reduce([np.isclose(added, other, rtol=1e-4, atol=0.0) for other in others])
             asked = self._values_after(time_limits & wrong) if (time_limits & wrong).any() else None
@@ -311,12 +311,11 @@ class RolloutRecorder:
     def _asked_last_values(self, given: Tensor) -> Tensor:
         """Return the critic's estimates [B] after the last step, asked for if the trainer took the previous step's, or 0."""
         before = torch.from_numpy(self._model.rollout_buffer.values[-1])
-        claimed = given.detach().cpu().flatten()
-        if self._recurrent or not (torch.equal(claimed, before) or not claimed.any()):
+        if self._recurrent or not (torch.equal(given, before) or not given.any()):
             return given
         estimates = self._estimates([self._model._last_obs])
-        matches = estimates is None or torch.allclose(estimates[0].cpu(), claimed, rtol=1e-4)
-        return given if estimates is None or matches else estimates[0]
+        asked = given if estimates is None else estimates[0].cpu()
+        return given if torch.allclose(asked, given, rtol=1e-4) else asked
 
     @torch.no_grad()
     def _estimates(self, observations: Sequence[Any]) -> list[Tensor] | None:
