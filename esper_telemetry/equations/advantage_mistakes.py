@@ -81,10 +81,6 @@ def _ends_early(inputs: GaeInputs) -> Tensor | None:
     return _with_ends(inputs, *_with_rows(inputs.ended.roll(-1, 0), (-1, (False, True, inputs.ended[-1]))))
 
 
-def _ends_inverted(inputs: GaeInputs) -> Tensor | None:
-    return _with_ends(inputs, ~inputs.ended)
-
-
 @in_each_rollout
 def _ends_shared(inputs: GaeInputs) -> Tensor | None:
     """GAE in which the end of an episode in any environment, or in the first, ends those of all."""
@@ -157,12 +153,6 @@ def _current_value_bootstrap(inputs: GaeInputs) -> Tensor:
     )
 
 
-def _time_limit_next_episode(inputs: GaeInputs) -> Tensor | None:
-    if not bool(inputs.truncated.any()):
-        return None
-    return gae(inputs, next_values=at(inputs.truncated, inputs.following, inputs.next_values))
-
-
 def _time_limit_no_end(inputs: GaeInputs) -> Tensor | None:
     if not bool(inputs.truncated.any()):
         return None
@@ -203,13 +193,6 @@ def _monte_carlo_cut(inputs: GaeInputs) -> Tensor:
     next_values = inputs.next_values.clone()
     next_values[-1] *= inputs.ended[-1]
     return gae(replace(inputs, next_values=next_values), decay=inputs.gamma)
-
-
-def _rewards_to_go(inputs: GaeInputs) -> Tensor:
-    """Discounted rewards without a baseline, with and without a bootstrap of the last value."""
-    return closest_whole(
-        inputs, _monte_carlo_cut(inputs) + inputs.values, gae(inputs, decay=inputs.gamma) + inputs.values
-    )
 
 
 def _v_trace(inputs: GaeInputs) -> Tensor:
@@ -447,7 +430,7 @@ MISTAKES = hypothesis_table(
     _ends_early,
     "ends_inverted: GAE that goes on only where an episode ends // A_t = δ_t + γλ end_t A_{t+1} // Multiply by 1 - done, not by done."
     " // program: gae_programs",
-    _ends_inverted,
+    lambda inputs: _with_ends(inputs, ~inputs.ended),
     "ends_shared: GAE in which the end of an episode in one environment ends those of all // A_t = δ_t + γλ (1 - max_b end_tb) "
     "A_{t+1} // Use each environment's own flag: look for `any()` and for shapes that broadcast. // program: gae_programs",
     _ends_shared,
@@ -473,7 +456,7 @@ MISTAKES = hypothesis_table(
     "time_limit_next_episode: GAE that bootstraps time limits with the first value of the next episode // δ_t = r_t + γ V_{t+1} - V_t"
     " at time limits // Use the value of the episode's last observation (`final_observation`), not of the one after the reset. // "
     "Unity-Technologies/ml-agents#574",
-    _time_limit_next_episode,
+    _time_limit_bootstrap(lambda inputs: inputs.following),
     "time_limit_twice: GAE that adds the value after a time limit twice // δ_t = r_t + 2 γ V(s_{t+1}) - V_t at time limits"
     " // Add the value either to the reward or as the next value. // program: gae_programs",
     _time_limit_bootstrap(lambda inputs: 2 * inputs.next_values),
@@ -540,7 +523,7 @@ MISTAKES = hypothesis_table(
     lambda inputs: None if inputs.gae_lambda == 1 else _monte_carlo_cut(inputs),
     "rewards_to_go: discounted rewards to go without a baseline // A_t = Σ_k γ^k r_{t+k} // Subtract the values."
     " // program: gae_programs",
-    _rewards_to_go,
+    lambda x: closest_whole(x, _monte_carlo_cut(x) + x.values, gae(x, decay=x.gamma) + x.values),
     "axes_swapped: GAE with steps and environments exchanged when it was reshaped // A[t, b] = GAE.reshape(B, T)[b, t]"
     " // Transpose before you reshape: `reshape` and `view` do not move entries. // program: loop-axes_gae",
     _axes_swapped,

@@ -53,11 +53,6 @@ def _each_tensor(inputs: ClipInputs) -> Tensor:
     return torch.cat([part * _factor(part, inputs.max_norm) for part in parts]) / inputs.scale
 
 
-def _by_value(inputs: ClipInputs) -> Tensor | None:
-    limit = inputs.max_norm
-    return None if limit is None else inputs.gradient.clamp(-limit, limit) / inputs.scale
-
-
 def _fit_norm(inputs: ClipInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
     result = fitted(torch.zeros_like(numbers), inputs.gradient / inputs.scale, numbers)
     return None if result is None else (result[0] * float(torch.linalg.vector_norm(inputs.gradient)), result[1])
@@ -82,9 +77,9 @@ CLIPPING = Equation(
         "not_clipped: gradients that are not clipped, or only after the step // g // Clip between the backward pass and optimizer.step()"
         " // program: test_optimizer_step",
         lambda inputs: inputs.gradient / inputs.scale,
-        "by_value: gradients with each entry cut at the limit of the norm // clip(g, ±c)"
+        "by_value (needs max_norm): gradients with each entry cut at the limit of the norm // clip(g, ±c)"
         " // Use clip_grad_norm_ in place of clip_grad_value_ // torch.nn.utils.clip_grad_value_",
-        _by_value,
+        lambda inputs: inputs.gradient.clamp(-inputs.max_norm, inputs.max_norm) / inputs.scale,
         "each_tensor: gradients of which each tensor is clipped by its own norm // g_k min(1, c / ‖g_k‖)"
         " // Clip all parameters in one call, by their global norm // program: test_optimizer_step",
         _each_tensor,

@@ -173,10 +173,6 @@ def _td_targets(inputs: ReturnInputs) -> Tensor | None:
     return inputs.rewards + inputs.gamma * inputs.next_values
 
 
-def _next_value_added(inputs: ReturnInputs) -> Tensor | None:
-    return None if inputs.next_values is None else inputs.advantages + inputs.next_values
-
-
 def _new_values(inputs: ReturnInputs) -> Tensor | None:
     """Advantages plus new values; the claimed returns where what differs from the old ones goes with the values of a later step."""
     if inputs.new_values is None:
@@ -282,9 +278,9 @@ RETURNS = Equation(
         "values_subtracted: advantages less values, or values less advantages // R = ±(A - V) // Returns are advantages plus values."
         " // program: test_returns",
         lambda inputs: _nearest(inputs, inputs.advantages - inputs.values, inputs.values - inputs.advantages),
-        "next_values: advantages plus the values of the next states // R_t = A_t + V(s_{t+1})"
+        "next_values (needs next_values): advantages plus the values of the next states // R_t = A_t + V(s_{t+1})"
         " // Add the value of the state that the action was taken in. // program: test_returns",
-        _next_value_added,
+        lambda inputs: inputs.advantages + inputs.next_values,
         "new_values: advantages plus values of after the update began // R = A + V_new"
         " // Add the values that were stored at collection, once, before the first epoch. // program: script-returns_new_values",
         _new_values,

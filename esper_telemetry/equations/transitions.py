@@ -76,10 +76,6 @@ def _sometimes_updated(columns: TransitionInputs) -> Tensor | None:
     return None if bool(repeated.all()) else torch.where(repeated, columns.inputs[:-1], columns.outcomes[:-1])
 
 
-def _stale(columns: TransitionInputs) -> Tensor | None:
-    return shifted(columns.outcomes[:-1], -1, columns.inputs[1:])
-
-
 def _other_environment(columns: TransitionInputs) -> Tensor | None:
     """The outcomes of the order of environments that comes closest to the inputs."""
     envs = columns.inputs.shape[1]
@@ -110,7 +106,7 @@ TRANSITIONS = Equation(
         _sometimes_updated,
         "stale: those that the environment returned one step earlier // o_{t+1} = outcome of a_{t-1}"
         " // Act on what the last `env.step` returned, not on what was returned before it. // program: loop-acts_on_stale_obs",
-        _stale,
+        lambda columns: shifted(columns.outcomes[:-1], -1, columns.inputs[1:]),
         "next_stored: those that the action led to, in place of those that it was chosen on // o_t = outcome of a_t"
         " // Store the observation before it is replaced by the next one. // program: loop-obs_alias",
         lambda columns: columns.outcomes[1:],

@@ -13,7 +13,6 @@ from esper_telemetry.core.containment import Measurement
 from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.requirements import Value
 from esper_telemetry.equations.calibration import ActionInputs
 from esper_telemetry.equations.comparison import EquationCheck, unchecked
 from esper_telemetry.equations.drawn_actions import (
@@ -336,7 +335,7 @@ def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
     unshown = facts.unchecked_equations
     checks = {"policy": _policy_loss, "value": _value_loss, "entropy": _entropy_loss, "total": _total_loss}
     for name, check in checks.items():
-        if claims.claim(name) is not None and f"{name}_loss" not in unshown and _has_inputs(name, claims):
+        if f"{name}_loss" not in unshown:
             yield partial(certain, facts, partial(check, claims))
     if update.rollout is not None and batches.rows is not None and LOG_RATIOS.name not in unshown:
         yield partial(_log_ratios, claims)
@@ -345,19 +344,6 @@ def loss_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
         # an exception, a limit on the KL divergence, or a rule of the program's own may end an update
         ends_early = update.progress is None or facts.target_kl is not None or facts.num_epochs != 1
         yield partial(_minibatches, batches, update.rollout, shuffled=shuffled, ends_early=ends_early)
-
-
-def _has_inputs(name: str, claims: LossClaims) -> bool:
-    batches = claims.batches
-    terms_are_there = claims.claim("policy") is not None and claims.claim("value") is not None
-    weighted = claims.weights.get("value") is not None and claims.weights.get("entropy") is not None
-    available = {
-        "policy": claims.facts.clip is not None,
-        "value": batches.values is not None and batches.returns is not None,
-        "entropy": bool(batches.logits or batches.log_std),
-        "total": terms_are_there and weighted and (claims.bonus is not None or not claims.weights.get("entropy")),
-    }
-    return available[name]
 
 
 def _log_ratios(claims: LossClaims) -> EquationCheck:
@@ -398,14 +384,16 @@ def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None
     return min(known, key=lambda column: float((column - claimed).abs().sum()), default=None)
 
 
-def _policy_loss(claims: LossClaims) -> EquationCheck:
+def _policy_loss(claims: LossClaims) -> EquationCheck | None:
     """Check the clipped surrogate. A single step without a ratio is that of A2C, whose settings may be those of PPO too."""
-    batches, facts = claims.batches, claims.facts
+    batches, facts, loss = claims.batches, claims.facts, claims.claim("policy")
+    if loss is None or facts.clip is None:
+        return None
     check = check_policy_loss(
-        _required(claims.claim("policy")),
+        loss,
         batches.log_ratio,
         batches.advantages,
-        clip=_required(facts.clip),
+        clip=facts.clip,
         valid=batches.valid,
         counts=batches.counts,
         raw_advantages=claims.raw_advantages if facts.normalize_advantages else None,
@@ -420,12 +408,14 @@ def _policy_loss(claims: LossClaims) -> EquationCheck:
     return check
 
 
-def _value_loss(claims: LossClaims) -> EquationCheck:
-    batches, facts = claims.batches, claims.facts
+def _value_loss(claims: LossClaims) -> EquationCheck | None:
+    batches, facts, loss = claims.batches, claims.facts, claims.claim("value")
+    if loss is None or batches.values is None or batches.returns is None:
+        return None
     return check_value_loss(
-        _required(claims.claim("value")),
-        _required(batches.values),
-        _required(batches.returns),
+        loss,
+        batches.values,
+        batches.returns,
         old_values=batches.old_values,
         clip_value=None if batches.old_values is None else facts.clip_value,
         valid=batches.valid,
@@ -438,15 +428,17 @@ def _value_loss(claims: LossClaims) -> EquationCheck:
     )
 
 
-def _entropy_loss(claims: LossClaims) -> EquationCheck:
+def _entropy_loss(claims: LossClaims) -> EquationCheck | None:
     """Distributions that do not give the log-probabilities of the ratio need not be all of the policy, or are those before a squash: then
     a difference without an explanation tells nothing.
     """
-    batches = claims.batches
+    batches, loss = claims.batches, claims.claim("entropy")
+    if loss is None or not (batches.logits or batches.log_std):
+        return None
     chosen, trained = claims.chosen_log_probs(), claims.log_probs()
     differs = chosen is None or trained is None or float((chosen - trained).abs().max()) > MAX_LOG_PROB_ERROR
     check = check_entropy(
-        _required(claims.claim("entropy")),
+        loss,
         logits=batches.logits,
         log_std=batches.log_std,
         relevance=batches.relevance,
@@ -462,36 +454,35 @@ def _entropy_loss(claims: LossClaims) -> EquationCheck:
     return check
 
 
-def _total_loss(claims: LossClaims) -> EquationCheck:
-    """Check the sum of the terms; where it is another, they may have their weights already, or the bonus with them."""
-    policy, value, entropy = (claims.claim(name) for name in ("policy", "value", "entropy"))
-    weights = {f"{name}_coef": float(claims.weights[name]) for name in ("value", "entropy")}
+def _total_loss(claims: LossClaims) -> EquationCheck | None:
+    """Check the sum of the terms; if it differs, they may have their weights already, or the bonus with them."""
+    total, policy, value, entropy = (claims.claim(name) for name in ("total", "policy", "value", "entropy"))
+    value_coef, entropy_coef = (claims.weights.get(name) for name in ("value", "entropy"))
+    bonus = claims.bonus
+    if total is None or policy is None or value is None or value_coef is None or entropy_coef is None:
+        return None
+    if entropy_coef and (entropy is None or bonus is None):
+        return None
+    weights = {"value_coef": float(value_coef), "entropy_coef": float(entropy_coef)}
 
-    def check(*terms: Tensor | None) -> EquationCheck:
-        given = terms if weights["entropy_coef"] else terms[:2]
-        total, first, second = _required(claims.claim("total")), _required(terms[0]), _required(terms[1])
-        return check_total_loss(total, first, second, *given[2:], **weights, precision=claims.facts.precision)
+    def check(policy: Tensor, value: Tensor, entropy: Tensor | None) -> EquationCheck:
+        given = [entropy] if entropy_coef else []
+        return check_total_loss(total, policy, value, *given, **weights, precision=claims.facts.precision)
 
     result = check(policy, value, entropy)
     if result.matches and result.error is not None:
         return result
-    if policy is not None and _has_inputs("policy", claims) and _includes(_policy_loss(claims), "bonus"):
-        policy = policy - _required(claims.bonus)
-    if value is not None and _has_inputs("value", claims) and _includes(_value_loss(claims), "weight"):
-        value = value / weights["value_coef"]
-    if entropy is not None and _has_inputs("entropy", claims) and _includes(_entropy_loss(claims), "weight"):
-        entropy = entropy / weights["entropy_coef"]
+    if bonus is not None and _includes(_policy_loss(claims), "bonus"):
+        policy = policy - bonus
+    if _includes(_value_loss(claims), "weight"):
+        value = value / value_coef
+    if entropy is not None and _includes(_entropy_loss(claims), "weight"):
+        entropy = entropy / entropy_coef
     return check(policy, value, entropy)
 
 
-def _includes(check: EquationCheck, part: str) -> bool:
-    return any(one.of == part for one in check.hypotheses)
-
-
-def _required(value: Value | None) -> Value:
-    """Return an input that is there: `_has_inputs` has seen it."""
-    assert value is not None
-    return value
+def _includes(check: EquationCheck | None, part: str) -> bool:
+    return check is not None and any(one.of == part for one in check.hypotheses)
 
 
 def short_passes(parts: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -513,8 +504,8 @@ def _minibatches(batches: JoinedMinibatches, rollout: RolloutEnd, *, shuffled: b
 
     An only pass without all rows may be one that ended early, unless some come again.
     """
-    rows, size = _required(batches.rows), rollout.rewards.numel()
-    if int(rows.max()) >= size:
+    rows, size = batches.rows, rollout.rewards.numel()
+    if rows is None or int(rows.max()) >= size:
         return unchecked(MINIBATCHES, "its rows are not those of the rollout")
     count = size if rollout.valid is None else int(rollout.valid.sum())
     passes: dict[int, list[Tensor]] = {}

@@ -63,12 +63,14 @@ def target_checks(update: Update, facts: Facts) -> Iterator[Measurement]:
             yield partial(certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
-def certain(facts: Facts, check: Callable[[], EquationCheck], *missing: str) -> Iterable[MetricGroup]:
-    """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one.
+def certain(facts: Facts, check: Callable[[], EquationCheck | None], *missing: str) -> Iterable[MetricGroup]:
+    """Return the check, if there is one. If columns were found by name, a difference says nothing without an explanation beyond doubt.
 
     `missing` is what the script does not show and some hypotheses are doubtful without.
     """
     result = check()
+    if result is None:
+        return ()
     doubtful = any(one.doubtful_without in missing for one in result.hypotheses)
     uncertain = facts.columns_by_name and (doubtful or not result.explained)
     return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
