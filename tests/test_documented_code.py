@@ -184,8 +184,10 @@ def prepare(words: list[str], finished: Finished) -> None:
         elif word.startswith("log:"):
             Path(word[4:]).parent.mkdir(parents=True, exist_ok=True)
             Path(word[4:]).write_text(json.dumps({"log_history": TRL_ROWS}), encoding="utf-8")
-        elif word.startswith("tensorboard:"):
-            write_tensorboard_log(Path(word[12:]))
+        elif word.startswith("tensorboard:") or word == "logs/PPO_1":
+            write_tensorboard_log(Path(word.removeprefix("tensorboard:")))
+        elif word == "own.csv":
+            Path(word).write_text("episode,timestep,reward\n1,100,-5\n2,200,-4\n", encoding="utf-8")
         elif word == "ppo.py":
             script = (ROOT / "examples" / "unedited.py").read_text(encoding="utf-8")
             brief = script.replace("parse_args()", "parse_known_args()[0]").replace("20_480", str(STEPS))

@@ -64,6 +64,8 @@ MAX_UPDATES: Final = 600
 """Rows that are judged; each takes 1.5 ms."""
 SETTLING_SHARE: Final = 0.2
 """Share of the run within which the first episodes end."""
+MUCH_DENSER: Final = 4
+"""Returns for each loss from which on returns give the positions of updates."""
 MAX_EPISODE_GROUPS: Final = 200
 """Rows of a log of single episodes."""
 
@@ -303,10 +305,13 @@ def _positions(series: Mapping[Alias, Sequence[Sequence[LoggedPoint]]]) -> list[
     ):  # values of training are logged with any row that follows, such as one of an evaluation
         whole = [alias for alias in whole if not alias.late] or whole
         return sorted({point.x for alias in whole for points in series[alias] for point in points})
-    main = main or [alias for alias in whole if alias.key in RETURNS] or whole
-    return sorted(
-        {point.x for point in max((points for alias in main for points in series[alias]), key=len, default=[])}
-    )
+    returns = [alias for alias in whole if alias.key in RETURNS]
+
+    def densest(aliases: Iterable[Alias]) -> Sequence[LoggedPoint]:
+        return max((points for alias in aliases for points in series[alias]), key=len, default=())
+
+    points, often = densest(main or returns or whole), densest(returns)
+    return sorted({point.x for point in (often if len(often) >= MUCH_DENSER * len(points) else points)})
 
 
 class ImportedRun(NamedTuple):

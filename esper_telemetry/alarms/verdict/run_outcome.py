@@ -299,7 +299,7 @@ class OutcomeJudge:
             settling = length if self._all_cut_off else FIRST_LENGTHS * length
             recent = values.get(RECENT_RETURN)
             recent = (
-                None if recent == values.get(RETURN) else recent
+                None if COUNT not in values and recent == values.get(RETURN) else recent
             )  # a log of another trainer has the mean of the update alone
             for key in (RETURN, RECENT_RETURN, LENGTH, *filter(is_success, values)):
                 if key in values:
