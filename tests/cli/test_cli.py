@@ -147,9 +147,12 @@ gymnasium.register(UNMADE, entry_point="no_such_simulator:Simulation")
             "there is no threshold 'kl_spke_high'; did you mean kl_spike_high",
         ),
         ([*CARTPOLE, "--sink", "tensorbord"], "did you mean tensorboard?"),
-        ([*CARTPOLE, "--sink", "mlflow:gopher://x"], "no tracking URI with the scheme 'gopher', got 'gopher://x'"),
+        (
+            [*CARTPOLE, "--sink", "mlflow:gopher://x"],
+            "does not support the scheme 'gopher' of a tracking URI, got 'gopher://x'",
+        ),
         (["diagnose", "nowhere"], "there is no run directory nowhere"),
-        (["diagnose", "--from", "mlflow:gopher://x?run=1"], "no tracking URI with the scheme 'gopher'"),
+        (["diagnose", "--from", "mlflow:gopher://x?run=1"], "does not support the scheme 'gopher' of a tracking URI"),
     ],
     ids=" ".join,
 )

@@ -220,7 +220,7 @@ def test_logits_without_a_head_are_refused(logits: Any) -> None:
 
 
 def test_an_action_without_a_mask_of_its_own_is_named() -> None:
-    with pytest.raises(ValueError, match="no actions of head 'b'"):
+    with pytest.raises(ValueError, match="head 'b' has a mask but lacks actions"):
         metrics.mask_violation({"a": CHOSEN}, {"b": MASK})
 
 
