@@ -41,6 +41,7 @@ from esper_telemetry.adapters.script.recorders import (
     DistributionLog,
     EpisodeLog,
     EstimateLog,
+    IndexLog,
     LstmLog,
     ObservedSteps,
     RecordedLstm,
@@ -119,7 +120,7 @@ class ScriptListener:
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
-        self.environments, self.scalars = EpisodeLog(), ScalarLog()
+        self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
         self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
@@ -142,7 +143,7 @@ class ScriptListener:
         self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
-        self._constants: Mapping[str, float] = {}
+        self._source = names.Source({})
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._rows: RowFinder | None = None
@@ -421,8 +422,8 @@ class ScriptListener:
         self._started = self.environments.closed = True
         self._begin(self)
         self._stated = settings.stated_numbers(variables)
-        self._constants = names.source_numbers()
-        variables = variables.with_constants(self._constants)
+        self._source = names.read_source()
+        variables = variables.with_constants(self._source.numbers)
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = settings.find_facts(variables, self.clips.max_norm, readings)
         facts["optimizer"] = type(optimizer).__name__
@@ -438,10 +439,11 @@ class ScriptListener:
     def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
         """Emit `RunStart`; the first rollout may tell settings that have no name."""
         size = 0 if rollout is None else rollout.rewards.numel()
-        known = variables.with_constants(self._constants)
-        facts = {**self._facts, **settings.find_schedule(known, self._facts, self._first_rate or 0.0, size)}
+        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
+        schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
+        facts = {**facts, **schedule}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
-            facts = {**settings.find_discounts(rollout, facts), **facts}
+            facts = {**settings.find_discounts(rollout, facts, self._source.factors), **facts}
         facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
@@ -469,7 +471,7 @@ class ScriptListener:
             estimates=self.estimates.take(),
             acted=acted if collected is not None and collected.in_turns else (),
         )
-        rollout = finder.rollout(self._facts.get("gamma"))
+        rollout = finder.rollout(self._facts.get("gamma", max(self._source.factors, default=None)))
         if UNCHECKED_FACT not in self._facts:
             self._announce_run(variables, rollout)
         size = 0 if rollout is None else rollout.rewards.numel()
@@ -605,7 +607,7 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        inputs, indices = reading.inputs, variables.indices(count)
+        inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
         if inputs is not None:
             inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
         reading = reading._replace(heads=heads, inputs=None, logits=None)

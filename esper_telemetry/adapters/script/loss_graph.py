@@ -411,16 +411,13 @@ class _LossReader:
         number = self.value(plain.node)
         if number is None:
             return None
-        if number.numel() != factor.numel():  # advantages of several rows each
-            shape = _shape(plain.node)
-            if torch.broadcast_shapes(shape, factor.shape) != shape:
-                return None
-            factor = factor.expand(shape)
+        if number.numel() != factor.numel():
+            factor = _of_shape(factor, _shape(plain.node))
         negated = self._is_negated(node, factor, gradient, is_ratio=plain.is_ratio)
         rows = self.value(node)
         slopes = gradient.reshape(-1)
         # a mean has slopes of weight / N; the weight of a sum is that of each row, so that the sum shows
-        is_sum = len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
+        is_sum = plain.is_ratio and len(slopes) > MIN_SUMMED_ROWS and bool(((slopes.abs() - 1).abs() < ROUNDING).all())
         weight, valid = 1.0 if is_sum else float(slopes.abs().sum()), slopes != 0
         reshaped = any(one.reshaped for one in products)
         loss = None if rows is None or not weight or reshaped else (rows * gradient).sum() / weight
@@ -433,7 +430,7 @@ class _LossReader:
             clip=None if reshaped else clip,
             loss=loss,
             weight=weight,
-            valid=None if bool(valid.all()) else valid,
+            valid=None if bool(valid.all()) or len(valid) != len(flat) else valid,
             edge=GradientEdge(plain.node, 0),
             log_probs=own,
             inverted=inverted,
@@ -541,7 +538,7 @@ class _LossReader:
         logits = actions = None
         for one in _below(node):
             if _kind(one) == "LogSoftmaxBackward0" and logits is None and self._is_chosen_from(one):
-                logits = one._saved_result.detach().flatten(0, -2)
+                logits = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
             elif _kind(one) == "GatherBackward0" and actions is None:
                 actions = one._saved_index.reshape(-1)
         return logits, actions
@@ -685,7 +682,7 @@ class _LossReader:
             negative ^= _kind(node) == "NegBackward0"
             summed = summed or _kind(node) == "SumBackward1"
             node = _children(node)[0]
-        if negative and summed and self._is_plogp(node, min_dims=1):
+        if negative and summed and self._is_plogp(node):
             numbers = -(node._saved_self * node._saved_other).detach()
         else:
             logs = [child for child in _children(node) if child is not None and _kind(child) == "LogBackward0"]
@@ -694,12 +691,12 @@ class _LossReader:
             numbers = logs[0]._saved_self.detach().log() + GAUSSIAN_ENTROPY
         return numbers.sum(-1) if summed else numbers
 
-    def _is_plogp(self, node: Node, *, min_dims: int = 2) -> bool:
-        """Return True for probabilities times their logarithms, of a distribution over one row where `min_dims` is 1."""
+    def _is_plogp(self, node: Node) -> bool:
+        """Return True for probabilities times their logarithms, of all actions or of the chosen ones."""
         if _kind(node) != "MulBackward0":
             return False
         pair = [node._saved_self, node._saved_other]
-        if any(one is None or one.dim() < min_dims for one in pair) or pair[0].shape != pair[1].shape:
+        if any(one is None or one.dim() < 1 for one in pair) or pair[0].shape != pair[1].shape:
             return False
         return any(
             torch.allclose(probs, logs.exp(), atol=1e-5)
@@ -795,6 +792,15 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(_shape(node))),
 }
 """What operations return, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
+
+
+def _of_shape(factor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a factor with the shape of what it multiplies; its mean where several of its entries multiply one, as [N, N] times [N]."""
+    whole = torch.broadcast_shapes(shape, factor.shape)
+    padded = (1,) * (len(whole) - len(shape)) + shape
+    axes = [axis for axis, size in enumerate(padded) if size != whole[axis]]
+    factor = factor.expand(whole)
+    return factor.mean(axes).reshape(shape) if axes else factor
 
 
 def _edge(output: Any) -> GradientEdge:

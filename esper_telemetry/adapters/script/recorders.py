@@ -35,6 +35,9 @@ MAX_ESTIMATES = 8
 MIN_ESTIMATE_ROWS, MAX_ESTIMATE_ROWS = 8, 1 << 18
 """Rows of such outputs, as of a whole rollout."""
 
+MAX_INDICES = 32
+"""Indexings of tensors before an optimizer step that are kept."""
+
 MAX_GATE_ENVS = 4
 """Environments whose LSTM inputs are recorded, for the gates."""
 
@@ -202,9 +205,9 @@ def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
 
 
 class LastEstimate(NamedTuple):
-    """An output [B, 1] of a layer with one unit after the last step of the environments, and that of the layer before it, if there is one.
+    """An output [B] of the acting network after the last step of the environments, and the same one before it, if there is one.
 
-    The layer may be the critic's, or the policy's where an action is one number: the output before the step tells which.
+    The output may be the critic's, or the policy's: the one before the step tells which.
     """
 
     output: Tensor
@@ -212,7 +215,7 @@ class LastEstimate(NamedTuple):
 
 
 class EstimateLog:
-    """Keeps the last outputs of layers with one unit, as a critic's: scripts drop them when they have their targets."""
+    """Keeps the last outputs of layers with few units, as a critic's: scripts drop them when they have their targets."""
 
     def __init__(self) -> None:
         self._outputs: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
@@ -221,9 +224,10 @@ class EstimateLog:
         self._after_step: deque[tuple[nn.Module, Tensor]] = deque(maxlen=MAX_ESTIMATES)
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
-        """Record an output [..., 1]."""
-        if not output.requires_grad:
-            self._after_step.append((layer, output))
+        """Record an output [..., K]."""
+        self._after_step.append((layer, output))
+        if output.shape[-1] != 1:
+            return
         if MIN_ESTIMATE_ROWS <= output.numel() <= MAX_ESTIMATE_ROWS:
             self._outputs.append(output.detach())
         if output.requires_grad and output.numel() > 1:
@@ -232,12 +236,18 @@ class EstimateLog:
     def after_env_step(self) -> None:
         """The environments have taken a step: later outputs are of the states that it led to."""
         if self._after_step:
-            self._before_step = dict(self._after_step)
+            self._before_step = {layer: output.detach() for layer, output in self._after_step}
             self._after_step.clear()
 
     def take_last(self) -> list[LastEstimate]:
-        """Return the outputs since the last step of the environments."""
-        last = [LastEstimate(output, self._before_step.get(layer)) for layer, output in self._after_step]
+        """Return the outputs since the last step of the environments, each column of a layer as one."""
+        last = [
+            LastEstimate(column, before[:, place] if before is not None and len(before) == len(column) else None)
+            for layer, output in self._after_step
+            if not output.requires_grad
+            for before in (_rows_by_unit(self._before_step.get(layer)),)
+            for place, column in enumerate(_rows_by_unit(output).unbind(1))
+        ]
         self._after_step.clear()
         return last
 
@@ -252,6 +262,33 @@ class EstimateLog:
         outputs = list(self._with_graph)
         self._with_graph.clear()
         return outputs
+
+
+def _rows_by_unit(output: Any) -> Any:
+    return None if output is None else output.detach().reshape(-1, output.shape[-1])
+
+
+class IndexLog:
+    """Records the rows by which a script indexes its tensors before an optimizer step."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Any] = deque(maxlen=MAX_INDICES)
+
+    def add(self, source: Tensor, index: object) -> None:
+        """Record rows of a tensor, as whole numbers or as a mask."""
+        if isinstance(index, Tensor | np.ndarray | list) and len(index) > 1 and source.dim():
+            self._recent.append(index)
+
+    def take(self, count: int) -> list[Tensor]:
+        """Return copies of the different vectors of so many whole numbers since the last call, the latest first."""
+        taken: list[Tensor] = []
+        for index in reversed(self._recent):
+            rows = torch.as_tensor(np.asarray(index) if isinstance(index, list) else index)
+            if rows.dim() == 1 and len(rows) == count and rows.dtype in (torch.long, torch.int32):
+                if not any(torch.equal(rows, other) for other in taken):
+                    taken.append(rows.long().clone())
+        self._recent.clear()
+        return taken
 
 
 class RecordedLstm(NamedTuple):

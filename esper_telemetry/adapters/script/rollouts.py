@@ -547,6 +547,8 @@ class RolloutFinder:
 
     def _last_values(self, values: Tensor, ended: Tensor, implied: Tensor | None) -> Tensor | None:
         """Values [B] after the last step: of the script's arrays, of the critic's outputs, or those that the last returns imply."""
+        if bool(ended[-1].all()):
+            return values[-1]
         whole = self._columns.get("values")
         whole = (
             self._variables.find(NAMES["values"], partial(self._in_grid, steps=self.steps + 1))

@@ -100,6 +100,10 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
             facts.setdefault("clip", round(reading.policy.clip, 6))
         if reading.value is not None and reading.value.clip is not None:
             facts["clip_value"] = round(reading.value.clip, 6)
+        weight = 0.0 if reading.policy is None else reading.policy.weight
+        for name, term in (("value", reading.value), ("entropy", reading.entropy)):
+            if weight and term is not None and term.weight:
+                facts.setdefault(f"{name}_coef", float(f"{abs(term.weight / weight):.6g}"))
     if variables.find(CLIPS_VALUES, as_flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
@@ -115,8 +119,20 @@ def _trace_decay(value: object) -> float | None:
     return number if number is not None and number >= MIN_TRACE_DECAY else None
 
 
-def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the discount factor and the lambda with which the advantages of a rollout [T, B] follow from its rewards and values.
+def find_discounts(rollout: ScriptRollout, facts: Mapping[str, Any], factors: Sequence[float]) -> dict[str, float]:
+    """Return the discount factor and the lambda of advantages: those that they follow with, else the script's literals.
+
+    Of two literals that advantages do not follow with the larger one discounts, and the other one decays the trace.
+    """
+    found = _fitted_discounts(rollout, facts)
+    literals = sorted((one for one in factors if one not in facts.values()), reverse=True)
+    if found or not literals:
+        return found
+    return dict(zip(("gamma", "gae_lambda"), (literals[0], literals[min(1, len(literals) - 1)]), strict=True))
+
+
+def _fitted_discounts(rollout: ScriptRollout, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the two with which the advantages of a rollout [T, B] follow from its rewards and values; empty if none do.
 
     Within episodes s A_t + m = r_t - V_t + γ V_{t+1} + γ λ (s A_{t+1} + m), with s = 1 and m = 0 unless the advantages are normalised.
     Least squares give s, γ, γ λ s and m - γ λ m. Steps next to ends are left out: mistakes are common there.
@@ -158,7 +174,9 @@ def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
     return reasons
 
 
-def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0) -> dict[str, Any]:
+def find_schedule(
+    variables: Variables, facts: Mapping[str, Any], rate: float, collected: int = 0, *, sets_rate: bool = True
+) -> dict[str, Any]:
     """Return the fact of the learning rate's schedule, where the script says whether it is annealed.
 
     A straight scheduler of torch for as many iterations as the run has updates says it as a setting does, and to which rate.
@@ -166,6 +184,7 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
     Args:
         rate: of the first step.
         collected: transitions of the first rollout, by which a number of updates is one of steps; 0 if it is not known.
+        sets_rate: the script may change the rate: one that does not has a constant one.
     """
     anneals = variables.find(ANNEALS, as_flag)
     updates = variables.find(UPDATES, lambda value: value if type(value) is int and value >= MIN_UPDATES else None)
@@ -176,6 +195,8 @@ def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float, c
         falls_in_this_run = scheduler.total_iters in (updates, total // max(1, collected))
         scheduler = scheduler if falls_in_this_run and scheduler.start_factor > scheduler.end_factor else None
     anneals = True if scheduler is not None else anneals
+    if anneals is None and not sets_rate:
+        anneals, total = False, total or max(1, collected)
     if anneals is None or total <= 0 or not rate > 0:
         return {}
     counts = {
