@@ -299,6 +299,7 @@ class MinibatchEnd(NamedTuple):
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
         rows: [N], their transitions in the rollout, counted time by time: t B + b; None if the trainer does not provide them.
+        advantage_rows: [N], transitions that the advantages are of, if they are known to be others.
     """
 
     epoch: int
@@ -317,6 +318,7 @@ class MinibatchEnd(NamedTuple):
     relevance: Mapping[str, Tensor] = NONE
     means: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
+    advantage_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -461,6 +461,9 @@ class ScriptListener:
         collected, first = self.environments.collected(), _joined(readings)
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         acted, heads = self.distributions.take_rollout(steps, envs)
+        logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
+        if logits is not None and not (heads.logits or heads.means):
+            heads = HeadColumns(logits={head_names(1)[0]: logits})
         finder = RolloutFinder(
             variables,
             None if collected is None else collected.ended,
@@ -648,9 +651,16 @@ class ScriptListener:
                     losses=losses,
                     valid=policy.valid,
                     rows=rows,
+                    advantage_rows=self._other_rows(minibatch, rows),
                     **reading.heads._asdict(),
                 )
             )
+
+    def _other_rows(self, minibatch: ScriptMinibatch, rows: Tensor | None) -> Tensor | None:
+        """Return the transitions of a minibatch's advantages if they are known to be others than `rows`."""
+        if rows is None or self._rows is None:
+            return None
+        return self._rows.rows_of_advantages(minibatch.policy.advantages, rows, minibatch.indices)
 
     def _pass_of(self, variables: Variables) -> int:
         """Number of the pass over the rollout, from 0."""

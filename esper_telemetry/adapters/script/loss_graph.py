@@ -171,6 +171,14 @@ class EntropyTerm(NamedTuple):
         return self._replace(entropies=self.entropies + other.entropies, loss=self.loss + other.loss, edge=None)
 
 
+class LayerOutputs(NamedTuple):
+    """Outputs `start` to `stop` of the layer whose weight has this `id`."""
+
+    weight: int
+    start: int
+    stop: int
+
+
 class LossReading(NamedTuple):
     """The terms of a loss.
 
@@ -181,6 +189,7 @@ class LossReading(NamedTuple):
         inputs: [N, ...], the network's inputs in these rows; None if the graph does not keep them.
         logits: [N, A], of a policy that computes its log-probabilities itself.
         actions: [N], that it takes them of.
+        source: of the logits.
         climbed: the optimizer maximises the loss; the terms are those of its negative.
         heads: distributions of its rows, where the script has asked any for the log-probabilities.
     """
@@ -193,6 +202,7 @@ class LossReading(NamedTuple):
     inputs: Tensor | None = None
     logits: Tensor | None = None
     actions: Tensor | None = None
+    source: LayerOutputs | None = None
     left_out: ValueTerm | None = None
     climbed: bool = False
     heads: HeadColumns = HeadColumns()
@@ -300,7 +310,7 @@ class _LossReader:
                     policy = policy.preferred(term)
         if policy is None and value is None:
             return None
-        logits, actions = (None, None) if policy is None else self._choice(policy.edge.node)
+        logits, actions, source = (None, None, None) if policy is None else self._choice(policy.edge.node)
         left_out = None
         if policy is not None and not others:
             entropy = self._unused_entropy(len(policy.advantages)) if entropy is None else entropy
@@ -318,6 +328,7 @@ class _LossReader:
             inputs=self._inputs((policy or value).edge.node),  # type: ignore[union-attr]
             logits=logits,
             actions=actions,
+            source=source,
             left_out=left_out,
         )
 
@@ -533,15 +544,33 @@ class _LossReader:
         is_subtracted = is_negative != (first is None and _kind(below) == "SubBackward0")
         return (None if number is None else number.reshape(-1)), is_subtracted and not has_two
 
-    def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [N, A] and actions [N] of log-probabilities that are taken from a softmax by the script itself."""
-        logits = actions = None
+    def _choice(self, node: Node) -> tuple[Tensor | None, Tensor | None, LayerOutputs | None]:
+        """Logits [N, A], actions [N] and layer of log-probabilities that are taken from a softmax by the script itself."""
+        logits = actions = source = None
         for one in _below(node):
             if _kind(one) == "LogSoftmaxBackward0" and logits is None and self._is_chosen_from(one):
                 logits = one._saved_result.detach().reshape(-1, one._saved_result.shape[-1])
+                source = self._layer_of(one)
             elif _kind(one) == "GatherBackward0" and actions is None:
                 actions = one._saved_index.reshape(-1)
-        return logits, actions
+            elif _kind(one) == "IndexBackward0" and actions is None and len(one._saved_indices) == 2:
+                chosen = one._saved_indices[1]  # of each row by `[range(N), actions]`
+                actions = None if chosen is None or None in one._saved_indices else chosen.reshape(-1)
+        return logits, actions, source
+
+    def _layer_of(self, log_softmax: Node) -> LayerOutputs | None:
+        """The outputs of a linear layer that a softmax is taken of."""
+        node, count = self._through_views(_children(log_softmax)[0]), _shape(log_softmax)[-1]
+        start = 0
+        while _kind(node) == "SliceBackward0":
+            start += _axis(node._saved_start) if _axis(node._saved_dim) in (-1, len(_shape(node)) - 1) else 0
+            node = self._through_views(_children(node)[0])
+        if _kind(node) not in ("AddmmBackward0", "MmBackward0"):
+            return None
+        weight = self._through_views(_children(node)[-1])
+        weight = _children(weight)[0] if _kind(weight) == "TBackward0" else weight
+        leaf = getattr(weight, "variable", None)
+        return None if leaf is None else LayerOutputs(id(leaf), start, start + count)
 
     def _is_chosen_from(self, log_probs: Node) -> bool:
         """Return False for log-probabilities that are weights of a mixture: sums with others, and no entry is chosen."""

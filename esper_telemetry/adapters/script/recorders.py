@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
-from esper_telemetry.adapters.script.loss_graph import DistributionGraphs
+from esper_telemetry.adapters.script.loss_graph import DistributionGraphs, LayerOutputs
 from esper_telemetry.core.event_parts import Transitions
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
@@ -222,6 +222,8 @@ class EstimateLog:
         self._with_graph: deque[Tensor] = deque(maxlen=MAX_ESTIMATES)
         self._before_step: dict[nn.Module, Tensor] = {}
         self._after_step: deque[tuple[nn.Module, Tensor]] = deque(maxlen=MAX_ESTIMATES)
+        self._acted: dict[int, list[Tensor]] = {}  # outputs at each step by the weight of their layer
+        self._entries = 0
 
     def add(self, layer: nn.Module, output: Tensor) -> None:
         """Record an output [..., K]."""
@@ -237,6 +239,9 @@ class EstimateLog:
         """The environments have taken a step: later outputs are of the states that it led to."""
         if self._after_step:
             self._before_step = {layer: output.detach() for layer, output in self._after_step}
+            self._entries += sum(output.numel() for output in self._before_step.values())
+            for layer, output in self._before_step.items() if self._entries <= MAX_DISTRIBUTION_ENTRIES else ():
+                self._acted.setdefault(id(layer._parameters.get("weight")), []).append(output.clone())
             self._after_step.clear()
 
     def take_last(self) -> list[LastEstimate]:
@@ -250,6 +255,14 @@ class EstimateLog:
         ]
         self._after_step.clear()
         return last
+
+    def take_logits(self, source: LayerOutputs | None, steps: int, envs: int) -> Tensor | None:
+        """Return the outputs of a layer that were acted on since the last call, [T, B, A]; None if they do not fit the rollout."""
+        recorded = [] if source is None else [_rows_by_unit(one) for one in self._acted.get(source.weight, ())]
+        self._acted, self._entries = {}, 0
+        if source is None or len(recorded) != steps or any(len(one) != envs for one in recorded):
+            return None
+        return torch.stack(recorded)[..., source.start : source.stop]
 
     def take(self) -> list[Tensor]:
         """Return the outputs of many rows since the last call."""

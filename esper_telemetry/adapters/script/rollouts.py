@@ -493,7 +493,7 @@ class RolloutFinder:
         steps, envs = self.steps, self.envs
         if tuple(array.shape[:2]) == (steps, envs):
             return array
-        if len(array) != steps * envs or (envs > 1 and array.dim() < 2):
+        if len(array) != steps * envs:
             return None
         if envs > 1 and self._env_major:
             return array.reshape(envs, steps, *array.shape[1:]).transpose(0, 1)
@@ -671,7 +671,7 @@ class RowFinder:
         self._shape = next(iter(columns.values())).shape
         self._turns = Counter[int]()
 
-    def rows_of(self, columns: Mapping[str, Tensor | None], indices: Iterable[Tensor] = ()) -> Tensor | None:
+    def rows_of(self, columns: Mapping[str, Tensor | None], indices: Sequence[Tensor] = ()) -> Tensor | None:
         """Return the transitions [N] of a minibatch, counted time by time; None if they are not certain.
 
         A script may mix up one of its columns: then the transitions are those of most others.
@@ -683,10 +683,11 @@ class RowFinder:
         known = {name: column for name, column in columns.items() if column is not None and name in self._columns}
         own = {name: column.reshape(-1).double().to(self._columns[name].device) for name, column in known.items()}
         steps, envs = self._shape
-        for index in indices:
-            for rows in (index, index % steps * envs + index.div(steps, rounding_mode="floor")):
-                if self._agree(rows, own):
-                    return rows
+        by_env = (index % steps * envs + index.div(steps, rounding_mode="floor") for index in indices)
+        candidates = [rows for pair in zip(indices, by_env, strict=True) for rows in pair]
+        best = max(candidates, key=lambda rows: self._agreement(rows, own), default=None)
+        if best is not None and self._agreement(best, own):
+            return best
         enough = self._shape.numel() // 2
         matches: list[tuple[Tensor, dict[int, Tensor]]] = []
         for name in COLUMNS:  # that tell most transitions apart
@@ -706,16 +707,27 @@ class RowFinder:
                 return self._in_turns(*match)
         return None
 
-    def _agree(self, rows: Tensor, own: Mapping[str, Tensor]) -> bool:
-        """Return True if these transitions have the numbers of a minibatch in one of its columns."""
+    def _agreement(self, rows: Tensor, own: Mapping[str, Tensor]) -> int:
+        """Return the number of columns of a minibatch whose numbers these transitions have."""
         if int(rows.min()) < 0 or int(rows.max()) >= self._shape.numel():
-            return False
+            return 0
+        count = 0
         for name, column in own.items():
             if len(rows) == len(column):
                 apart = (column - self._columns[name][rows.to(column.device)]).abs()
-                if float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE:
-                    return True
-        return False
+                count += float((apart <= self._limits[name]).double().mean()) >= MIN_SHARE
+        return count
+
+    def rows_of_advantages(self, used: Tensor, rows: Tensor, indices: Sequence[Tensor]) -> Tensor | None:
+        """Return the transitions [N] that the advantages in use are of, perhaps normalised, if they are others than `rows`."""
+        column = self._columns["advantages"]
+        own = used.reshape(-1).double().to(column.device)
+        if _line_error(column[rows.to(column.device)], own) <= SAME_LINE:
+            return None
+        within = (one for one in indices if len(one) == len(own) and int(one.max()) < len(column))
+        known = next((one for one in within if _line_error(column[one.to(column.device)], own) <= SAME_LINE), None)
+        other = self.rows_of({"advantages": own}) if known is None else known
+        return None if other is None or torch.equal(other.to(rows), rows) else other
 
     def _matches(self, first: str, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]] | None:
         """Return the transitions with these numbers in one column, and by place all that are equal to the one there.
