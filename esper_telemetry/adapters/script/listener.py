@@ -466,13 +466,12 @@ class ScriptListener:
             heads = HeadColumns(logits={head_names(1)[0]: logits})
         finder = RolloutFinder(
             variables,
-            None if collected is None else collected.ended,
-            paid=None if collected is None else collected.rewards,
-            limits=None if collected is None else collected.time_limits,
+            collected,
             reading=first,
+            indices=[] if first is None or first.policy is None else self.indices.recent(len(first.policy.advantages)),
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
-            acted=acted if collected is not None and collected.in_turns else (),
+            acted=acted,
         )
         rollout = finder.rollout(self._facts.get("gamma", max(self._source.factors, default=None)))
         if UNCHECKED_FACT not in self._facts:

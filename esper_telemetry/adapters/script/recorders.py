@@ -293,14 +293,19 @@ class IndexLog:
             self._recent.append(index)
 
     def take(self, count: int) -> list[Tensor]:
-        """Return copies of the different vectors of so many whole numbers since the last call, the latest first."""
+        """Return what `recent` does, and forget it."""
+        taken = self.recent(count)
+        self._recent.clear()
+        return taken
+
+    def recent(self, count: int) -> list[Tensor]:
+        """Return copies of the different vectors of so many whole numbers, the latest first."""
         taken: list[Tensor] = []
         for index in reversed(self._recent):
             rows = torch.as_tensor(np.asarray(index) if isinstance(index, list) else index)
             if rows.dim() == 1 and len(rows) == count and rows.dtype in (torch.long, torch.int32):
                 if not any(torch.equal(rows, other) for other in taken):
                     taken.append(rows.long().clone())
-        self._recent.clear()
         return taken
 
 
