@@ -45,6 +45,7 @@ from esper_telemetry.adapters.script.recorders import (
     LstmLog,
     ObservedSteps,
     RecordedLstm,
+    ReturnLog,
     ScalarLog,
     step_parts,
 )
@@ -121,6 +122,7 @@ class ScriptListener:
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
         self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
+        self.returns = ReturnLog()
         self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
@@ -146,6 +148,7 @@ class ScriptListener:
         self._source = names.Source({})
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
+        self._acted_heads = HeadColumns()
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
@@ -483,11 +486,11 @@ class ScriptListener:
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
         actions = self._actions_of(finder, heads, collected, chosen, observations)
         finished, self._seconds = self.environments.take()
-        episodes = episodes_event(finished, self._env_step)
+        episodes = episodes_event(self.returns.take(finished), self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
-        self._rollout, self._size = rollout, size
+        self._rollout, self._size, self._acted_heads = rollout, size, heads
         self._rows = None
         if rollout is not None:
             own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
@@ -635,6 +638,9 @@ class ScriptListener:
                 value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
             if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
                 reading = reading._replace(entropy=unused_entropy(reading.heads))
+            if policy.log_ratio is None and rows is not None and not (reading.heads.logits or reading.heads.means):
+                own = rows  # what was acted on is what is trained
+                reading = reading._replace(heads=self._acted_heads.map(lambda column: column.flatten(0, 1)[own]))
             losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None

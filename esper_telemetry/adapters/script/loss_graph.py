@@ -64,6 +64,9 @@ PRODUCTS = {"MulBackward0", "DivBackward0"}
 INDEXING = {"GatherBackward0", "IndexBackward0", "SelectBackward0", "NllLossBackward0", "MulBackward0"}
 """Operations by which scripts choose the log-probabilities of actions: by index, or times vectors of 0 and 1."""
 
+PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0", "TBackward0", "AddBackward0"}
+"""Operations between the outputs of a linear layer and its weight."""
+
 FOLLOWED = {*EXTREMES, *SUMS, "WhereBackward0", "StackBackward0", "MinBackward0", "MaxBackward0"}
 """Operations below which products of advantages and ratios are searched for."""
 
@@ -565,12 +568,15 @@ class _LossReader:
         while _kind(node) == "SliceBackward0":
             start += _axis(node._saved_start) if _axis(node._saved_dim) in (-1, len(_shape(node)) - 1) else 0
             node = self._through_views(_children(node)[0])
-        if _kind(node) not in ("AddmmBackward0", "MmBackward0"):
-            return None
-        weight = self._through_views(_children(node)[-1])
-        weight = _children(weight)[0] if _kind(weight) == "TBackward0" else weight
-        leaf = getattr(weight, "variable", None)
-        return None if leaf is None else LayerOutputs(id(leaf), start, start + count)
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf.dim() == 2:
+                return LayerOutputs(id(leaf), start, start + count)
+            if _kind(node) in VIEWS | PROJECTIONS:  # the weight is the last factor
+                waiting += [child for child in _children(node) if child is not None]
+        return None
 
     def _is_chosen_from(self, log_probs: Node) -> bool:
         """Return False for log-probabilities that are weights of a mixture: sums with others, and no entry is chosen."""

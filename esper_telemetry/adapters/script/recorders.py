@@ -6,10 +6,12 @@ Shapes: T steps, B environments, N rows, K parameters.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +45,21 @@ MAX_GATE_ENVS = 4
 
 MAX_STATE_ENTRIES = 1 << 24
 """Entries of the recurrent states of one rollout that are recorded."""
+
+REPORTED_RETURN = re.compile(
+    r"(?P<label>return|rewards?|scores?|\bret)\b(?:[^\n;,|:=]{0,40}[:=]\s*|\s+)[\[(]?(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
+    re.IGNORECASE,
+)
+"""A word for the return of episodes in a printed line, and the number after it."""
+
+MAX_REPORTED = 4
+"""Such words of one line."""
+
+MAX_RECENT_RETURNS = 100
+"""Returns of episodes with which reported ones are compared."""
+
+SAME_RETURN = 0.02
+"""Share of the largest return within which a reported one lies among those that the environments show."""
 
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""
@@ -134,10 +151,12 @@ class DistributionLog:
         What else has a graph may be of the loss of other rows that comes next, before the same optimizer step.
         """
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
-        left = [one for one in self._recent if all(one is not other for other in taken)]
-        self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
         heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
-        return _merge([head for head in heads if _rows(head) == rows])
+        heads = [head for head in heads if _rows(head) == rows]
+        if heads or not taken or len(taken[0].log_probs) == rows:  # else a loss of steps that were acted on with a graph
+            left = [one for one in self._recent if all(one is not other for other in taken)]
+            self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
+        return _merge(heads)
 
     def after_optimizer_step(self) -> None:
         """The minibatch is over: what is recorded from here on is of another one, or acts."""
@@ -614,6 +633,7 @@ class EpisodeLog:
         self._finished: list[FinishedEpisode] = []
         self._calls: list[EnvCall] = []
         self._count = self._entries = 0  # calls in the rollout, and entries of their observations
+        self._last_count = 0  # calls in the rollout before
         self._reported = False
 
     def includes(self, env: Any) -> bool:
@@ -659,12 +679,17 @@ class EpisodeLog:
         self._finished += [FinishedEpisode(*episode, self._count - 1) for episode in episodes]
 
     def reset(self, env: Any, result: Any = None) -> None:
-        """Restart all episodes of an environment, which returned that."""
+        """Restart all episodes of an environment, which returned that. The script itself has ended one that was under way."""
         running = self._running.get(env)
         if running is None:
             return
+        call, length = running.last_call, int(running.lengths[0])
+        # of an episode that a rollout's end cuts the return is a part, unless it is the whole rollout
+        if len(running.returns) == 1 and length and (call is not None or length >= self._last_count):
+            self._finished.append(FinishedEpisode(float(running.returns[0]), length, max(0, self._count - 1)))
+            if call is not None:
+                call.flags[1] = True
         running.reset()
-        call = running.last_call
         if (
             call is not None
             and call.returned is not None
@@ -682,6 +707,7 @@ class EpisodeLog:
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self.seconds
+        self._last_count = self._count
         self._finished, self.seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None
@@ -726,6 +752,37 @@ def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:
     returns, lengths = np.atleast_1d(episode["r"]), np.atleast_1d(episode["l"])
     which = np.atleast_1d(infos.get("_episode", np.ones(len(returns), dtype=bool)))
     return [(float(returns[i]), int(lengths[i])) for i in np.flatnonzero(which)]
+
+
+class ReturnLog:
+    """Returns of episodes that a script prints or writes itself: they count where those that its environments show are others."""
+
+    def __init__(self) -> None:
+        self._reported: dict[str, list[float]] = {}
+        self._own: deque[float] = deque(maxlen=MAX_RECENT_RETURNS)
+
+    def add_text(self, text: str) -> None:
+        """Record the first number after each word for a return in a printed line."""
+        for match in islice(REPORTED_RETURN.finditer(text), MAX_REPORTED):
+            self.add(match["label"], float(match["number"]))
+
+    def add(self, label: str, number: float) -> None:
+        """Record a number under a name that says that it is a return."""
+        if math.isfinite(number) and len(self._reported.setdefault(label.lower(), [])) < MAX_RECENT_RETURNS:
+            self._reported[label.lower()].append(number)
+
+    def take(self, episodes: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
+        """Return the episodes that ended in a rollout: these, unless the script reports other returns since the last call."""
+        self._own += [one.returned for one in episodes]
+        reported, self._reported = self._reported, {}
+        sure = {label: numbers for label, numbers in reported.items() if "reward" not in label}
+        numbers = max((sure if self._own else reported).values(), key=len, default=[])
+        low, high = (min(self._own), max(self._own)) if self._own else (math.inf, -math.inf)
+        margin = SAME_RETURN * max(abs(low), abs(high)) if self._own else 0.0
+        if not numbers or all(low - margin <= one <= high + margin for one in numbers):
+            return [*episodes]
+        length = round(sum(one.length for one in episodes) / len(episodes)) if episodes else 1
+        return [FinishedEpisode(one, length, 0) for one in numbers]
 
 
 class ScalarLog:

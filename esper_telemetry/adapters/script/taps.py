@@ -6,7 +6,10 @@ here imports torch or NumPy before the script does: it may set what they read.
 
 from __future__ import annotations
 
+import builtins
 import functools
+import logging
+import re
 import sys
 import time
 import weakref
@@ -17,13 +20,16 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import GeneratorType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
     from esper_telemetry.core.clock import Clock
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+RETURN_WORD = re.compile("episod.*(return|reward)|return|score", re.IGNORECASE)
+"""In the tag of a scalar that is the return of episodes."""
 
 TIMED_EVERY = 17
 """One brief call in so many is timed. Brief calls come in rhythms: a prime meets all of them."""
@@ -232,7 +238,16 @@ class Taps:
         def sample(script: ScriptListener, _: Any, distribution: Any, *__: Any, **___: Any) -> None:
             script.distributions.add_sample(distribution)
 
+        def printed(script: ScriptListener, _: Any, *words: Any, **__: Any) -> None:
+            script.returns.add_text(" ".join(map(str, words)))
+
+        def logged(script: ScriptListener, _: Any, __: Any, record: logging.LogRecord) -> None:
+            if not record.name.startswith("esper_telemetry"):
+                script.returns.add_text(record.getMessage())
+
         self.script = self._make()
+        self._patches.replace(builtins, "print", lambda print_: self._observed(print_, printed))
+        self._patches.replace(logging.Logger, "handle", lambda handle: self._observed(handle, logged))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
@@ -489,6 +504,9 @@ class Taps:
             script: ScriptListener, _: Any, __: Any, tag: Any, scalar_value: Any, *___: Any, **____: Any
         ) -> None:
             script.scalars.add(tag, scalar_value)
+            label = RETURN_WORD.search(tag) if isinstance(tag, str) else None
+            if label is not None and isinstance(scalar_value, SupportsFloat):
+                script.returns.add(label[0], float(scalar_value))
 
         self._patches.replace(module.SummaryWriter, "add_scalar", lambda add: self._observed(add, record))
 
