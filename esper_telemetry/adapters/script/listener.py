@@ -49,11 +49,11 @@ from esper_telemetry.adapters.script.recorders import (
     ScalarLog,
     step_parts,
 )
-from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout
+from esper_telemetry.adapters.script.rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.core.rates import GroupRate, group_rates, rates_by_name
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
@@ -149,6 +149,7 @@ class ScriptListener:
         self._stated: Mapping[str, float] = {}
         self._rollout: ScriptRollout | None = None
         self._acted_heads = HeadColumns()
+        self._targets: tuple[str, ...] = ()
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
@@ -439,16 +440,29 @@ class ScriptListener:
         self._config, self._facts = settings.find_config(variables), facts
         self._first_rate = float(optimizer.param_groups[0]["lr"])
 
-    def _announce_run(self, variables: Variables, rollout: ScriptRollout | None) -> None:
-        """Emit `RunStart`; the first rollout may tell settings that have no name."""
+    def _announce_run(
+        self, variables: Variables, rollout: ScriptRollout | None, found: Mapping[str, str], first: LossReading | None
+    ) -> None:
+        """Emit `RunStart`; the first rollout may tell settings that have no name. `found` are variables by role."""
+        lines = self._source.lines
+        traced = {
+            role.replace("log_probs", "log-probabilities"): f"in `{name}` ({lines[name]})" if name in lines else name
+            for role, name in found.items()
+        }
+        traced |= {} if first is None or first.entropy is None else {"entropy in the loss": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
         schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
         facts = {**facts, **schedule}
         if rollout is not None and not {"gamma", "gae_lambda"} <= facts.keys():
             facts = {**settings.find_discounts(rollout, facts, self._source.factors), **facts}
-        facts = self._facts = {**facts, UNCHECKED_FACT: settings.unchecked_equations(facts)}
-        self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
+        facts = self._facts = {
+            **facts,
+            UNCHECKED_FACT: settings.unchecked_equations(facts),
+            UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
+        }
+        read = {} if first is None else {f"{name}_coef": one for name, one in settings.read_coefficients(first).items()}
+        self.hooks.emit(RunStart(self._config, {**read, **facts}, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
@@ -475,16 +489,21 @@ class ScriptListener:
             last_estimates=self.estimates.take_last(),
             estimates=self.estimates.take(),
             acted=acted,
+            targets=self._targets,
         )
         rollout = finder.rollout(self._facts.get("gamma", max(self._source.factors, default=None)))
-        if UNCHECKED_FACT not in self._facts:
-            self._announce_run(variables, rollout)
         size = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + size
         observations = finder.observations(None if first is None else first.inputs)
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
         actions = self._actions_of(finder, heads, collected, chosen, observations)
+        if UNCHECKED_FACT not in self._facts:
+            found = finder.names()
+            found |= {} if observations is None else {"observations": ""}
+            found |= {} if actions is None or not actions.actions else {"actions": ""}
+            found |= {"distributions in acting": ""} if heads.logits or heads.means else {}
+            self._announce_run(variables, rollout, found, first)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(self.returns.take(finished), self._env_step)
         if episodes is not None:
@@ -593,14 +612,12 @@ class ScriptListener:
         if policy is None:
             if reading.value is not None:
                 self._minibatches.add_value(reading.value)
+                if not self._targets and reading.value.returns is not None:
+                    self._targets = (name_of(reading.value.returns, self._size, variables),)
             return
-        if (
-            reading.entropy is not None
-            and reading.entropy.weight
-            and policy.weight
-            and "entropy" not in self._weights()
-        ):
-            self._read_weights = {"entropy": float(f"{reading.entropy.weight / policy.weight:.6g}")}
+        self._read_weights = {
+            name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()
+        }
         count = len(policy.advantages)
         if not self.updates:
             self._passes.add(variables.integers(), count)
@@ -639,8 +656,8 @@ class ScriptListener:
             if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
                 reading = reading._replace(entropy=unused_entropy(reading.heads))
             if policy.log_ratio is None and rows is not None and not (reading.heads.logits or reading.heads.means):
-                own = rows  # what was acted on is what is trained
-                reading = reading._replace(heads=self._acted_heads.map(lambda column: column.flatten(0, 1)[own]))
+                # what was acted on is what is trained
+                reading = reading._replace(heads=_rows_of(self._acted_heads, rows))
             losses = losses_of(reading, value, self._weights())
             if losses:
                 self.findings[LOSSES] = None
@@ -696,6 +713,11 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rows_of(heads: HeadColumns, rows: Tensor) -> HeadColumns:
+    """Heads [N, ...] in these rows of a rollout's [T, B, ...]."""
+    return heads.map(lambda column: column.flatten(0, 1)[rows])
 
 
 def _joined(readings: Sequence[LossReading]) -> LossReading | None:

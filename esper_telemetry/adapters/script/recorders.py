@@ -153,7 +153,9 @@ class DistributionLog:
         taken = [one for one in self._recent if one.log_probs.requires_grad and one.log_probs.grad_fn in nodes]
         heads = [_as_rows(one.columns, rows) for one in taken if one.columns is not None]
         heads = [head for head in heads if _rows(head) == rows]
-        if heads or not taken or len(taken[0].log_probs) == rows:  # else a loss of steps that were acted on with a graph
+        if (
+            heads or not taken or len(taken[0].log_probs) == rows
+        ):  # else a loss of steps that were acted on with a graph
             left = [one for one in self._recent if all(one is not other for other in taken)]
             self._recent = deque(left, maxlen=MAX_DISTRIBUTIONS)
         return _merge(heads)
@@ -322,9 +324,9 @@ class IndexLog:
         taken: list[Tensor] = []
         for index in reversed(self._recent):
             rows = torch.as_tensor(np.asarray(index) if isinstance(index, list) else index)
-            if rows.dim() == 1 and len(rows) == count and rows.dtype in (torch.long, torch.int32):
-                if not any(torch.equal(rows, other) for other in taken):
-                    taken.append(rows.long().clone())
+            fits = rows.dim() == 1 and len(rows) == count and rows.dtype in (torch.long, torch.int32)
+            if fits and not any(torch.equal(rows, other) for other in taken):
+                taken.append(rows.long().clone())
         return taken
 
 

@@ -1,8 +1,9 @@
 """The rollout that a script learns from: its own arrays, recognised by where their numbers come from and go to.
 
-Taps say which rewards were paid, which episodes ended, what the network gave in acting, and by which rows the script indexed its arrays. The
-loss of the first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The arrays
-that hold these numbers are the script's columns, whatever their names; a name decides only between arrays that nothing else tells apart.
+Taps say which rewards were paid, which episodes ended, what the network gave in acting, and by which rows the script indexed its arrays.
+The loss of the first minibatch, before any step, says which log-probabilities, values, returns and advantages it was computed from. The
+arrays that hold these numbers are the script's columns, whatever their names; a name decides only between arrays that nothing else tells
+apart.
 
 Shapes: T steps, B environments, R = T B transitions, N rows of a minibatch.
 """
@@ -119,6 +120,7 @@ class RolloutFinder:
         estimates: outputs of the critic that may be in no variable any more.
         last_estimates: outputs after the last step of the environments.
         acted: log-probabilities and actions of the steps in the order in which they were taken, as far as that is known.
+        targets: names of the variable that the critic's own loss has had its targets from.
     """
 
     def __init__(
@@ -131,8 +133,9 @@ class RolloutFinder:
         estimates: Sequence[Tensor] = (),
         last_estimates: Sequence[LastEstimate] = (),
         acted: Sequence[Asked] = (),
+        targets: tuple[str, ...] = (),
     ) -> None:
-        self._variables, self._indices = variables, indices
+        self._variables, self._indices, self._targets = variables, indices, targets
         self._device = None if reading is None else reading.total.device  # all is compared there, where minibatches are
         self._estimates, self._last_estimates = estimates, last_estimates
         self._shown: Mapping[str, Tensor | None] = {} if reading is None else _shown_columns(reading)
@@ -141,6 +144,7 @@ class RolloutFinder:
         self._entries: Tensor | None = None  # [N], of these arrays that are the rows of the first minibatch
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         self._grids: list[Tensor] = []
+        self._names: dict[int, str] = {}
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
         self.ended = self._paid = self._limits = None
@@ -157,9 +161,11 @@ class RolloutFinder:
         self._taken = [one.actions for one in acted if one.actions is not None]
         if self.ended is not None:
             arrays = list(self._arrays()) if reading is not None else []
-            self._env_major = self._is_env_major(arrays)
-            pairs = [(array, grid) for array in arrays if (grid := self._as_grid(array)) is not None]
+            self._env_major = self._is_env_major([array for _, array in arrays])
+            named = [(name, array, grid) for name, array in arrays if (grid := self._as_grid(array)) is not None]
+            pairs = [(array, grid) for _, array, grid in named]
             self._grids = [grid for _, grid in pairs]
+            self._names = {id(grid): name for name, _, grid in named}
             policy = None if reading is None else reading.policy
             self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
@@ -178,17 +184,17 @@ class RolloutFinder:
 
     # arrays by what they hold
 
-    def _arrays(self) -> Iterable[Tensor]:
-        """Yield the arrays of a rollout's size, as their owner has shaped them."""
+    def _arrays(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the arrays of a rollout's size with their names, as their owner has shaped them."""
         size, visited = self.steps * self.envs, set[tuple[int, torch.Size]]()
-        for value in chain((value for _, value in self._variables.named_values()), self._estimates):
+        for name, value in chain(self._variables.named_values(), (("", one) for one in self._estimates)):
             array = stacked(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < 2:
                 continue
             key = (array.data_ptr(), array.shape)
             if key not in visited:
                 visited.add(key)
-                yield array.to(self._device)
+                yield name, array.to(self._device)
             if len(visited) >= MAX_ARRAYS:
                 return
 
@@ -213,8 +219,8 @@ class RolloutFinder:
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
                 columns |= {} if whole is None else {role: whole}
-        if "returns" not in columns:  # the loss has another column for targets
-            named = self._variables.find(NAMES["returns"], self._free_grid)
+        if "returns" not in columns:  # the loss has another column for targets, or the critic has a loss of its own
+            named = self._variables.find((*self._targets, *NAMES["returns"]), self._free_grid)
             columns |= {} if named is None else {"returns": named}
         self._identify_rewards()
         self._identify_next_values()
@@ -335,7 +341,13 @@ class RolloutFinder:
             free = self._free()
             same = [grid for grid in free if torch.equal(grid.float(), paid.float())]
             scaled = [grid for grid in free if _line_error(grid, paid) <= SAME_LINE]
-            if same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
+            exact = self._variables.find(
+                NAMES["rewards"],
+                lambda value: grid if (grid := self._free_grid(value)) is not None and _is_same(paid, grid) else None,
+            )
+            if exact is not None:
+                named = exact
+            elif same and (named is None or _varies(paid)):  # flags may have the numbers of constant rewards
                 named = same[0]
             elif named is None:
                 named = scaled[0] if scaled else paid.float()
@@ -402,6 +414,11 @@ class RolloutFinder:
         """Return a column [T, B] of the rollout: that of the loss, or one with such a name."""
         column = self._columns.get(role)
         return self._variables.find(NAMES[role], self._in_grid) if column is None else column[: self.steps]
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the variables with the columns that were found, by role; empty where a column has none."""
+        found = {"log_probs": self.log_probs, **self._columns}
+        return {role: self._names.get(id(one), "") for role, one in found.items() if one is not None}
 
     # actions and observations
 
@@ -535,6 +552,17 @@ class RolloutFinder:
         alive = ~ended[-1]
         is_left_out = bool(alive.any()) and float(implied[alive].abs().max()) <= SAME_NUMBER
         return values[-1] if is_left_out else torch.where(alive, implied, values[-1])
+
+
+def name_of(column: Tensor, size: int, variables: Variables) -> str:
+    """Return the name of the first array of so many numbers that holds those of a column; empty without any."""
+    for name, value in variables.named_values():
+        array = stacked(value)
+        if array is None or not array.numel() == size > 1:
+            continue
+        if _held(column.reshape(-1).double(), _sorted(array.to(column.device))) >= MIN_SHARE:
+            return name
+    return ""
 
 
 def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:

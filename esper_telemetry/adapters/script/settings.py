@@ -65,6 +65,17 @@ def is_rate(name: str) -> bool:
     return re.search(r"(^|_)lr(_|$)|rate", name.lower()) is not None
 
 
+def read_coefficients(reading: LossReading) -> dict[str, float]:
+    """Return the weights of the losses `value` and `entropy` in a loss, next to that of its policy's term."""
+    weight = 0.0 if reading.policy is None else reading.policy.weight
+    terms = {"value": reading.value, "entropy": reading.entropy}
+    return {
+        name: float(f"{abs(term.weight / weight):.6g}")
+        for name, term in terms.items()
+        if term and weight and term.weight
+    }
+
+
 def find_coefficients(variables: Variables) -> dict[str, float]:
     """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
     weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
@@ -100,10 +111,6 @@ def find_facts(variables: Variables, max_norm: float | None, readings: Sequence[
             facts.setdefault("clip", round(reading.policy.clip, 6))
         if reading.value is not None and reading.value.clip is not None:
             facts["clip_value"] = round(reading.value.clip, 6)
-        weight = 0.0 if reading.policy is None else reading.policy.weight
-        for name, term in (("value", reading.value), ("entropy", reading.entropy)):
-            if weight and term is not None and term.weight:
-                facts.setdefault(f"{name}_coef", float(f"{abs(term.weight / weight):.6g}"))
     if variables.find(CLIPS_VALUES, as_flag) and "clip" in facts:
         facts.setdefault("clip_value", facts["clip"])
     return facts
@@ -172,6 +179,45 @@ def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
             f"training adds noise to the means of actions (rpo_alpha = {facts['mean_noise']})"
         )
     return reasons
+
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "transitions": ("observations",),
+    "stored_rewards": ("rewards",),
+    "executed_actions": ("actions",),
+    "actions": ("actions", "distributions in acting"),
+    "log_probs": ("actions", "log-probabilities", "distributions in acting"),
+    "replayed_log_probs": ("log-probabilities",),
+    "values": ("values",),
+    "advantages": ("rewards", "values", "advantages"),
+    "returns": ("values", "advantages", "returns"),
+    "normalized_advantages": ("advantages",),
+    "minibatches": ("log-probabilities", "advantages", "returns"),
+    "log_ratios": ("log-probabilities", "actions"),
+    "value_loss": ("returns", "values"),
+    "entropy_loss": ("entropy in the loss",),
+}
+"""What the equations of a script need to be traced to variables, or to the loss."""
+
+
+def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
+    """Return what was sought for each equation and what was found in its place; counts where it is not checked.
+
+    Args:
+        traced: variables with their places in the source, by role; empty where the role has none.
+        loss: place of the loss.
+    """
+    texts = {}
+    for equation, roles in ROLES.items():
+        missing = [role for role in roles if role not in traced]
+        known = [f"{role} {place}".strip() for role, place in traced.items() if role in roles]
+        if missing:
+            others = [f"{role} {place}".strip() for role, place in traced.items() if place]
+            found = f"found {', '.join(known or others) or 'none of the columns of a rollout'}"
+            texts[equation] = f"sought {' and '.join(missing)} of the loss in {loss}; {found}"
+        else:
+            texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
+    return texts
 
 
 def find_schedule(

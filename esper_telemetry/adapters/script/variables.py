@@ -252,11 +252,13 @@ class Source(NamedTuple):
 
     Attributes:
         numbers: with a name: by assignments, defaults of arguments and calls.
+        lines: file and line by the name of a variable or member that is assigned there first.
         factors: literals below 1 that something is multiplied by, or that a function of the script is given, in order.
         sets_rate: the rate of an optimizer is assigned, or a scheduler made.
     """
 
-    numbers: dict[str, float]
+    numbers: Mapping[str, float]
+    lines: Mapping[str, str] = {}
     factors: tuple[float, ...] = ()
     sets_rate: bool = False
 
@@ -264,6 +266,7 @@ class Source(NamedTuple):
 def read_source() -> Source:
     """Return what the files of the script's frames say."""
     named: dict[str, float] = {}
+    lines: dict[str, str] = {}
     factors: dict[float, None] = {}
     sets_rate = False
     for path in dict.fromkeys(frame.f_code.co_filename for frame in _frames()):
@@ -271,9 +274,19 @@ def read_source() -> Source:
             tree = ast.parse(Path(path).read_bytes())
             for name, number in _named_numbers(tree):
                 named.setdefault(name, number)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    name = node.id if isinstance(node, ast.Name) else node.attr
+                    lines.setdefault(name, f"{Path(path).name}:{node.lineno}")
             factors |= dict.fromkeys(_factors(tree))
             sets_rate = sets_rate or any(_sets_rate(node) for node in ast.walk(tree))
-    return Source(named, tuple(factors), sets_rate)
+    return Source(named, lines, tuple(factors), sets_rate)
+
+
+def calling_place() -> str:
+    """Return file and line of the script's innermost frame."""
+    frame = next(_frames(), None)
+    return "the script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _factors(tree: ast.AST) -> Iterator[float]:
