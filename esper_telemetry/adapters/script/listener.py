@@ -80,6 +80,9 @@ ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions",
 SCALARS = "scalars"
 
 
+SAME_CLIP = 1e-5
+"""Difference up to which a clip range is the one that is set."""
+
 MAX_OTHER_LOSSES = 256
 """Losses without a policy's term after which a script is taken for one that does not train by a policy gradient."""
 
@@ -153,6 +156,7 @@ class ScriptListener:
         self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
+        self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
         self._call: OptimizerCall | None = None
         self._announced: Optimizer | None = None
         self._shown = self._several = False
@@ -389,7 +393,7 @@ class ScriptListener:
                 learning_rate=self._learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
-                coefficients=self._read_weights | self._coefficients,
+                coefficients=self._read_weights | self._coefficients | self._other_clip,
                 learning_rates=rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {})),
             )
         )
@@ -449,7 +453,7 @@ class ScriptListener:
             role.replace("log_probs", "log-probabilities"): f"in `{name}` ({lines[name]})" if name in lines else name
             for role, name in found.items()
         }
-        traced |= {} if first is None or first.entropy is None else {"entropy in the loss": ""}
+        traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
         known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate or 0.0, self._facts
         schedule = settings.find_schedule(known, facts, rate, size, sets_rate=self._source.sets_rate)
@@ -471,6 +475,7 @@ class ScriptListener:
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading]) -> None:
         self.open, self._step, self._row_count = True, 0, 0
+        self._other_clip = {}
         self._collected_at = self._data_of(variables)
         weights = settings.find_coefficients(variables)
         constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
@@ -618,6 +623,8 @@ class ScriptListener:
         self._read_weights = {
             name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()
         }
+        if policy.clip is not None and abs(policy.clip - self._facts.get("clip", policy.clip)) > SAME_CLIP:
+            self._other_clip = {"clip": policy.clip}
         count = len(policy.advantages)
         if not self.updates:
             self._passes.add(variables.integers(), count)

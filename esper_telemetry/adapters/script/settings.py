@@ -195,7 +195,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "minibatches": ("log-probabilities", "advantages", "returns"),
     "log_ratios": ("log-probabilities", "actions"),
     "value_loss": ("returns", "values"),
-    "entropy_loss": ("entropy in the loss",),
+    "entropy_loss": ("entropy",),
 }
 """What the equations of a script need to be traced to variables, or to the loss."""
 
@@ -214,7 +214,7 @@ def untraced_equations(traced: Mapping[str, str], loss: str) -> dict[str, str]:
         if missing:
             others = [f"{role} {place}".strip() for role, place in traced.items() if place]
             found = f"found {', '.join(known or others) or 'none of the columns of a rollout'}"
-            texts[equation] = f"sought {' and '.join(missing)} of the loss in {loss}; {found}"
+            texts[equation] = f"sought {' and '.join(missing)} for the loss in {loss}; {found}"
         else:
             texts[equation] = f"found {', '.join(known)}, which do not fit together; the loss is in {loss}"
     return texts
