@@ -227,7 +227,7 @@ class ScriptListener:
         if reading is not None:
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
-                reading = reading._replace(heads=heads)
+                reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
             self._readings.append(without_graph(reading))
         elif not self._started:
             self._other_losses += 1
@@ -465,8 +465,7 @@ class ScriptListener:
             UNCHECKED_FACT: settings.unchecked_equations(facts),
             UNTRACED_FACT: settings.untraced_equations(traced, names.calling_place()),
         }
-        read = {} if first is None else {f"{name}_coef": one for name, one in settings.read_coefficients(first).items()}
-        self.hooks.emit(RunStart(self._config, {**read, **facts}, update=0, env_step=0, gradient_step=0))
+        self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
@@ -484,8 +483,10 @@ class ScriptListener:
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         acted, heads = self.distributions.take_rollout(steps, envs)
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
-        if logits is not None and not (heads.logits or heads.means):
-            heads = HeadColumns(logits={head_names(1)[0]: logits})
+        if logits is not None and first is not None and not (heads.logits or heads.means):
+            name = head_names(1)[0]
+            spreads = {head: std[0].expand_as(logits) for head, std in first.heads.log_std.items()}
+            heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
         finder = RolloutFinder(
             variables,
             collected,

@@ -314,6 +314,13 @@ class _LossReader:
         if policy is None and value is None:
             return None
         logits, actions, source = (None, None, None) if policy is None else self._choice(policy.edge.node)
+        heads = HeadColumns()
+        if policy is not None and logits is None and not self.log_probs:
+            heads, actions, source = self._gaussian(policy.edge.node)
+            if actions is not None and policy.log_probs is None and policy.log_ratio is not None:
+                means, log_std = heads.means["action"], heads.log_std["action"]
+                density = torch.distributions.Normal(means, log_std.exp()).log_prob(actions).sum(-1)
+                policy = policy._replace(log_probs=density)
         left_out = None
         if policy is not None and not others:
             entropy = self._unused_entropy(len(policy.advantages)) if entropy is None else entropy
@@ -332,6 +339,7 @@ class _LossReader:
             logits=logits,
             actions=actions,
             source=source,
+            heads=heads,
             left_out=left_out,
         )
 
@@ -561,10 +569,44 @@ class _LossReader:
                 actions = None if chosen is None or None in one._saved_indices else chosen.reshape(-1)
         return logits, actions, source
 
+    def _gaussian(self, node: Node) -> tuple[HeadColumns, Tensor | None, LayerOutputs | None]:
+        """Parameters, actions [N, D] and layer of the means of a Gaussian's density that the script computes itself.
+
+        Its standard deviations are the exponential of a parameter.
+        """
+        below, log_std = _below(node), None
+        for one in below:
+            leaf = (
+                getattr(self._through_views(_children(one)[0]), "variable", None)
+                if _kind(one) == "ExpBackward0"
+                else None
+            )
+            log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
+        squares = (one for one in below if _kind(one) == "PowBackward0" and one._saved_exponent == 2)
+        for square in squares if log_std is not None else ():
+            difference = self._through_views(_children(square)[0])
+            parts = _children(difference) if _kind(difference) == "SubBackward0" else []
+            own = [place for place, part in enumerate(parts) if part is not None]
+            means = self.value(parts[own[0]]) if len(own) == 1 else None
+            if means is None or means.dim() != 2 or means.shape != square._saved_self.shape:
+                continue
+            sign = -1 if own[0] == 0 else 1
+            actions = means + sign * square._saved_self.detach()
+            spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means)
+            return (
+                HeadColumns(means={"action": means}, log_std={"action": spread}),
+                actions,
+                self._layer_at(parts[own[0]], means.shape[1]),
+            )
+        return HeadColumns(), None, None
+
     def _layer_of(self, log_softmax: Node) -> LayerOutputs | None:
         """The outputs of a linear layer that a softmax is taken of."""
-        node, count = self._through_views(_children(log_softmax)[0]), _shape(log_softmax)[-1]
-        start = 0
+        return self._layer_at(_children(log_softmax)[0], _shape(log_softmax)[-1])
+
+    def _layer_at(self, node: Node, count: int) -> LayerOutputs | None:
+        """The outputs of a linear layer that a node is, perhaps some of several."""
+        node, start = self._through_views(node), 0
         while _kind(node) == "SliceBackward0":
             start += _axis(node._saved_start) if _axis(node._saved_dim) in (-1, len(_shape(node)) - 1) else 0
             node = self._through_views(_children(node)[0])
@@ -694,6 +736,11 @@ class _LossReader:
             numbers, slopes = -self.log_probs[node], -gradient
         elif self._is_plogp(node):
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
+        elif any(_kind(one) == "ExpBackward0" for one, _ in self.consumers.get(node, ())) and hasattr(node, "variable"):
+            # the logarithm of standard deviations [D], whose sum is the entropy but for a constant
+            numbers = node.variable.detach() + GAUSSIAN_ENTROPY
+            weight = -float(gradient.mean())
+            return EntropyTerm(numbers, -numbers.sum(), weight, None) if weight else None
         else:
             return None
         weight = -float(slopes.sum())
@@ -804,7 +851,17 @@ def _all(node: Node, operand: Operands) -> list[Tensor]:
     return [operand(place) for place in range(len(_children(node)))]
 
 
+def _layer_output(node: Node, _: Operands) -> Tensor:
+    """What a linear layer has returned, from its inputs and its parameters."""
+    bias, inputs, turned = _children(node)
+    leaf, weight = getattr(bias, "variable", None), getattr(_children(turned)[0], "variable", None) if turned else None
+    if (inputs is not None and node._saved_mat1 is None) or leaf is None or weight is None:
+        raise LookupError
+    return torch.nn.functional.linear(node._saved_mat1, weight, leaf)
+
+
 FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
+    "AddmmBackward0": _layer_output,
     "MinimumBackward0": lambda node, _: torch.minimum(node._saved_self, node._saved_other),
     "MaximumBackward0": lambda node, _: torch.maximum(node._saved_self, node._saved_other),
     "PowBackward0": lambda node, _: node._saved_self.pow(node._saved_exponent),

@@ -579,8 +579,7 @@ def _shown_columns(reading: LossReading) -> dict[str, Tensor | None]:
 
 def _has_rows(array: Tensor, rows: Tensor, own: Tensor) -> bool:
     """Return True if these rows of an array [R, ...] are those [N, ...] of a minibatch."""
-    chosen = array[rows.to(array.device)].reshape(-1).to(own)
-    return torch.equal(chosen, own.reshape(-1))
+    return _is_same(own, array[rows.to(array.device)])
 
 
 def _as_table(value: object) -> Tensor | None:
