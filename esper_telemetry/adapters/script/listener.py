@@ -485,7 +485,7 @@ class ScriptListener:
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
         if logits is not None and first is not None and not (heads.logits or heads.means):
             name = head_names(1)[0]
-            spreads = {head: std[0].expand_as(logits) for head, std in first.heads.log_std.items()}
+            spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={name: logits}, log_std=spreads) if spreads else HeadColumns({name: logits})
         finder = RolloutFinder(
             variables,

@@ -294,7 +294,7 @@ class _LossReader:
         for place, ((node, _), gradient) in enumerate(zip(terms, gradients, strict=True)):
             if gradient is None:
                 continue
-            if node in self.log_probs:  # the policy's term depends on them too
+            if node in self.log_probs or hasattr(node, "variable"):  # the policy's term depends on them too
                 gradient = self._own_gradient(place, edges, gradients)
             term = (
                 self._entropy(node, gradient, sampled=not bonus)
@@ -592,7 +592,7 @@ class _LossReader:
                 continue
             sign = -1 if own[0] == 0 else 1
             actions = means + sign * square._saved_self.detach()
-            spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means)
+            spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
             return (
                 HeadColumns(means={"action": means}, log_std={"action": spread}),
                 actions,
