@@ -401,7 +401,8 @@ class _LossReader:
             joined = self._joined_entropies(node) if _kind(node) in JOINTS else None
             self.entropies |= {} if joined is None else {node: joined}
             output = node in self.entropies or node in self.log_probs
-            if not output and (_kind(node) in SUMS or _is_scaling(node) or self._weighs_rows(node)):
+            chosen = _kind(node) == "GatherBackward0" and self._is_plogp(self._through_views(_children(node)[0]))
+            if not output and (_kind(node) in SUMS or chosen or _is_scaling(node) or self._weighs_rows(node)):
                 waiting += [(child, place) for child, place in node.next_functions if child is not None]
             else:
                 yield node, number
@@ -735,7 +736,10 @@ class _LossReader:
         elif sampled and node in self.log_probs:  # of the actions taken, in place of the entropy
             numbers, slopes = -self.log_probs[node], -gradient
         elif self._is_plogp(node):
+            used = gradient != 0  # perhaps of the chosen actions alone
             numbers, slopes = -(node._saved_self * node._saved_other).detach(), -gradient
+            if not bool(used.all()):
+                numbers, slopes = numbers[used], slopes[used]
         elif any(_kind(one) == "ExpBackward0" for one, _ in self.consumers.get(node, ())) and hasattr(node, "variable"):
             # the logarithm of standard deviations [D], whose sum is the entropy but for a constant
             numbers = node.variable.detach() + GAUSSIAN_ENTROPY
