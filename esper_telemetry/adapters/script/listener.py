@@ -109,6 +109,7 @@ class ScriptListener:
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
+        value_loss_alone: place of a loss with an error of values before the first one of a policy; empty without any.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class ScriptListener:
         self.findings: dict[str, None] = {}
         self.updates = 0
         self.lstm_count = 0
+        self.value_loss_alone = ""
         self.open = False
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
         self.estimates, self.acting = EstimateLog(), ActingLog()
@@ -225,6 +227,8 @@ class ScriptListener:
             except Exception as error:  # a graph that the reader was not made for
                 self._on_error(read_loss, error)
         if reading is not None:
+            if reading.policy is None and not self._started:
+                self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
