@@ -227,7 +227,7 @@ class ScriptListener:
             except Exception as error:  # a graph that the reader was not made for
                 self._on_error(read_loss, error)
         if reading is not None:
-            if reading.policy is None and not self._started:
+            if reading.policy is None and not self._started and self.environments.steps:
                 self.value_loss_alone = names.calling_place()
             if reading.policy is not None:
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph_of(loss))

@@ -200,15 +200,21 @@ class RolloutFinder:
 
     def _free(self) -> list[Tensor]:
         """Arrays [T, B] that are no column yet."""
-        taken = self._columns.values()
-        return [grid for grid in self._grids if len(grid) == self.steps and all(grid is not one for one in taken)]
+        return [grid for grid in self._grids if len(grid) == self.steps and not self._is_taken(grid)]
+
+    def _is_taken(self, grid: Tensor) -> bool:
+        """Return True for an array in the memory of a column."""
+        return any(grid.data_ptr() == one.data_ptr() for one in self._columns.values())
 
     def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]], *, has_ratio: bool) -> None:
         """Find the columns, by what the first minibatch was computed from."""
         columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
-        is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages", "returns"))
+        is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
         self._restore_order(tables)
         self._identify_advantages()
+        # last: a loss may have another of these columns for its targets
+        is_permuted |= self._identify_shown(pairs, tables, ("returns",))
+        self._put_in_time("returns")
         self._identify_acting_values()
         values = columns.get("values")
         if values is not None and len(values) == self.steps:
@@ -245,7 +251,7 @@ class RolloutFinder:
                     (
                         (_is_same(form(column), array), -_held(numbers, tables[place]), place)
                         for place, (array, grid) in enumerate(pairs)
-                        if all(grid is not one for one in columns.values())
+                        if not self._is_taken(grid)
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -277,10 +283,14 @@ class RolloutFinder:
         self._order = RowFinder({"log_probs": acted}).rows_of({"log_probs": shuffled})
         self._entries = RowFinder({"log_probs": shuffled}).rows_of({"log_probs": own})
         self._mixed = self._order is None or self._entries is None or not bool(numbers.diff().all())
-        for role in ("returns", "values", "advantages") if not self._mixed else ():
-            if role in columns and len(columns[role]) == self.steps:
-                in_time = self._in_time(columns[role].reshape(-1), self._shown.get(role))
-                columns[role] = in_time.reshape(columns[role].shape)
+        for role in ("values", "advantages"):
+            self._put_in_time(role)
+
+    def _put_in_time(self, role: str) -> None:
+        """Put a column that the script has shuffled with its log-probabilities back into the order of time."""
+        column = self._columns.get(role)
+        if column is not None and len(column) == self.steps and not self._mixed:
+            self._columns[role] = self._in_time(column.reshape(-1), self._shown.get(role)).reshape(column.shape)
 
     def _in_time(self, array: Tensor, rows: Tensor | None) -> Tensor:
         """Return an array [R, ...] in the order of time: itself unless it has the minibatch's rows [N, ...] where a shuffle puts them."""
