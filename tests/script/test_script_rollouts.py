@@ -656,3 +656,27 @@ def test_numbers_in_the_source_have_the_names_of_arguments_also_in_calls_by_posi
     numbers = runpy.run_path(str(tmp_path / "script.py"))["numbers"]
 
     assert [numbers[name] for name in ("gamma", "lam", "factor")] == [0.99, 0.9, 3]
+
+
+def test_any_index_is_left_to_the_script() -> None:
+    listener = ScriptListener(lambda _: None, lambda _: None)
+    taps = Taps(lambda: listener, lambda _, callback: callback, lambda _: None)
+    taps.install()
+    try:
+        column, rows = torch.arange(6.0), torch.tensor([4, 1, 1])
+        taken = [
+            column[rows],
+            column[torch.tensor(3)],
+            column[[0, 2, 5]],
+            column[column > 3],
+            column[1:],
+            column[..., None],
+        ]
+        column.index_select(0, rows[:2])
+    finally:
+        taps.remove()
+
+    assert [one.numel() for one in taken] == [3, 1, 3, 2, 5, 6]
+    assert [one.tolist() for one in listener.indices.recent(3)] == [[0, 2, 5], [4, 1, 1]]
+    assert [one.tolist() for one in listener.indices.recent(2)] == [[4, 1]]
+    assert not hasattr(torch.Tensor.__getitem__, "tapped")

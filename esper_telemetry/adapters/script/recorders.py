@@ -310,7 +310,8 @@ class IndexLog:
 
     def add(self, source: Tensor, index: object) -> None:
         """Record rows of a tensor, as whole numbers or as a mask."""
-        if isinstance(index, Tensor | np.ndarray | list) and len(index) > 1 and source.dim():
+        is_vector = isinstance(index, Tensor | np.ndarray | list) and getattr(index, "ndim", 1) == 1
+        if is_vector and len(index) > 1 and source.dim():  # type: ignore[arg-type]
             self._recent.append(index)
 
     def take(self, count: int) -> list[Tensor]:
@@ -323,9 +324,10 @@ class IndexLog:
         """Return copies of the different vectors of so many whole numbers, the latest first."""
         taken: list[Tensor] = []
         for index in reversed(self._recent):
-            rows = torch.as_tensor(np.asarray(index) if isinstance(index, list) else index)
-            fits = rows.dim() == 1 and len(rows) == count and rows.dtype in (torch.long, torch.int32)
-            if fits and not any(torch.equal(rows, other) for other in taken):
+            if len(index) != count or (isinstance(index, list) and not all(isinstance(one, int) for one in index)):
+                continue
+            rows = torch.as_tensor(index)
+            if rows.dtype in (torch.long, torch.int32) and not any(torch.equal(rows, other) for other in taken):
                 taken.append(rows.long().clone())
         return taken
 

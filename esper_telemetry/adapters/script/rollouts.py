@@ -165,7 +165,7 @@ class RolloutFinder:
             named = [(name, array, grid) for name, array in arrays if (grid := self._as_grid(array)) is not None]
             pairs = [(array, grid) for _, array, grid in named]
             self._grids = [grid for _, grid in pairs]
-            self._names = {id(grid): name for name, _, grid in named}
+            self._names = {grid.data_ptr(): name for name, _, grid in named}
             policy = None if reading is None else reading.policy
             self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
@@ -428,7 +428,7 @@ class RolloutFinder:
     def names(self) -> dict[str, str]:
         """Return the names of the variables with the columns that were found, by role; empty where a column has none."""
         found = {"log_probs": self.log_probs, **self._columns}
-        return {role: self._names.get(id(one), "") for role, one in found.items() if one is not None}
+        return {role: self._names.get(one.data_ptr(), "") for role, one in found.items() if one is not None}
 
     # actions and observations
 

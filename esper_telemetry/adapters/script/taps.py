@@ -304,7 +304,8 @@ class Taps:
         @functools.wraps(take)
         def taken(source: Any, *args: Any, **options: Any) -> Any:
             script = self.script
-            if script is not None and args and not self._calling and not source.requires_grad:
+            plain = type(source).__name__ == "Tensor" and not source.requires_grad  # no stand-in of a compiler
+            if script is not None and plain and args and not self._calling:
                 script.indices.add(source, args[-1] if axis else args[0])
             return take(source, *args, **options)
 
