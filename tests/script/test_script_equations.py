@@ -368,7 +368,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     }
     paid = torch.tensor([[1.0], [2], [3]])
     steps: Any = SimpleNamespace(
-        steps=3, envs=1, ended=ends, rewards=paid, time_limits=torch.zeros_like(ends), in_turns=True
+        steps=3, envs=1, ended=ends, rewards=paid, time_limits=torch.zeros_like(ends), in_turns=True, cut=False
     )
     finder = RolloutFinder(Variables([columns]), steps)
     rollout = finder.rollout()

@@ -119,7 +119,9 @@ def collected(ends: Tensor, paid: Tensor | None = None, limits: Tensor | None = 
     cut = torch.zeros_like(ends) if limits is None else limits
     rewards = torch.ones(ends.shape) if paid is None else paid
     steps, envs = ends.shape
-    return SimpleNamespace(steps=steps, envs=envs, ended=ends, rewards=rewards, time_limits=cut, in_turns=True)
+    return SimpleNamespace(
+        steps=steps, envs=envs, ended=ends, rewards=rewards, time_limits=cut, in_turns=True, cut=False
+    )
 
 
 def rollout_of(arrays: dict[str, Any], reading: LossReading) -> RolloutFinder:

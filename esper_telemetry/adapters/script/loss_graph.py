@@ -575,7 +575,8 @@ class _LossReader:
 
         Its standard deviations are the exponential of a parameter.
         """
-        below, log_std = _below(node), None
+        below = _below(node)
+        log_std: Tensor | None = None
         for one in below:
             leaf = (
                 getattr(self._through_views(_children(one)[0]), "variable", None)
@@ -584,12 +585,12 @@ class _LossReader:
             )
             log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
         squares = (one for one in below if _kind(one) == "PowBackward0" and one._saved_exponent == 2)
-        for square in squares if log_std is not None else ():
+        for square in squares:
             difference = self._through_views(_children(square)[0])
             parts = _children(difference) if _kind(difference) == "SubBackward0" else []
             own = [place for place, part in enumerate(parts) if part is not None]
             means = self.value(parts[own[0]]) if len(own) == 1 else None
-            if means is None or means.dim() != 2 or means.shape != square._saved_self.shape:
+            if log_std is None or means is None or means.dim() != 2 or means.shape != square._saved_self.shape:
                 continue
             sign = -1 if own[0] == 0 else 1
             actions = means + sign * square._saved_self.detach()

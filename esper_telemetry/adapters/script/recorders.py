@@ -505,6 +505,7 @@ class EnvCall:
         returned, received: observations and actions [b, n], in the entries of which checksums are taken; None for anything but numbers.
         finals: last observations [n] of episodes by place, if the environment shows them.
         reset_to: [1, n], what a single environment returned when it was reset afterwards: the observation to be acted on next.
+        cut: the script has ended the episode.
     """
 
     env: int
@@ -514,6 +515,7 @@ class EnvCall:
     received: Any
     finals: dict[int, Any]
     reset_to: Any = None
+    cut: bool = False
 
 
 class ObservedSteps:
@@ -529,9 +531,11 @@ class ObservedSteps:
         ended: [T, B], bool: steps that ended an episode.
         time_limits: [T, B], bool: those by truncation.
         rewards: [T, B], float64.
+        cut: the script has ended the episode of the last step, which may be that of the rollout alone.
     """
 
     def __init__(self, calls: Sequence[EnvCall], space: Any) -> None:
+        self.cut = calls[-1].cut
         column = {env: place for place, env in enumerate(sorted({call.env for call in calls}))}
         counts = Counter[int]()
         self._calls, self._space = calls, space
@@ -660,6 +664,8 @@ class EpisodeLog:
         if len(running.returns) != size:  # several environments of a class that does not say so
             running = self._running[env] = _Running(env, size, running.index)
         paid = np.array(rewards, dtype=np.float64).reshape(size)
+        if running.last_call is not None and running.last_call.cut:
+            running.last_call.flags[1] = True
         if len(self._calls) < MAX_END_STEPS:
             rows = _rows_of(observations, size) if self._entries <= MAX_STEP_ENTRIES else None
             self._entries += 0 if rows is None else rows.size
@@ -692,7 +698,7 @@ class EpisodeLog:
         if len(running.returns) == 1 and length and (call is not None or length >= self._last_count):
             self._finished.append(FinishedEpisode(float(running.returns[0]), length, max(0, self._count - 1)))
             if call is not None:
-                call.flags[1] = True
+                call.cut = True
         running.reset()
         if (
             call is not None

@@ -145,11 +145,14 @@ class RolloutFinder:
         self._mixed = False  # columns are shuffled in a way that numbers do not tell
         self._grids: list[Tensor] = []
         self._names: dict[int, str] = {}
+        self._with_graph: set[int] = set()
+        self._has_ratio = reading is None or reading.policy is None or reading.policy.log_ratio is not None
         self._columns: dict[str, Tensor] = {}
         self.steps = self.envs = 0
+        self._cut = False
         self.ended = self._paid = self._limits = None
         if collected is not None:
-            self.steps, self.envs = collected.steps, collected.envs
+            self.steps, self.envs, self._cut = collected.steps, collected.envs, collected.cut
             columns = (collected.ended, collected.rewards, collected.time_limits)
             self.ended, self._paid, self._limits = (column.to(self._device) for column in columns)
             acted = acted if collected.in_turns else ()
@@ -166,8 +169,7 @@ class RolloutFinder:
             pairs = [(array, grid) for _, array, grid in named]
             self._grids = [grid for _, grid in pairs]
             self._names = {grid.data_ptr(): name for name, _, grid in named}
-            policy = None if reading is None else reading.policy
-            self._identify(pairs, has_ratio=policy is None or policy.log_ratio is not None)
+            self._identify(pairs)
         self.rewards, self.log_probs = self._columns.get("rewards"), self.find("log_probs")
         self.log_probs = self._acted if self.log_probs is None else self.log_probs
 
@@ -191,6 +193,8 @@ class RolloutFinder:
             array = stacked(value)
             if array is None or array.numel() not in (size, size + self.envs) or array.numel() < 2:
                 continue
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._with_graph.add(array.data_ptr())
             key = (array.data_ptr(), array.shape)
             if key not in visited:
                 visited.add(key)
@@ -200,13 +204,18 @@ class RolloutFinder:
 
     def _free(self) -> list[Tensor]:
         """Arrays [T, B] that are no column yet."""
-        return [grid for grid in self._grids if len(grid) == self.steps and not self._is_taken(grid)]
+        whole = (grid for grid in self._grids if len(grid) == self.steps)
+        return [grid for grid in whole if not self._is_taken(grid) and not self._is_product(grid)]
+
+    def _is_product(self, array: Tensor) -> bool:
+        """Return True for an array with a graph beside a ratio: advantages times a ratio of 1 have their numbers."""
+        return array.data_ptr() in self._with_graph and self._has_ratio
 
     def _is_taken(self, grid: Tensor) -> bool:
         """Return True for an array in the memory of a column."""
         return any(grid.data_ptr() == one.data_ptr() for one in self._columns.values())
 
-    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]], *, has_ratio: bool) -> None:
+    def _identify(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Find the columns, by what the first minibatch was computed from."""
         columns, tables = self._columns, [_sorted(grid[: self.steps]) for grid in self._grids]
         is_permuted = self._identify_shown(pairs, tables, ("log_probs", "values", "advantages"))
@@ -220,7 +229,7 @@ class RolloutFinder:
         if values is not None and len(values) == self.steps:
             longer = (grid for grid in self._grids if len(grid) == self.steps + 1 and torch.equal(grid[:-1], values))
             columns["values"] = next(longer, values)
-        for role in () if is_permuted else ("values", "log_probs")[: 1 if has_ratio else 2]:
+        for role in () if is_permuted else ("values", "log_probs")[: 1 if self._has_ratio else 2]:
             column = self._shown.get(role)  # the script stores none: those of its only minibatch
             if role not in columns and column is not None and column.numel() == self.steps * self.envs:
                 whole = self._as_grid(column)
@@ -251,7 +260,7 @@ class RolloutFinder:
                     (
                         (_is_same(form(column), array), -_held(numbers, tables[place]), place)
                         for place, (array, grid) in enumerate(pairs)
-                        if not self._is_taken(grid)
+                        if not self._is_taken(grid) and not (role == "advantages" and self._is_product(array))
                     ),
                     default=(False, 0.0, 0),
                     key=lambda one: (one[1] > -MIN_SHARE, *one),
@@ -508,6 +517,9 @@ class RolloutFinder:
         returns = advantages + values if returns is None else returns.to(values)
         is_mistaken = torch.equal(returns, advantages) or torch.equal(returns, values)
         implied = None if not gamma else ((advantages + values if is_mistaken else returns) - rewards)[-1] / gamma
+        if self._cut and implied is not None and float(implied.abs().max()) <= SAME_NUMBER:
+            ended = ended.clone()
+            ended[-1] = True  # the episode ends for the script, too
         last = self._last_values(values, ended, implied)
         if last is None:
             return None
